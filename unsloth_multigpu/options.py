@@ -181,14 +181,13 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return dict(keywords)
 
 
-def num_nodes(nnodes: str) -> tuple[int, int]:
-    """Fewest and most nodes of "2" or "1:4".
+def num_nodes(nnodes: str) -> int:
+    """The number of nodes of "2".
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is no number.
     """
-    fewest, _, most = Nodes().take("nnodes", nnodes).partition(":")
-    return int(fewest), int(most or fewest)
+    return int(Nodes().take("nnodes", nnodes))
 
 
 def file_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -250,14 +249,14 @@ def _check_together(config: MultiGPUConfig) -> None:
 
 
 def _check_nodes(config: MultiGPUConfig) -> None:
-    if num_nodes(config.nnodes) == (1, 1):
+    count = num_nodes(config.nnodes)
+    if count == 1:
         if given := config.asked(Scope.NODES):
             raise ConfigError(f"{given[0]} is for several nodes.", hint="Leave it out, or set nnodes.")
         return
-    most = num_nodes(config.nnodes)[1]
-    if config.node_rank is not None and config.node_rank >= most:
+    if config.node_rank is not None and config.node_rank >= count:
         raise ConfigError(
-            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {most - 1}.",
+            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {count - 1}.",
             hint="Count the nodes from 0.",
         )
     for name in ("rdzv_endpoint", "rdzv_id"):

@@ -276,21 +276,23 @@ class Folder(Kind):
 
 
 class Nodes(Kind):
-    """How many nodes: a number, or "MIN:MAX" for nodes that come and go."""
+    """How many nodes."""
 
     def shown(self) -> str:
-        """N|MIN:MAX."""
-        return "N|MIN:MAX"
+        """N."""
+        return "N"
 
     def take(self, name: str, value: Any) -> Any:
         """The text."""
         value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        parts = value.split(":") if isinstance(value, str) else []
-        counts = [int(p) for p in parts if p.isascii() and p.isdigit()]
-        if len(counts) != len(parts) or len(parts) not in (1, 2) or not 1 <= counts[0] <= counts[-1]:
-            raise ConfigError(
-                f'{name}={brief(value)}; expected a number, or "MIN:MAX".', hint=f'Set {name}="2" or {name}="1:4".'
-            )
+        if not isinstance(value, str) or not value.isascii() or not value.isdigit() or int(value) < 1:
+            hint = f'Set {name}="2".'
+            if isinstance(value, str) and ":" in value:
+                hint = (
+                    f"For nodes that come and go start this script with torchrun --nnodes {value} --nproc-per-node "
+                    "NUM_GPUS --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id ID train.py"
+                )
+            raise ConfigError(f"{name}={brief(value)}; expected a number.", hint=hint)
         return value
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS
@@ -40,15 +41,14 @@ def config_on_cluster(config: MultiGPUConfig, arguments: Mapping[str, Any], *, i
         ConfigError: The cluster's variables are incomplete or cannot be used, alone or beside what was given.
     """
     cluster = read_cluster(os.environ)
-    if cluster is None:
+    if not cluster:
         return config
     given = given_options(arguments)
     if is_notebook:
-        if num_nodes(cluster.values.get("nnodes", "1"))[1] > 1 and "nnodes" not in given:
+        count, source = cluster.get("nnodes", ("1", ""))
+        if count != "1" and "nnodes" not in given:
             logger.warning(
-                "%s says nnodes=%s: a notebook trains on this machine alone. Run a script on all nodes",
-                cluster.sources["nnodes"],
-                cluster.values["nnodes"],
+                "%s says nnodes=%s: a notebook trains on this machine alone. Run a script on all nodes", source, count
             )
         return config
     taken = take(cluster, given)
@@ -56,7 +56,7 @@ def config_on_cluster(config: MultiGPUConfig, arguments: Mapping[str, Any], *, i
         logger.warning("%s", line)
     if taken.told:
         logger.info("%s", taken.told)
-    os.environ.update({variable(name): str(value) for name, value in taken.values.items()})
+    os.environ.update({variable(name): value for name, value in taken.values.items()})
     return MultiGPUConfig.resolve(arguments)
 
 
@@ -80,7 +80,7 @@ def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
     Args:
         num_ranks: Ranks of this machine.
     """
-    has_others = num_ranks > 1 or num_nodes(config.nnodes)[1] > 1
+    has_others = num_ranks > 1 or num_nodes(config.nnodes) > 1
     return config.enable_ddp and (has_others or config.max_restarts > 0)
 
 
@@ -135,17 +135,31 @@ def supervise(
     command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
 ) -> None:
     """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
-    from unsloth_multigpu.launch.launcher import DDPLauncher, exit_like
+    from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
     if config.shard == "auto":
         config = with_shard_chosen(command, config, num_ranks)
-    cluster = read_cluster(os.environ)
-    endpoint = None if cluster is None else cluster.values.get("rdzv_endpoint")
+    endpoint, _ = read_cluster(os.environ).get("rdzv_endpoint", (None, ""))
     if endpoint is not None and endpoint == config.rdzv_endpoint:
         # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
         await_name(*split_endpoint(config), config.timeout_s)
     exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
+
+
+def exit_like(code: int) -> None:
+    """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            # The reader of the stream may be gone. The stream is None or closed if the process was started so.
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+    finally:
+        # The script must not continue in the supervisor, not even in an `except SystemExit` around the user's line.
+        os._exit(code if code >= 0 else 128 - code)
 
 
 def refuse_in_notebook(config: MultiGPUConfig) -> None:
@@ -199,8 +213,6 @@ def is_called_by_pytest() -> bool:
 
 def end_interrupted() -> None:
     """Ctrl-C came before ranks were started: ends this process by it, as the supervisor ends later. Does not return."""
-    from unsloth_multigpu.launch.launcher import exit_like
-
     tell("\nunsloth_multigpu: stopped by SIGINT, no rank was started.\n")
     exit_like(-signal.SIGINT)
 

@@ -283,7 +283,7 @@ class OptionTable:
     nnodes: str = option(
         "1",
         Nodes(),
-        'Nodes of the run: "2", or "MIN:MAX" for nodes that come and go.',
+        "Nodes of the run, all of which take part from the first step to the last.",
         Scope.RANKS,
         section=NODES,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,10 +22,7 @@ RECORDED_BY_ROW: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_tex
 USES = collect()
 # What some version does not take, and how the code asks before it passes it. Only for keywords that a dict behind `**`
 # has under a condition: one that is always passed is no entry of this table.
-ALLOWED = {
-    "torch.distributed.launcher.api.LaunchConfig(shutdown_timeout)": "launch/engine.py asks for the field; torch 2.13",
-    "torch.distributed.launcher.api.LaunchConfig(signals_to_handle)": "the same; torch 2.11 has it, 2.8 has not",
-}
+ALLOWED: dict[str, str] = {}
 EVERY_WAY = """
 from __future__ import annotations
 import functools
@@ -105,11 +101,12 @@ def test_every_way_to_call_is_collected() -> None:
 
 def test_calls_of_this_package_are_collected() -> None:
     calls = {(use.place.partition(":")[0], use.name, use.keywords) for use in USES if use.is_call}
-    assert ("launch/engine.py", "torch.distributed.launcher.api.elastic_launch", ()) in calls
+    assert (
+        "launch/membership.py",
+        "torch.distributed.rendezvous.TCPStore",
+        ("is_master", "wait_for_workers", "timeout"),
+    ) in calls
     assert ("step/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
-    (launch_config,) = (use for use in USES if use.name.endswith(".LaunchConfig") and use.is_call)
-    assert {"min_nodes", "logs_specs"} <= {*launch_config.keywords}
-    assert launch_config.conditional == ("shutdown_timeout", "signals_to_handle")
     assert len(calls) > 200
 
 
@@ -133,12 +130,11 @@ def test_planted_fault_is_found(source: str, expected: str) -> None:
 
 
 def test_option_of_newer_versions_is_found_where_nothing_asks_for_it() -> None:
-    source = Path(PACKAGE / "launch" / "engine.py").read_text(encoding="utf-8")
-    always = source.replace("**_later_options()", "shutdown_timeout=_SHUTDOWN_LIMIT_S")
-    assert always != source
-    (found,) = unknown(uses_in(always, "engine.py"), RECORDED_BY_ROW["oldest"])
-    assert found.endswith("LaunchConfig: got an unexpected keyword argument 'shutdown_timeout'")
-    assert unknown(uses_in(always, "engine.py"), RECORDED_BY_ROW["newest"]) == []
+    # torch 2.6 takes no argument there.
+    always = uses_in("import torch\ntorch.accelerator.current_accelerator(check_available=True)", "planted.py")
+    (found,) = unknown(always, RECORDED_BY_ROW["oldest"])
+    assert found.endswith("current_accelerator: got an unexpected keyword argument 'check_available'")
+    assert unknown(always, RECORDED_BY_ROW["newest"]) == []
 
 
 @pytest.mark.parametrize("text", ["()", "(a, /, b, c=..., *d, e, f=..., **g)", "(self, *, a=...)", "(*args, **kwargs)"])

@@ -48,9 +48,7 @@ def test_death_of_a_rank_is_named_and_all_ranks_are_started_again(tmp_path):
     failed, last = attempts_of(run.err)
     assert [code for _, code in failed] == [code for _, code, _ in DEATHS]
     for (text, _), (_, _, message) in zip(failed, DEATHS, strict=True):
-        # torch elastic may collect a code of 0 before it can be read, and does not tell it.
-        known = text.replace("rank 1 ended after", "rank 1 left with exit code 0 after")
-        assert f"\nunsloth_multigpu: {message}" in known
+        assert f"\nunsloth_multigpu: {message}" in text
     assert_is_shown_once_and_first(failed[0][0])
     assert "; the usual cause is that the machine ran out" in failed[1][0]
     assert "unsloth_multigpu: rank" not in last
@@ -118,7 +116,7 @@ def test_signal_ends_all_ranks(tmp_path, number):
     assert f"stopped by {number.name}" in run.err
     assert "Traceback" not in run.err
     assert "death signal" not in run.err
-    assert run.seconds < 25.0  # The engine would wait 30 s.
+    assert run.seconds < 25.0  # A script that handles the signal has 30 s.
     assert_nothing_is_left(tmp_path)
 
 

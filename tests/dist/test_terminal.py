@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, run_python, start, wait_until
+from tests.helpers.run import BARE, finish, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "terminal.py"
 _LIMIT_S = 60.0
@@ -58,26 +58,6 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
     assert "Traceback" not in end
     assert "/unsloth_multigpu/" not in end
     assert "rank_N.log" not in end
-
-
-BEFORE_SIGNALS = """
-import sys
-from unsloth_multigpu.launch import launcher
-from unsloth_multigpu.options import MultiGPUConfig
-
-def stop(*args):
-    names = ("torch.distributed.elastic.multiprocessing", "unsloth_multigpu.launch.engine")
-    sys.exit([name for name in names if name not in sys.modules] or 0)
-
-launcher.Stop = stop
-launcher.DDPLauncher(["true"], 1, MultiGPUConfig()).run()
-"""
-
-
-def test_engine_is_there_before_a_signal_is_handled(tmp_path):
-    """Else Ctrl-C in the middle of its import ends in an ImportError."""
-    run = run_python(["-c", BEFORE_SIGNALS], tmp_path, BARE)
-    assert run.code == 0, run.err
 
 
 @pytest.mark.parametrize("moment", ["no rank yet", "ranks begin"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import stat
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.wire.beat import Beat, BeatPage, Phase, decode_beats, encode_beats, read_beats
+from unsloth_multigpu.wire.beat import Beat, BeatPage, Phase, read_beats
 
 
 def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
@@ -111,69 +109,6 @@ def test_page_without_a_supervisor_is_written_as_well() -> None:
     page = BeatPage(None, 0)
     page.mark(Phase.SAVE, step=3)
     assert (page.phase, page.step) == (Phase.SAVE, 3)
-
-
-def test_beats_are_told_to_a_machine_with_another_clock() -> None:
-    beats = {3: Beat(7, Phase.SAVE, 2, 95.0, 99.5, 12, "all_reduce [8, 4]", 1.5), 11: Beat(progress_s=90.0)}
-    there = decode_beats(encode_beats(beats, 100.0).encode(), 5100.0)
-    assert there is not None
-    assert there[3] == Beat(7, Phase.SAVE, 2, 5095.0, 5099.5, 12, "all_reduce [8, 4]", 1.5)
-    assert (there[11].progress_s, there[11].alive_s) == (5090.0, 5000.0)
-    assert encode_beats({}, 100.0) != encode_beats({}, 100.1)
-    assert decode_beats(encode_beats({}, 100.0).encode(), 0.0) == {}
-
-
-ROW = [0, 7, 3, 0, -1, "all_reduce", 1.0, 0.5, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (0, -1),
-        (0, True),
-        (0, "0"),
-        (0, 2**63),
-        (1, 1.5),
-        (1, None),
-        (2, 99),
-        (3, [1]),
-        (5, 7),
-        (5, "\x1b[2J"),
-        (5, "caf\u00e9"),
-        (6, float("nan")),
-        (6, float("inf")),
-        (6, -60.0),
-        (7, "1"),
-        (8, float("nan")),
-        (8, None),
-    ],
-)
-def test_row_with_a_strange_value_is_not_heard(place: int, value: Any) -> None:
-    text = json.dumps([1.0, [ROW]])
-    assert decode_beats(text.encode(), 0.0) is not None
-    row = [*ROW[:place], value, *ROW[place + 1 :]]
-    assert decode_beats(json.dumps([1.0, [row]]).encode(), 0.0) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{}",
-        b"null",
-        b"[1.0, 2]",
-        b"[1.0, [[]]]",
-        b'[1.0, ["12345678"]]',
-        json.dumps([1.0, [[*ROW, 0]]]).encode(),
-        b"\xff\xfe",
-        b"9" * 5000,
-        b"[" * 200_000,
-        json.dumps([1.0, [ROW] * 40_000]).encode(),
-        pickle.dumps([1.0, [ROW]]),
-    ],
-)
-def test_text_of_another_kind_is_not_heard(text: bytes) -> None:
-    assert decode_beats(text, 0.0) is None
 
 
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:

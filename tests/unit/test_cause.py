@@ -93,15 +93,8 @@ def test_error_without_a_text_has_no_stray_colon() -> None:
 @pytest.mark.parametrize(
     ("rank", "error", "step", "hint"),
     [
-        (
-            1,
-            "EOFError: EOF when reading a line",
-            4,
-            "Hint: Rank 0 has no terminal or no more input; pass the value as an arg",
-        ),
+        (1, "EOFError: EOF when reading a line", 4, "Hint: Rank 0 has no terminal or no more input; pass the value"),
         (1, "EOFError: Ran out of input", 4, ""),
-        (1, "RuntimeError: 0 active drivers ([]). There should only be one.", -1, "Hint: The trainers of trl 1.15 com"),
-        (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
         (0, CONNECTION_ERRORS[1], 4, ""),
         (
             1,
@@ -117,13 +110,6 @@ def test_error_whose_text_does_not_help_has_a_hint(rank: int, error: str, step: 
     shown = find_cause(Run().fails(rank, error, step).events, {rank: 1}).traceback
     assert shown.startswith(f"Traceback of rank {rank}\n{hint}")
     assert ("Hint: " in shown) == bool(hint)
-
-
-def test_trl_that_finds_no_triton_has_the_hint() -> None:
-    run = Run().fails(0, "AttributeError: 'NoneType' object has no attribute 'apply'")
-    assert "Hint" not in find_cause(run.events, {0: 1}).traceback
-    run.events[-2].facts["traceback"] += "trl/trainer/utils.py, in _fused_forward: _ChunkedLogProbFunction.apply("
-    assert "pip install 'trl>=1.16'" in find_cause(run.events, {0: 1}).traceback
 
 
 def test_exit_code_of_an_error_of_ours_is_kept() -> None:
@@ -431,28 +417,9 @@ def test_broken_connection_to_another_node_is_not_this_nodes_fault() -> None:
     assert find_cause(run.fails(2, "ValueError: x").events, {2: 1}, is_one_node=False).exit_code == 1
 
 
-# A restart is seen by its events, before torch elastic tells any exit code.
-
-
-def test_restart_after_an_exception_names_it() -> None:
-    run = Run().training(0, 1).fails(1, "ValueError: x", step=1).fails(0, CLOSED, step=1)
-    assert find_cause(run.events, {}, gone={1}).message == "rank 1 failed after step 1: ValueError: x"
-
-
-def test_restart_after_a_death_claims_no_exit_code() -> None:
-    cause = find_cause(Run().training(0, 1).events, {}, gone={1}, beats=at_steps({0: 6, 1: 6}))
-    assert cause.rank == 1
-    assert cause.message == "rank 1 ended after step 6, while other ranks were training"
-
-
-def test_restart_before_training_names_the_rank_that_is_gone() -> None:
-    cause = find_cause(Run().events, {}, gone={1})
-    assert (cause.rank, cause.message) == (1, "rank 1 ended")
-
-
 def test_exit_code_is_never_zero_nor_above_255() -> None:
     events = [Run().events, Run().training(0, 1).events, Run().training(0, 1).fails(1, CLOSED).events]
-    codes: list[dict[int, int]] = [{}, {1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
+    codes: list[dict[int, int]] = [{1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
     for found, exit_codes, gone in itertools.product(events, codes, [set(), {0}, {1}]):
         assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
 

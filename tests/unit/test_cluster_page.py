@@ -111,8 +111,7 @@ def test_task_has_the_fields_of_skypilot() -> None:
             "SKYPILOT_NUM_GPUS_PER_NODE": count,
         }
     )
-    assert cluster is not None
-    assert (cluster.values["nnodes"], cluster.values["num_gpus"]) == ("2", 8)
+    assert (cluster["nnodes"][0], cluster["num_gpus"][0]) == ("2", "8")
 
 
 def test_page_names_the_variables_that_are_read() -> None:

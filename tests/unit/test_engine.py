@@ -1,47 +1,91 @@
-"""The engine and its stores, on every version of torch that is promised."""
+"""The processes of ranks and their stores, on every version of torch that is promised."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import signal
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.launch import engine, rendezvous
-from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, Rounds
-from unsloth_multigpu.options import MultiGPUConfig
+from tests.helpers.run import wait_until
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch import store as store_module
+from unsloth_multigpu.launch.engine import Place, Ranks, start_ranks
+from unsloth_multigpu.launch.membership import Meeting
+from unsloth_multigpu.wire.process import find_marked, is_alive
 
-# `LaunchConfig` of torch 2.6 has not these fields.
-LATER = {"shutdown_timeout": 30, "signals_to_handle": "SIGQUIT"}
-OLDER = dataclasses.make_dataclass(
-    "LaunchConfig",
-    [(f.name, f.type, f) for f in dataclasses.fields(LaunchConfig) if f.name not in LATER],
-)
+PLACE = Place(4, 8, 1, "10.0.0.1", 29500)
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-@pytest.mark.parametrize("launch_config", [LaunchConfig, OLDER], ids=["installed", "older"])
-def test_engine_gets_only_options_that_it_has(
-    launch_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
+def begin(script: str, num_ranks: int, folder: Path) -> Ranks:
+    return start_ranks([sys.executable, "-c", script], num_ranks, PLACE, {**os.environ, "HERE": str(folder)}, folder)
 
-    def elastic_launch(config: Any, entrypoint: str) -> Any:
-        seen.append(config)
-        return lambda *arguments: None
 
-    monkeypatch.setattr(engine, "LaunchConfig", launch_config)
-    monkeypatch.setattr(engine, "elastic_launch", elastic_launch)
-    rounds = Rounds(LoopbackRendezvous(launch_config.__module__), lambda attempt: None, lambda: None, lambda: None)
-    engine.run_elastic(["train.py"], 2, MultiGPUConfig(), "id", tmp_path, rounds)
-    assert seen[0].nproc_per_node == 2
-    known = {field.name for field in dataclasses.fields(launch_config)}
-    for name, value in LATER.items():
-        assert getattr(seen[0], name, None) == (value if name in known else None)
+def end(ranks: Ranks) -> dict[int, int]:
+    wait_until(lambda: not ranks.living(), 60, "end of the ranks")
+    return ranks.exit_codes
+
+
+def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path: Path, capfd: Any) -> None:
+    script = (
+        "import os\n"
+        "reads_nothing = os.readlink('/proc/self/fd/0') == '/dev/null'\n"
+        f"print(*[os.environ[n] for n in {NAMES}], os.getsid(0) == os.getpid(), reads_nothing)\n"
+    )
+    with begin(script, 2, tmp_path) as ranks:
+        assert end(ranks) == {4: 0, 5: 0}
+    assert capfd.readouterr().out.startswith("4 0 8 2 1 10.0.0.1 29500 True ")
+    assert (tmp_path / "rank_5.log").read_text() == "5 1 8 2 1 10.0.0.1 29500 True True\n"
+    assert (tmp_path / "rank_5.log").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "rank_4.log").exists()
+
+
+def test_exit_codes_are_those_of_the_processes(tmp_path: Path) -> None:
+    script = "import os; os.kill(os.getpid(), 9) if os.environ['RANK'] == '4' else os._exit(7)"
+    with begin(script, 2, tmp_path) as ranks:
+        assert end(ranks) == {4: -signal.SIGKILL, 5: 7}
+        ranks.send(signal.SIGTERM)  # Nobody is there any more.
+
+
+CHILD = """
+import os, signal, subprocess, time
+if os.environ["RANK"] == "5":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "100"])
+with open(os.environ["HERE"] + "/child_" + os.environ["RANK"], "w") as file:
+    file.write(str(child.pid) + "\\n")
+time.sleep(100)
+"""
+
+
+def test_signals_reach_what_a_rank_has_started_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    files = [tmp_path / f"child_{rank}" for rank in (4, 5)]
+    with begin(CHILD, 2, tmp_path) as ranks:
+        wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60, "children")
+        pids = [int(file.read_text()) for file in files]
+        ranks.send(signal.SIGTERM)
+        wait_until(lambda: ranks.exit_codes or not ranks.living(), 60, "end of the first")
+        wait_until(lambda: not is_alive(pids[0]), 60, "end of its child")
+        assert (ranks.exit_codes, list(ranks.living())) == ({4: -signal.SIGTERM}, [5])
+        deaf = ranks.living()[5]
+    assert not is_alive(deaf)
+    assert not is_alive(pids[1])
+
+
+def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    (tmp_path / "rank_5.log").symlink_to(victim)
+    with pytest.raises(LaunchError, match=r"rank 5 could not be started: .*symbolic link"):
+        begin("import time; time.sleep(100)", 2, tmp_path)
+    assert not victim.exists()
+    assert find_marked(f"HERE={tmp_path}") == []
 
 
 def older_store(*args: Any, use_libuv: bool = True, **kwargs: Any) -> TCPStore:
@@ -55,12 +99,13 @@ def older_store(*args: Any, use_libuv: bool = True, **kwargs: Any) -> TCPStore:
 
 
 def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "TCPStore", older_store)
-    info = LoopbackRendezvous("id").next_rendezvous()
-    address = info.bootstrap_store_info
+    monkeypatch.setattr(store_module, "TCPStore", older_store)
+    meeting = Meeting(2)
+    place = meeting.meet(0, lambda: False)
+    assert place is not None
+    assert (place.first_rank, place.world_size, place.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
     # A rank joins with torch's default backend, whatever serves.
-    limit = timedelta(seconds=10)
-    rank = TCPStore(address.master_addr, address.master_port, is_master=False, timeout=limit)
+    rank = TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=10))
     rank.set("key", "value")
     rank.add("count", 2)
     assert rank.get("key") == b"value"
@@ -72,5 +117,5 @@ def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch: pyte
 def test_store_is_served_on_the_socket_that_was_given() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = rendezvous.serve_store("127.0.0.1", port, listener.detach(), timeout=timedelta(seconds=10))
+    store = store_module.serve_store("127.0.0.1", port, listener.detach(), timeout=timedelta(seconds=10))
     assert store.port == port

@@ -366,7 +366,7 @@ def test_module_respects_the_layers(path: Path) -> None:
         ("group.manager", "def f():\n    from unsloth_multigpu.train.trainer import DDPTrainer"),
         ("group.manager", "import transformers"),
         ("group.manager", "from unsloth_multigpu.step.sampler import StepLoader"),
-        ("group.manager", "from unsloth_multigpu.launch.engine import run_elastic"),
+        ("group.manager", "from unsloth_multigpu.launch.engine import start_ranks"),
         ("train.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
         ("train.trainer", "from unsloth_multigpu import enable_multi_gpu"),
         ("train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
@@ -418,8 +418,8 @@ def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
 
 # Variables by which a supervisor tells its ranks about the run.
 RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|SUPERVISOR_PID|LOG_DIR_OF_RUN|RUN_SEED|RUN_DRAWS|RUN_ID|ATTEMPT|TOOL)\b")
-# Who reads them: the context; who this process is, before there is one; and a line of shell.
-READERS = {"options", "wire.context", "wire.identity", "launch.spawned", "launch.engine"}
+# Who reads them: the context, and who this process is, before there is one.
+READERS = {"options", "wire.context", "wire.identity", "launch.spawned"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

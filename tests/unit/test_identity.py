@@ -119,8 +119,7 @@ POD = {
 def test_pod_is_no_rank() -> None:
     assert read_identity(POD) is None
     cluster = read_cluster(POD)
-    assert cluster is not None
-    assert (cluster.values["nnodes"], cluster.values["node_rank"], cluster.values["num_gpus"]) == ("2", 1, 4)
+    assert [cluster[name][0] for name in ("nnodes", "node_rank", "num_gpus")] == ["2", "1", "4"]
     # The only pod of a job, also of an operator that sets no PET_*: its processes have not been started.
     assert read_identity({**POD, "WORLD_SIZE": "4", "RANK": "0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}) is None
     assert read_identity({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0"}) is None

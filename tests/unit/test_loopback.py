@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.run import environment_with
 
-LISTENS = "from unsloth_multigpu.launch.rendezvous import listen_on_loopback; print(listen_on_loopback()[1])"
+LISTENS = "from unsloth_multigpu.launch.store import listen_on_loopback; print(listen_on_loopback()[1])"
 
 
 def listen(set_up):

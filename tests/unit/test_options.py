@@ -50,7 +50,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "check_first_step": {"check_first_step": "every"},
     "loss_reduction": {"loss_reduction": "row_mean"},
     "inexact": {"inexact": "raise"},
-    "nnodes": {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
+    "nnodes": {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
     "node_rank": {"node_rank": 1},

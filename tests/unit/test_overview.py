@@ -33,7 +33,7 @@ from unsloth_multigpu.step.sketch import Difference
 from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
-from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
+from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
 
@@ -391,16 +391,6 @@ def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
         "multigpu/padding",
         "multigpu/peak_memory_gib",
     }
-
-
-def test_other_nodes_are_told_no_figures(tmp_path: Path) -> None:
-    """Nodes of one run may have different versions of this page."""
-    page = BeatPage(tmp_path, 0)
-    page.note(TEN_STEPS)
-    now_s = time.monotonic()
-    told = decode_beats(encode_beats(read_beats(tmp_path), now_s).encode(), now_s)
-    assert told is not None
-    assert told[0].figures == Figures()
 
 
 class Shown:

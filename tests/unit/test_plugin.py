@@ -338,7 +338,7 @@ def test_interrupt_before_ranks_are_started_ends_the_process_by_it(
         raise Ended(code)
 
     monkeypatch.setattr(plugin, "ranks_to_start", interrupted)
-    monkeypatch.setattr("unsloth_multigpu.launch.launcher.exit_like", exit_like)
+    monkeypatch.setattr("unsloth_multigpu.start.exit_like", exit_like)
     with pytest.raises(Ended, match="-2"):
         ump.enable_multi_gpu()
     assert "stopped by SIGINT, no rank was started." in capfd.readouterr().err

@@ -26,7 +26,6 @@ from unsloth_multigpu.wire.process import (
     kill_marked,
     read_held_bytes,
     read_state,
-    wait_for_exit,
 )
 from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
 
@@ -68,17 +67,6 @@ def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
     assert 2**20 < held_bytes < 2**32
     assert not is_alive(rank.pid)
     assert (read_state(rank.pid), read_held_bytes(rank.pid)) == (psutil.STATUS_DEAD, 0)
-
-
-@pytest.mark.parametrize(("source", "code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)])
-def test_code_of_a_child_is_known_before_and_after_it_is_collected(source: str, code: int) -> None:
-    child = subprocess.Popen([sys.executable, "-c", source])
-    assert wait_for_exit(child.pid) == code
-    assert child.wait() == code
-    assert wait_for_exit(child.pid) == code
-    pid = child.pid
-    del child
-    assert wait_for_exit(pid) is None
 
 
 def test_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path) -> None:

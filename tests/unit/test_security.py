@@ -8,28 +8,17 @@ import os
 import pickle
 import socket
 import stat
-import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    _NodeDesc,
-    _RendezvousState,
-    create_handler,
-)
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
-from unsloth_multigpu.launch.membership import PlainStateBackend
+from unsloth_multigpu.launch.membership import Record, decode_record
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.child import Child
@@ -77,9 +66,7 @@ ALLOWED = {
     "hooks/datasets.py": {"pickle.PicklingError"},
     # It only writes, into a digest.
     "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
-    # What torch elastic has pickled in this process, or is about to unpickle in it; and where nodes meet.
-    "launch/membership.py": {"pickle.dumps", "pickle.loads", "socket.socket"},
-    "launch/rendezvous.py": {"socket.create_server", "socket.create_connection"},
+    "launch/store.py": {"socket.create_server", "socket.create_connection"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},
     # It shuts connections.
@@ -139,7 +126,7 @@ def violations(source: str, file: str) -> list[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp", "/var/tmp")):
             what.append(f"has a name in a folder of all users: {node.value}")
         found += [f"{file}:{node.lineno} {w}" for w in what]  # type: ignore[attr-defined]
-    if names & PICKLED_RENDEZVOUS and "PlainStateBackend" not in names:
+    if names & PICKLED_RENDEZVOUS:
         found.append(f"{file} lets nodes meet by pickle")
     return found
 
@@ -215,97 +202,58 @@ def test_violation_is_found(source: str) -> None:
 
 def test_what_one_file_may_is_not_allowed_to_another() -> None:
     assert violations("import pickle\npickle.loads(b'')", "plain/state.py")
-    assert violations("import socket\nsocket.socket()", "launch/rendezvous.py")
+    assert violations("import socket\nsocket.socket()", "launch/store.py")
 
 
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
+GOOD = [1, "ready", 2, "fd00::1%eth0", 2**16 - 1, "rank 0 failed: ValueError: x", 7]
 
 
-def node_handler(store: HashStore, backend: Any) -> DynamicRendezvousHandler:
-    parameters = RendezvousParameters("c10d", "here:1", "run", min_nodes=2, max_nodes=2, local_addr="127.0.0.1")
-    return create_handler(store, backend, parameters)
-
-
-def test_nodes_meet_without_pickle() -> None:
-    store = HashStore()
-    infos = []
-    have_met = threading.Barrier(2, timeout=30.0)
-
-    def meet() -> None:
-        handler = node_handler(store, PlainStateBackend(C10dRendezvousBackend(store, "run")))
-        infos.append(handler.next_rendezvous())
-        # One of them serves what the other still reads.
-        have_met.wait()
-        handler.shutdown()
-
-    threads = [threading.Thread(target=meet) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert {info.rank for info in infos} == {0, 1}
-    assert {info.world_size for info in infos} == {2}
-    (stored, _) = C10dRendezvousBackend(store, "run").get_state() or (b"", None)
-    state = json.loads(stored)
-    assert state["closed"] is True
-    assert [node["node"][0] for node, _ in state["participants"]["dict"]] == ["127.0.0.1"] * 2
-
-
-def test_pickle_that_somebody_puts_into_the_store_is_not_loaded(tmp_path: Path) -> None:
-    # Torch's own handler executes it: the reason for ours, which may go when torch has changed that.
-    for name, wrap in (("torch", lambda b: b), ("ours", PlainStateBackend)):
-        behind = C10dRendezvousBackend(HashStore(), "run")
-        behind.set_state(pickle.dumps(Bomb(tmp_path / name)))
-        handler = node_handler(HashStore(), wrap(behind))
-        with pytest.raises(RendezvousStateError if name == "ours" else AttributeError):
-            handler.num_nodes_waiting()
-    assert [path.name for path in tmp_path.iterdir()] == ["torch"]
+def test_record_of_another_node_comes_back_as_it_was() -> None:
+    assert decode_record(json.dumps(GOOD).encode()) == Record(*GOOD)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("place", "value"),
     [
-        ("no json", "cannot be read"),
-        ("[" * 100_000, "cannot be read"),
-        ("[]", "cannot be read"),
-        ('{"round": {"object": "os.system"}}', "'object' is not a kind of value"),
-        ('{"round": {"time": "x"}}', "cannot be read"),
-        ('{"participants": {"dict": [[{"dict": []}, 1]]}}', "cannot be read"),
-        ('{"round": 1}', "another version of torch"),
+        (0, -1),
+        (0, True),
+        (0, 2**40),
+        (1, "none"),
+        (2, 0),
+        (2, 2**20),
+        (2, 2.0),
+        (3, ""),
+        (3, "host name"),
+        (3, "a" * 256),
+        (3, None),
+        (4, 2**16),
+        (5, "\x1b[2J"),
+        (5, ["x"]),
+        (6, "7"),
     ],
 )
-def test_state_that_is_none_is_an_error(text: str, message: str) -> None:
-    behind = C10dRendezvousBackend(HashStore(), "run")
-    behind.set_state(text.encode())
-    with pytest.raises(RendezvousStateError, match=message):
-        PlainStateBackend(behind).get_state()
+def test_record_with_a_strange_value_is_not_heard(place: int, value: Any) -> None:
+    assert decode_record(json.dumps([*GOOD[:place], value, *GOOD[place + 1 :]]).encode()) is None
 
 
-def test_state_comes_back_as_it_was() -> None:
-    backend = PlainStateBackend(C10dRendezvousBackend(HashStore(), "run"))
-    assert backend.get_state() is None
-    nodes = [_NodeDesc(f"host{n}", 10 + n, n) for n in range(3)]
-    state = _RendezvousState()
-    state.round, state.complete, state.deadline = 3, True, datetime.now(timezone.utc)
-    state.participants, state.wait_list = {nodes[1]: 0, nodes[0]: 1}, {nodes[2]}
-    state.last_heartbeats = {node: datetime(2026, 1, 1, microsecond=n) for n, node in enumerate(nodes)}
-    first = backend.set_state(pickle.dumps(state))
-    assert first is not None
-    assert first[2]
-    assert vars(pickle.loads(first[0])) == vars(state)
-    # Another node was quicker: what it stored comes back, and its version.
-    assert (backend.set_state(pickle.dumps(_RendezvousState()), "old") or (0, 0, True))[2] is False
-    latest = backend.get_state()
-    assert latest is not None
-    assert vars(pickle.loads(latest[0])) == vars(state)
-    assert (backend.set_state(pickle.dumps(_RendezvousState()), latest[1]) or (0, 0, False))[2] is True
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[]",
+        b'"ready"',
+        b"\xff\xfe",
+        b"9" * 5000,
+        b"[" * 200_000,
+        json.dumps([*GOOD, 0]).encode(),
+        json.dumps([*GOOD[:5], "x" * 10_000, 7]).encode(),
+        pickle.dumps(GOOD),
+    ],
+)
+def test_text_of_another_kind_is_not_heard(text: bytes) -> None:
+    assert decode_record(text) is None
 
 
 def modes(folder: Path) -> dict[str, int]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +18,8 @@ from unsloth_multigpu import start
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
-from unsloth_multigpu.launch.cause import find_cause
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
-from unsloth_multigpu.wire.event import Event
 
 SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 
@@ -130,7 +127,7 @@ def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int
         ({}, 2, True),
         ({"max_restarts": 1}, 1, True),
         (SEVERAL_NODES, 1, True),
-        ({"nnodes": "1:1"}, 1, False),
+        ({"nnodes": 1}, 1, False),
         ({"enable_ddp": False}, 1, False),
     ],
 )
@@ -166,7 +163,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
     # Other tests of this process make Trainers.
     monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
     monkeypatch.setattr(launcher.DDPLauncher, "run", run)
-    monkeypatch.setattr(launcher, "exit_like", exit_like)
+    monkeypatch.setattr(start, "exit_like", exit_like)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-c", "pass", "a"])
     monkeypatch.setattr(start, "is_called_by_pytest", lambda: False)
     return launchers
@@ -192,24 +189,9 @@ def test_ranks_are_not_started_from_a_test_but_from_its_process() -> None:
     [("sys.stdout = sys.stderr = None", -signal.SIGTERM), ("sys.stdout.close(); sys.stderr.close()", 7)],
 )
 def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams: str, code: int) -> None:
-    script = "from unsloth_multigpu.launch.launcher import exit_like; from unsloth_multigpu.logs import tell"
+    script = "from unsloth_multigpu.start import exit_like; from unsloth_multigpu.logs import tell"
     script = f"import sys; {script}; {streams}; tell('nobody reads this')"
     assert run_code(f"{script}\ntry: exit_like({code})\nexcept BaseException: pass").returncode == code
-
-
-@pytest.mark.parametrize(("is_asked", "code"), [(False, 130), (True, -signal.SIGINT)])
-def test_interrupt_is_the_supervisors_or_the_ranks_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], is_asked: bool, code: int
-) -> None:
-    events = [Event("interrupted", 1, 0, 1.0, 4, {"error": "KeyboardInterrupt: ", "traceback": "T", "exit_code": 130})]
-    cause = partial(find_cause, events)
-    watch = SimpleNamespace(close=lambda: None, events=lambda: events, cause=lambda codes: cause(codes))
-    stop = SimpleNamespace(is_asked=lambda: is_asked, signal_number=signal.SIGINT, how="at once")
-    given = launcher.DDPLauncher(["true"], 2, MultiGPUConfig())
-    supervisor = launcher._Supervisor(given, "run", tmp_path, tmp_path, watch, stop)  # type: ignore[arg-type]
-    assert supervisor._tell_failure({0: -signal.SIGTERM, 1: -signal.SIGINT}) == code
-    said = "all ranks were ended at once." if is_asked else "rank 1 failed after step 4: KeyboardInterrupt."
-    assert said in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("started")
@@ -274,9 +256,8 @@ def test_ranks_have_time_to_save_unless_they_are_compared(
 ) -> None:
     found: list[Any] = []
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(launcher, "Watch", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(launcher, "Stop", lambda run_dir, num_ranks, grace_s, end: nullcontext(grace_s))
-    monkeypatch.setattr(launcher, "_Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-1])))
+    monkeypatch.setattr(launcher, "Stop", lambda signals, run_dir, num_ranks, grace_s: nullcontext(grace_s))
+    monkeypatch.setattr(launcher, "Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-2])))
     launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs")), saves).run()
     assert found == [grace_s]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
-from unsloth_multigpu.wire.beat import Beat, Node, Phase
+from unsloth_multigpu.wire.beat import Beat, Phase
 
 LIMIT_S = 10.0
 NOW_S = 1000.0
@@ -31,13 +30,10 @@ def beat(
     return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation, longest_s)
 
 
-def judge(*beats: Beat, others: Sequence[Node] = (), since_s: float = 0.0) -> Hang | None:
-    return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, others=others, since_s=since_s)
-
-
-def node(*beats: Beat, number: int = 1, unheard_s: float = 1.0, first_rank: int = 2) -> Node:
-    """Another node; its ranks begin with 2."""
-    return Node(number, NOW_S - unheard_s, dict(enumerate(beats, first_rank)))
+def judge(*beats: Beat, unheard_s: float | None = None, since_s: float = 0.0) -> Hang | None:
+    """None = there is no other node."""
+    others = {} if unheard_s is None else {"node 1 (ranks 2, 3)": unheard_s, "node 2 (rank 4)": 0.5}
+    return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, unheard_s=others, since_s=since_s)
 
 
 def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
@@ -83,13 +79,6 @@ def test_long_micro_batch_is_no_hang(phase: Phase, operation: str) -> None:
             assert (judge(works, waits) is not None) is is_hang
 
 
-def test_long_micro_batches_of_other_nodes_count() -> None:
-    waits = beat(still_s=15, collective=7, operation=ALL_REDUCE)
-    assert judge(waits, waits, others=[node(beat(still_s=15, collective=6, longest_s=2.0))]) is None
-    waits = beat(still_s=26, collective=7, operation=ALL_REDUCE)
-    expect(judge(waits, waits, others=[node(beat(still_s=26, collective=6, longest_s=2.0))]), 2, "rank 2 is on node 1")
-
-
 def test_callbacks_between_two_steps_may_take_longer() -> None:
     waits = beat(Phase.UPDATE, micro_batch=0, still_s=5 * LIMIT_S - 0.1)
     assert judge(waits, waits) is None
@@ -104,7 +93,7 @@ def test_waiting_in_a_collective_is_no_work(phase: Phase) -> None:
     """Logging between two steps and evaluating gather from all ranks; a cut wire must not take five times the limit."""
     waits = beat(phase, still_s=LIMIT_S + 0.1, collective=41, operation=ALL_REDUCE)
     expect(judge(waits, waits), None, "all ranks wait in all_reduce [4]")
-    expect(judge(waits, waits, others=[node(beat(phase), unheard_s=11)]), None, "node 1 (rank 2) has not been heard")
+    expect(judge(waits, waits, unheard_s=11), None, "node 1 (ranks 2, 3) has not been heard")
     # One that is busy in its callbacks, or evaluating, has its time, and those that wait have it too.
     waits = beat(phase, still_s=5 * LIMIT_S - 0.1, collective=41, operation=ALL_REDUCE)
     assert judge(waits, beat(phase, still_s=5 * LIMIT_S - 0.1, collective=40)) is None
@@ -248,74 +237,48 @@ def waits(still_s: float = 15, collective: int = 41) -> Beat:
     return beat(still_s=still_s, collective=collective, operation=ALL_REDUCE)
 
 
-@pytest.mark.parametrize("others", [[node()], [node(beat(), unheard_s=9)]])
-def test_rank_of_a_node_of_which_there_is_no_news_may_be_saving(others: list[Node]) -> None:
-    assert judge(waits(99), waits(99), others=others) is None
-    assert judge(beat(still_s=99), others=others) is None
-    expect(judge(waits(101), waits(101), others=others), None, "all ranks of this node wait in all_reduce [4] for 101")
-    # Here one of this node's own ranks is the one.
-    expect(judge(waits(), beat(collective=40), others=others), 1)
+@pytest.mark.parametrize("unheard_s", [0.5, 9])
+def test_rank_of_another_node_may_be_saving(unheard_s: float) -> None:
+    for phase in (Phase.COMPUTE, Phase.UPDATE, Phase.EVALUATE, Phase.AGREE):
+        assert judge(beat(phase, still_s=99), unheard_s=unheard_s) is None
+    assert judge(waits(99), waits(99), unheard_s=unheard_s) is None
+    expect(judge(waits(101), waits(101), unheard_s=unheard_s), None, "all ranks wait in all_reduce [4] for 101")
+    # Samples come from this node, unless the ranks exchange them.
+    expect(judge(waits(), beat(Phase.DATA, collective=40), unheard_s=unheard_s), 1, "rank 1 hangs")
+    assert judge(beat(Phase.DATA, collective=41, operation="broadcast [2]"), unheard_s=unheard_s) is None
+
+
+def test_process_that_is_stopped_is_found_as_soon_as_on_one_node() -> None:
+    expect(judge(beat(still_s=11, silent_s=11), beat(still_s=0), unheard_s=0.5), 0, "no sign of life for 11 s")
 
 
 def test_node_that_is_not_heard_is_named() -> None:
-    lost = node(beat(still_s=1), beat(still_s=1), unheard_s=11)
-    hang = judge(waits(), waits(12), others=[lost])
+    hang = judge(waits(), waits(12), unheard_s=11)
     text = "all ranks of this node wait in all_reduce [4] for 12 s (in step 13, computing); node 1 (ranks 2, 3) has not"
     expect(hang, None, f"{text} been heard for 11 s: the connection is gone, or that machine")
-    expect(judge(waits(), others=[node(unheard_s=11)]), None, "; node 1 has not been heard for 11 s")
-    # Names of operations are not known; a third node, which is heard, is ahead of this one and waits as well.
-    expect(judge(beat(), others=[lost]), None, "all ranks of this node make no progress for 11 s (in step 13, comp")
-    third = node(waits(18, collective=42), number=2, first_rank=4)
-    expect(judge(waits(), others=[lost, third]), None, "node 1 (ranks 2, 3) has not been heard")
+    # Names of operations are not known.
+    expect(judge(beat(), unheard_s=11), None, "all ranks of this node make no progress for 11 s (in step 13, comp")
     # It is not missed while a rank here is busy, and longer than it may be.
-    assert judge(waits(), beat(Phase.SAVE, collective=40), others=[lost]) is None
-    expect(judge(waits(), beat(Phase.DATA, collective=40), others=[lost]), 1, "rank 1 hangs")
+    assert judge(waits(), beat(Phase.SAVE, collective=40), unheard_s=11) is None
+    expect(judge(waits(), beat(Phase.DATA, collective=40), unheard_s=11), 1, "rank 1 hangs")
     # What happened before this supervisor went on does not count.
-    assert judge(waits(), others=[lost], since_s=NOW_S - 9.5) is None
+    assert judge(waits(), unheard_s=11, since_s=NOW_S - 9.5) is None
 
 
 def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do() -> None:
-    lost = node(beat(still_s=1), unheard_s=11)
     told = "all ranks of this node make no progress for 11 s (after step 12, asking the other ranks what comes next)"
     # One rank looks into the store of the other node, and the other one is in the next collective already.
     asks = beat(Phase.AGREE, collective=41)
-    expect(judge(asks, waits(collective=42), others=[lost]), None, f"{told}; node 1 (rank 2) has not")
+    expect(judge(asks, waits(collective=42), unheard_s=11), None, f"{told}; node 1 (ranks 2, 3) has not")
     # The pulse of one rank has not named the collective yet.
     unnamed = beat(still_s=15, collective=41)
-    expect(judge(waits(), unnamed, others=[lost]), None, "all ranks of this node", "node 1 (rank 2) has not been heard")
+    expect(judge(waits(), unnamed, unheard_s=11), None, "all ranks of this node", "(ranks 2, 3) has not been heard")
     # Before the node counts as lost, neither rank is blamed for it.
-    silent = node(beat(still_s=1), unheard_s=9)
-    assert judge(waits(), unnamed, others=[silent]) is None
-    assert judge(asks, waits(collective=42), others=[silent]) is None
+    assert judge(waits(), unnamed, unheard_s=9) is None
+    assert judge(asks, waits(collective=42), unheard_s=9) is None
     # A rank that is behind by itself is blamed, and the lost node is told as well.
     behind = beat(Phase.DATA, collective=40)
-    expect(judge(waits(), behind, others=[lost]), 1, "rank 1 hangs", "; node 1 (rank 2) has not been heard for 11 s")
-
-
-def test_rank_of_another_node_is_left_to_its_own_supervisor_first() -> None:
-    assert judge(waits(), others=[node(beat(Phase.DATA, still_s=14, collective=40))]) is None
-    hang = judge(waits(), others=[node(beat(Phase.DATA, still_s=16, collective=40))])
-    expect(hang, 2, "rank 2 hangs: no progress for 16 s in step 13, getting samples; rank 2 is on node 1")
-    assert judge(waits(), others=[node(beat(still_s=14, silent_s=14, collective=40))]) is None
-    stopped = [node(beat(still_s=16, silent_s=16, collective=40))]
-    expect(judge(waits(16), others=stopped), 2, "no sign of life for 16 s", "; rank 2 is on node 1")
-    # Nobody waits for it here.
-    assert judge(beat(still_s=1, collective=41), others=stopped) is None
-    assert judge(beat(Phase.ENDED, still_s=99, collective=41), others=stopped) is None
-
-
-def test_rank_that_others_of_another_node_wait_for_is_named_at_once() -> None:
-    expect(judge(waits(), beat(Phase.DATA, collective=40), others=[node(waits())]), 1, "rank 1 hangs")
-
-
-@pytest.mark.parametrize("phase", [Phase.SAVE, Phase.EVALUATE, Phase.COMPILE])
-def test_longer_phase_on_another_node_is_waited_for(phase: Phase) -> None:
-    assert judge(waits(49), waits(49), others=[node(beat(phase, still_s=49, collective=40))]) is None
-
-
-def test_all_ranks_of_all_nodes_in_one_operation_are_no_ranks_fault() -> None:
-    assert judge(waits(), others=[node(waits(14))]) is None
-    expect(judge(waits(17), others=[node(waits(16))]), None, "all ranks wait in all_reduce [4] for 16 s")
+    expect(judge(waits(), behind, unheard_s=11), 1, "rank 1 hangs", "; node 1 (ranks 2, 3) has not been heard for 11 s")
 
 
 def test_hang_timeout_of_zero_judges_nothing() -> None:
@@ -339,20 +302,18 @@ BEATS = st.builds(
 RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
 
 
-NODES = st.builds(Node, st.just(1), st.sampled_from([NOW_S, NOW_S - 5, NOW_S - 11]), RANKS)
-
-
-@given(RANKS, st.lists(NODES, max_size=1))
-def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(beats: dict[int, Beat], others: list[Node]) -> None:
-    hang = find_hang(beats, NOW_S, LIMIT_S, others=others)
+@given(RANKS, st.sampled_from([None, 1.0, 5.0, 11.0]))
+def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(
+    beats: dict[int, Beat], unheard_s: float | None
+) -> None:
+    hang = find_hang(beats, NOW_S, LIMIT_S, unheard_s={} if unheard_s is None else {"node 1 (rank 9)": unheard_s})
     if hang is None:
         return
-    known = {**{r: b for n in others for r, b in n.beats.items()}, **beats}
     assert hang.message
-    assert hang.rank is None or hang.rank in known
+    assert hang.rank is None or hang.rank in beats
     assert any(NOW_S - b.progress_s > LIMIT_S for b in beats.values())
     if hang.rank is not None and "no more batches" not in hang.message:
-        assert NOW_S - known[hang.rank].progress_s > LIMIT_S
+        assert NOW_S - beats[hang.rank].progress_s > LIMIT_S
 
 
 @given(RANKS, st.floats(-500, 500))

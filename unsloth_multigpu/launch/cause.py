@@ -134,13 +134,9 @@ def find_cause(
         return Cause(rank, DistributedError.exit_code, f"{lost}; that node's own message names the cause")
     if exceptions:
         return _from_exception(exceptions[0])
-    exit_codes = {r: c for r, c in exit_codes.items() if c}
-    if not exit_codes:
-        rank = min(gone, default=0)
-        return Cause(rank, 1, f"rank {rank} ended{where(steps.get(rank, -1))}")
-    rank = min(set(gone) & set(exit_codes) or set(exit_codes))
-    code = exit_codes[rank]
-    return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
+    failed = {r for r, c in exit_codes.items() if c}
+    rank = min(failed & set(gone) or failed)
+    return Cause(rank, 128 - exit_codes[rank], _death_message(rank, exit_codes[rank], steps.get(rank, -1), memory))
 
 
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
@@ -178,8 +174,8 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
         message = f"rank {left.rank} left train() by an error{where(step)}, which its script caught{ended}"
         hint = "Hint: Catch errors of train() on all ranks or on none; the others wait for the one that has left.\n"
         return Cause(left.rank, code or 1, f"{message}, while other ranks were training: {error}", hint)
-    how = f"left with exit code {code}" if "exit_code" in left.facts or exit_codes else "ended"
-    return Cause(left.rank, code or 1, f"rank {left.rank} {how}{where(step)}, while other ranks were training")
+    how = f"left with exit code {code}{where(step)}"
+    return Cause(left.rank, code or 1, f"rank {left.rank} {how}, while other ranks were training")
 
 
 def _is_communication_error(event: Event) -> bool:
@@ -255,12 +251,6 @@ def _hint(event: Event) -> str:
     error = str(event.facts["error"])
     if "Hint: " not in error and (remedy := find_remedy(error)):
         return f"Hint: {remedy.hint}\n"
-    has_no_triton = "_ChunkedLogProbFunction.apply(" in str(event.facts["traceback"])  # None where it is missing.
-    if error.startswith("RuntimeError: 0 active drivers") or has_no_triton:
-        return (
-            "Hint: The trainers of trl 1.15 compute their losses by Triton, which needs a GPU. On the CPU: "
-            "pip install 'trl>=1.16'\n"
-        )
     if error.startswith("EOFError: EOF when reading a line"):
         return "Hint: Rank 0 has no terminal or no more input; pass the value as an argument.\n"
     if _OF_SHARDS.search(error):
@@ -269,11 +259,6 @@ def _hint(event: Event) -> str:
             "p.full_tensor() or, on the part, p.to_local(); make other tensors DTensors with "
             "torch.distributed.tensor.distribute_tensor(t, p.device_mesh, p.placements); call the model itself, not "
             "its layers. Or train without shard, as with a loss over weights, which is exact there.\n"
-        )
-    if event.step < 0 and re.search("connectFullMesh|Connection refused", error):
-        return (
-            "Hint: A program that the script has started may have taken this rank's place. Start it on rank 0 alone, "
-            "without RANK, LOCAL_RANK and WORLD_SIZE in its environment.\n"
         )
     return ""
 

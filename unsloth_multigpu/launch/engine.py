@@ -1,85 +1,144 @@
-"""Torch elastic, set up for the ranks of this node."""
+"""The processes of one attempt: started together, sent signals by group, collected by the thread that started them."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-from collections.abc import Sequence
+import os
+import signal
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, rendezvous_handler_registry
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from unsloth_multigpu.launch.membership import ENV_ROUND, explain
-from unsloth_multigpu.launch.rendezvous import Rounds
-from unsloth_multigpu.launch.watch import POLL_S
-from unsloth_multigpu.options import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, num_nodes
-
-# How long the engine waits after SIGTERM before it kills a rank.
-_SHUTDOWN_LIMIT_S = 30
-# The first rank of a node keeps the terminal; the others write to their log and read nothing. `exec` keeps the process
-# id. Torch counts restarts on each node separately, but all ranks must read the same number.
-_RANK_SHELL = f"""
-if [ -n "${ENV_ROUND}" ]; then export TORCHELASTIC_RESTART_COUNT="${ENV_ROUND}"; unset {ENV_ROUND}; fi
-if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi
-log="${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log"
-[ -e "$log" ] || (umask 077; set -C; : >"$log")
-exec "$@" </dev/null >>"$log" 2>&1
-"""
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
 
 
-def run_elastic(
-    command: Sequence[str], num_ranks: int, config: MultiGPUConfig, run_id: str, run_dir: Path, rounds: Rounds
-) -> None:
-    """Starts `num_ranks` ranks of `command` and blocks until all have ended.
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of this node stand among those of all nodes, and where they meet.
 
     Args:
-        run_id: Identifier of the run.
-        run_dir: The run's private folder.
-        rounds: Is told of every start of the ranks, and may refuse it.
+        first_rank: The first rank of this node.
+        world_size: Ranks of all nodes.
+        node: Number of this node.
+        master_addr: Host of the store of the ranks.
+        master_port: Its port.
+    """
+
+    first_rank: int
+    world_size: int
+    node: int
+    master_addr: str
+    master_port: int
+
+
+class Ranks:
+    """The processes of this node's ranks. Used by one thread.
+
+    Args:
+        processes: Rank -> its process, which leads a session of its own.
+
+    Attributes:
+        exit_codes: Rank -> exit code of those that have ended; negative = the signal that ended it.
+    """
+
+    def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        self._processes = dict(processes)
+        self.exit_codes: dict[int, int] = {}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Leaves no rank behind, whatever has happened."""
+        self.send(signal.SIGKILL)
+        for rank in self.living():
+            wait_after_kill(self._processes[rank])
+
+    @property
+    def num_ranks(self) -> int:
+        """How many were started."""
+        return len(self._processes)
+
+    def living(self) -> dict[int, int]:
+        """Rank -> process id of those that have not ended. Collects those that have."""
+        for rank, process in self._processes.items():
+            if rank not in self.exit_codes and (code := process.poll()) is not None:
+                self.exit_codes[rank] = code
+        return {rank: process.pid for rank, process in self._processes.items() if rank not in self.exit_codes}
+
+    def send(self, signal_number: signal.Signals, ranks: Collection[int] | None = None) -> None:
+        """Sends a signal to living ranks and what they have started; None = to all of them."""
+        for rank, pid in self.living().items():
+            if ranks is None or rank in ranks:
+                if signal_number == signal.SIGKILL:
+                    kill_rank(pid)
+                else:
+                    # It has ended since, or another user's program leads its group.
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal_number)
+
+
+def start_ranks(
+    command: Sequence[str], num_ranks: int, place: Place, environment: Mapping[str, str], log_dir: Path
+) -> Ranks:
+    """Starts the ranks of this node. The first one keeps the terminal; the others write to their log and read nothing.
+
+    Args:
+        command: What each rank executes.
+        num_ranks: Ranks of this node.
+        place: Where they stand.
+        environment: All variables, but for those that differ between ranks.
+        log_dir: Folder of rank_N.log.
 
     Raises:
-        LaunchError: The nodes could not meet, or lost each other.
-        ChildFailedError: Torch's, with the exit code of each rank that failed.
-        SignalException: Torch's, where a signal or `rounds` ended the run.
+        LaunchError: The system starts no further process.
     """
-    # The engine's own log repeats what this package reports. Each of its loggers has a level of its own.
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-    def create(_params: object) -> RendezvousHandler:
-        return rounds
-
-    rendezvous_handler_registry.register(rounds.get_backend(), create)
-    fewest, most = num_nodes(config.nnodes)
-    launch_config = LaunchConfig(
-        min_nodes=fewest,
-        max_nodes=most,
-        nproc_per_node=num_ranks,
-        run_id=run_id,
-        rdzv_backend=rounds.get_backend(),
-        rdzv_endpoint=config.rdzv_endpoint or "127.0.0.1:0",
-        max_restarts=config.max_restarts,
-        monitor_interval=POLL_S,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
-        **_later_options(),
-    )
-    # Elastic expands templates such as ${local_rank}; a dollar sign in the user's command must stay unchanged.
-    arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
-    try:
-        elastic_launch(launch_config, "/bin/sh")(*arguments)
-    except RendezvousError as error:
-        raise explain(error, config) from error
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    with ExitStack() as undo:
+        for local_rank in range(num_ranks):
+            rank = place.first_rank + local_rank
+            variables = {**environment, **_variables(place, rank, local_rank, num_ranks)}
+            try:
+                processes[rank] = _start(command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log")
+            except OSError as error:
+                raise LaunchError(
+                    f"rank {rank} could not be started: {error}.",
+                    hint="Free memory and processes of this machine, or start fewer ranks.",
+                ) from error
+            undo.push(Ranks({rank: processes[rank]}))
+        undo.pop_all()
+    return Ranks(processes)
 
 
-def _later_options() -> dict[str, Any]:
-    """Options that older versions of torch do not have."""
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    if log is None:
+        return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
+    with open(log, "ab", opener=_open_private) as output:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _open_private(path: str, flags: int) -> int:
+    # Others may be allowed to write in the folder of logs: a link in a log's place is not followed.
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _variables(place: Place, rank: int, local_rank: int, num_ranks: int) -> dict[str, str]:
+    """As torchrun sets them."""
     return {
-        # Since torch 2.13; before, the engine's limit is fixed at the same 30 s.
-        **({"shutdown_timeout": _SHUTDOWN_LIMIT_S} if "shutdown_timeout" in known else {}),
-        # The others are `stop.SIGNALS`. Before, the engine takes them with each start, and `Stop` takes them back.
-        **({"signals_to_handle": "SIGQUIT"} if "signals_to_handle" in known else {}),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": str(place.node),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
     }

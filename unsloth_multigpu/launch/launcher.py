@@ -1,36 +1,43 @@
-"""DDPLauncher: turns this process into the supervisor of N ranks of one command. Torch elastic is the engine."""
+"""DDPLauncher: turns this process into the supervisor of N ranks of one command."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
+from unsloth_multigpu.launch.engine import Ranks, start_ranks
+from unsloth_multigpu.launch.membership import Meeting, meeting_of
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
-from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop, handlers_kept
-from unsloth_multigpu.launch.watch import Watch
+from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
+from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import (
-    MultiGPUConfig,
-)
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.child import read_tail
-from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.context import RunContext, attempt_variables
+from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.process import threads_of_each
 from unsloth_multigpu.wire.run import job_of, shown_command, write_run
 
 logger = get_logger(__name__)
+
+# Failures that would repeat at each start. The meaning of a script's own exit codes is not known, so those failures are
+# tried again, as max_restarts asks.
+_PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
+# As torchrun sets it: a collective that fails ends the process, after its groups were torn down.
+_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 @dataclass(frozen=True)
@@ -60,137 +67,147 @@ class DDPLauncher:
         Raises:
             LaunchError: The log folder cannot be written.
         """
-        _load_engine()
         with ExitStack() as stack:
             # Until the folder is gone.
-            stack.enter_context(handlers_kept())
+            signals = stack.enter_context(Signals())
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             write_run(run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, log_dir)
             run_id = self.config.rdzv_id or uuid.uuid4().hex
-            os.environ.update(rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ))
+            variables = rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ)
             logger.debug("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
-            watch = stack.enter_context(
-                Watch(run_dir, _tell_restart, log_dir=log_dir, num_ranks=self.num_ranks, config=self.config)
-            )
             grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
-            stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
-            return _Supervisor(self, run_id, run_dir, log_dir, watch, stop).run()
+            stop = Stop(signals, run_dir, self.num_ranks, grace_s)
+            meeting = stack.enter_context(meeting_of(self.config, run_id, self.num_ranks))
+            return Supervisor(self, run_dir, log_dir, run_id, {**os.environ, **variables}, stop, meeting).run()
 
 
 @dataclass(frozen=True)
-class _Supervisor:
-    """Waits for the ranks of a run and tells the user how they ended."""
+class Supervisor:
+    """Starts the ranks, again where they fail, waits for them, and tells the user how they ended.
+
+    Args:
+        launcher: What to start.
+        run_dir: The run's private folder.
+        log_dir: Folder of rank_N.log.
+        run_id: Name of the run.
+        environment: Variables of all ranks in all attempts.
+        stop: Hears of signals.
+        meeting: Of this node with the others.
+    """
 
     launcher: DDPLauncher
-    run_id: str
     run_dir: Path
     log_dir: Path
-    watch: Watch
+    run_id: str
+    environment: Mapping[str, str]
     stop: Stop
+    meeting: Meeting
 
     def run(self) -> int:
         """See `DDPLauncher.run`."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
         try:
-            try:
-                self._start()
-            finally:
-                self.stop.rest()
+            return next(code for attempt in itertools.count() if (code := self._run_attempt(attempt)) is not None)
         except LaunchError as apart:
-            return self._tell_apart(apart)
-        except SignalException as stopped:
-            self.stop.signal_number = self.stop.signal_number or int(stopped.sigval)
-            self.stop.kill_forgotten()
-            return self._tell_stop()
-        except RestartRefused as refused:
-            tell(f"\nunsloth_multigpu: {refused}\n")
-            return self._tell_failure({})
-        except ChildFailedError as failed:
-            return self._tell_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
+            self.meeting.fail(str(apart))
+            tell(f"\nunsloth_multigpu: {apart}\n")
+            return apart.exit_code
+
+    def _run_attempt(self, attempt: int) -> int | None:
+        """The exit code of the run; None where the ranks are to be started again."""
+        self.stop.begin_attempt(attempt)
+        place = self.meeting.meet(attempt, self.stop.is_asked)
+        if place is None or self.stop.is_asked():
+            return self._tell_stop([])
+        launcher = self.launcher
+        variables = {**_DEFAULTS, **self.environment, **_attempt_variables(attempt, launcher.config, self.run_id)}
+        with start_ranks(launcher.command, launcher.num_ranks, place, variables, self.log_dir) as ranks:
+            watch = Watch(ranks, self.run_dir, self.log_dir, launcher.config, attempt, self.meeting.unheard_s)
+            trouble = self._follow(ranks, watch)
+        return self._judge(attempt, watch, trouble)
+
+    def _follow(self, ranks: Ranks, watch: Watch) -> str:
+        """Returns when all ranks of this node have ended: by which trouble of another node, "" = by themselves."""
+        trouble = ""
+        try:
+            while ranks.living():
+                if (signal_number := self.stop.turn(watch.look())) is not None:
+                    ranks.send(signal_number)
+                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble()):
+                    watch.end()
+                time.sleep(POLL_S)
+            watch.look()
+        except OSError as error:
+            raise LaunchError(
+                f"The supervisor can no longer watch its ranks, so it ended them ({type(error).__name__}: {error}).",
+                hint=f"If something deleted files in {self.run_dir}, exempt this folder from clean-up.",
+            ) from error
+        return trouble
+
+    def _judge(self, attempt: int, watch: Watch, trouble: str) -> int | None:
+        """As `_run_attempt`, once all ranks of this node have ended."""
+        events, stop = watch.events(), self.stop
+        kinds = {event.kind for event in events}
+        if stop.signal_number and stop.how != "saved":
+            return self._tell_stop(events)
+        if not watch.has_failed and not trouble:
+            trouble = self.meeting.finish(stop.is_asked)
+            if not trouble:
+                return self._tell_end(events)
+        elif stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
+            return self._tell_stop(events)
+        if not trouble:
+            return self._tell_failure(attempt, watch.cause(), self._refused_restart(events))
+        self.meeting.check()
+        if attempt >= self.launcher.config.max_restarts:
+            raise LaunchError(
+                f"Another node has ended the run: {trouble}.", hint="Start the command again on all nodes."
+            )
+        tell(f"\nunsloth_multigpu: {trouble}. Starting all ranks again ({attempt + 1}).\n")
+        return None
+
+    def _refused_restart(self, events: Sequence[Event]) -> str:
+        if self.stop.is_asked():
+            return f"no restart after {signal.Signals(self.stop.signal_number).name}"
+        is_permanent = any(e.kind == "exception" and e.facts.get("exit_code") in _PERMANENT for e in events)
+        return "no restart: the ranks would fail the same way" if is_permanent else ""
+
+    def _tell_failure(self, attempt: int, cause: Cause, refused_restart: str) -> int | None:
+        self.meeting.fail(cause.message)
+        if attempt < self.launcher.config.max_restarts:
+            if not refused_restart:
+                _tell_restart(cause, attempt + 1)
+                return None
+            tell(f"\nunsloth_multigpu: {refused_restart}\n")
+        _tell(cause, self.log_dir, self.launcher.num_ranks)
+        return cause.exit_code
+
+    def _tell_end(self, events: Sequence[Event]) -> int:
+        """The exit code of a run of which all ranks ended with 0."""
         # A signal makes train() raise. A script may catch that and end with exit code 0.
         if self.stop.signal_number:
-            self._tell_stop()
-        return self._tell_refusal()
-
-    def _start(self) -> None:
-        from unsloth_multigpu.launch.engine import run_elastic
-        from unsloth_multigpu.launch.membership import make_handler
-        from unsloth_multigpu.launch.rendezvous import Rounds
-
-        self.stop.begin()
-
-        def begin_round(attempt: int) -> None:
-            self.stop.begin_round(attempt)
-            self.watch.begin_round(attempt)
-
-        def begin_start() -> None:
-            self.watch.begin_start()
-            self.stop.begin_start()
-
-        def turn() -> None:
-            self.watch.check()
-            self.stop.turn()
-
-        command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
-        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, begin_start, turn)
-        run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
-
-    def _tell_apart(self, apart: LaunchError) -> int:
-        self.watch.close()
-        kinds = set() if self.watch.has_failed else {event.kind for event in self.watch.events()}
-        if "exception" in kinds and not self.watch.is_told:
-            # This error is why the ranks were to be started again.
-            _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
-        tell(f"\nunsloth_multigpu: {apart}\n")
-        return apart.exit_code
-
-    def _tell_refusal(self) -> int:
-        """The exit code of a run of which all ranks ended with 0."""
-        self.watch.close()
-        refusal = find_refusal(self.watch.events())
+            code = self._tell_stop(events)
+            if self.stop.how == "at once":
+                return code
+        refusal = find_refusal(events)
         if refusal is None:
             return 0
         tell(f"\nunsloth_multigpu: {refusal} (exit code {refusal.exit_code})\n")
         return refusal.exit_code
 
-    def _tell_failure(self, exit_codes: dict[int, int]) -> int:
-        self.watch.close()
-        kinds = {event.kind for event in self.watch.events()}
-        if self.stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
-            return self._tell_stop()
-        cause = self.watch.cause(exit_codes)
-        _tell(cause, self.log_dir, self.launcher.num_ranks)
-        return cause.exit_code
-
-    def _tell_stop(self) -> int:
-        self.watch.close()
+    def _tell_stop(self, events: Sequence[Event]) -> int:
         step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)
         config = self.launcher.config
-        text = describe_stop(self.stop, self.watch.events(), step, config.grace_s, config.resume)
+        text = describe_stop(self.stop, events, step, config.grace_s, config.resume)
+        self.meeting.fail(text)
         tell(f"\nunsloth_multigpu: {text}\n")
         return -self.stop.signal_number
-
-
-def _load_engine() -> None:
-    """Imports torch's engine before a signal has a handler: within this import, the handler could not use it."""
-    import unsloth_multigpu.launch.engine
-    import unsloth_multigpu.launch.membership
-    import unsloth_multigpu.launch.rendezvous  # noqa: F401
-
-
-def _end_engine(signal_number: signal.Signals) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    raise SignalException(f"stopped by {signal_number.name}", signal_number)
 
 
 def rank_environment(
     config: MultiGPUConfig, num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that all ranks get in addition to those of torch elastic. What the user has set is kept.
+    """The variables that all ranks get in all attempts. What the user has set is kept.
 
     CPU threads are divided: without a limit every rank would start one thread for each core.
     """
@@ -216,19 +233,15 @@ def rank_environment(
     return {**{name: value for name, value in defaults.items() if is_unset[name]}, **context.variables()}
 
 
-def exit_like(code: int) -> None:
-    """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            # The reader of the stream may be gone. The stream is None or closed if the process was started so.
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-    finally:
-        # The script must not continue in the supervisor, not even in an `except SystemExit` around the user's line.
-        os._exit(code if code >= 0 else 128 - code)
+def _attempt_variables(attempt: int, config: MultiGPUConfig, run_id: str) -> dict[str, str]:
+    """As torchrun sets them. By the agent's store torch knows that no rank serves the one at MASTER_ADDR."""
+    return {
+        **attempt_variables(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:

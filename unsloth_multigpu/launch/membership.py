@@ -1,140 +1,296 @@
-"""Which nodes take part in a round: torch elastic's rendezvous, with a limit for every wait and a store for each round.
+"""How the nodes of a run meet: each keeps a record in the store at `rdzv_endpoint`, and reads those of the others.
 
-Torch's own handler reuses one store for all rounds, counts restarts on each node separately, and may block for minutes
-in a call to a store whose machine disappeared. It also unpickles whatever is in that open store. Here nodes exchange
-the state of a rendezvous as JSON.
+A record is JSON. The store has no authentication: whoever reaches its port can disturb the run, but executes no code.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import socket
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from datetime import timedelta
 
 from torch.distributed import DistNetworkError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-    Token,
-    _NodeDesc,
-    _RendezvousState,
-)
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.engine import Place
 from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
-from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, serve_store
+from unsloth_multigpu.launch.store import listen_on_loopback, serve_store
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-from unsloth_multigpu.wire.beat import Beat, Node, decode_beats, encode_beats
 from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
-T = TypeVar("T")
-
-# Set for the shell that becomes a rank, which makes it TORCHELASTIC_RESTART_COUNT.
-ENV_ROUND = "ROUND_OF_ALL_NODES"
-# How long a round of MIN:MAX nodes waits for more once MIN are there.
-LAST_CALL_S = 10.0
+PERIOD_S = 1.0
 # A call to a store that can be reached takes milliseconds.
 CALL_LIMIT_S = 15.0
 # No result depends on whether the other nodes are told that this one ends.
 GOODBYE_LIMIT_S = 3.0
-_LAST_TO_LEAVE_S = 1.0
-_POLL_S = 1.0
-# What a call to a store or to torch's handler raises.
-_FAILURES = (RendezvousError, RuntimeError, OSError, ValueError)
-Hear = Callable[[Sequence[Node]], Mapping[int, Beat]]
+_POLL_S = 0.05
+# Its ranks are about to start or run, have all ended well, one has failed. The node has left after "done", or ends the
+# run for all.
+_STATES = ("ready", "done", "failed", "left", "ended")
+_ADDRESS = re.compile(r"[\w.:%-]{1,255}")
+_MAX_TEXT, _MAX_MESSAGE = 4096, 300
 
 
-def make_handler(config: MultiGPUConfig, run_id: str, hear: Hear) -> RendezvousHandler:
-    """How the nodes of this run meet. With several nodes, waits until `rdzv_endpoint` is served.
+@dataclass(frozen=True)
+class Record:
+    """What a node says of itself.
+
+    Args:
+        attempt: How often it has started its ranks before.
+        state: One of `_STATES`.
+        num_ranks: Its ranks.
+        address: By which the others reach it.
+        port: Of the store of this attempt's ranks; 0 = it serves none.
+        message: Why it has failed.
+        count: Grows while the node lives.
+    """
+
+    attempt: int
+    state: str
+    num_ranks: int
+    address: str
+    port: int = 0
+    message: str = ""
+    count: int = 0
+
+
+def decode_record(text: bytes) -> Record | None:
+    """None for a text that no node writes: anyone who reaches the store can have written it."""
+    try:
+        record = Record(*json.loads(text[:_MAX_TEXT]))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if [type(value) for value in astuple(record)] != [int, str, int, str, int, str, int]:
+        return None
+    limits = ((record.attempt, 0, 2**31), (record.num_ranks, 1, 2**16), (record.port, 0, 2**16))
+    is_plain = record.state in _STATES and record.message.isprintable() and _ADDRESS.fullmatch(record.address)
+    return record if is_plain and all(least <= value < end for value, least, end in limits) else None
+
+
+class Meeting:
+    """Of one node: it is complete at once.
+
+    Args:
+        num_ranks: Ranks of this node.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._ranks_store: TCPStore | None = None
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Tells the other nodes that this one leaves the run."""
+
+    def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
+        """Called before each start of the ranks, which get a new store: without addresses and keys of earlier ranks.
+
+        Args:
+            attempt: How often they were started before.
+            is_stopped: Ends the wait for other nodes.
+
+        Returns:
+            Where the ranks of this node stand; None where the wait was ended.
+
+        Raises:
+            LaunchError: The nodes do not come together, or one has ended the run.
+        """
+        listener, port = listen_on_loopback()
+        self._ranks_store = serve_store("127.0.0.1", port, listener)
+        return Place(0, self._num_ranks, 0, "127.0.0.1", port)
+
+    def trouble(self) -> str:
+        """Why the ranks must end, by what is known of other nodes; "" where they need not. Does not wait."""
+        return ""
+
+    def check(self) -> None:
+        """Raises LaunchError where there cannot be another attempt, because of other nodes."""
+
+    def unheard_s(self) -> dict[str, float]:
+        """How long each other node has not been heard, by its name."""
+        return {}
+
+    def fail(self, message: str) -> None:
+        """Lets the other nodes end their ranks, too."""
+
+    def finish(self, is_stopped: Callable[[], bool]) -> str:
+        """All ranks of this node have ended well: waits for those of the others; returns what `trouble` does."""
+        return ""
+
+
+def meeting_of(config: MultiGPUConfig, run_id: str, num_ranks: int) -> Meeting:
+    """How this node meets those of the run.
 
     Raises:
-        LaunchError: It cannot be reached, or was not there within `timeout_s`.
+        LaunchError: `rdzv_endpoint` names no host that this machine can reach.
     """
-    return LoopbackRendezvous(run_id) if is_one_node(config) else NodesRendezvous(config, run_id, hear)
+    return Meeting(num_ranks) if is_one_node(config) else MeetingOfNodes(config, run_id, num_ranks)
 
 
-class NodesRendezvous(RendezvousHandler):
-    """Lets this node meet the others at `rdzv_endpoint`, and continue without nodes that went away.
+class MeetingOfNodes(Meeting):
+    """Of several nodes. A thread talks to the store, because a call blocks for minutes where a machine has disappeared.
+
+    Only the main thread replaces `_own`, and only that thread what it has read.
 
     Args:
         config: The run's options.
         run_id: Name of the run among those that meet there.
-        hear: Gets, about once a second and in a thread of its own, what is known of the other nodes of the round.
-            Returns the latest beats of this node's ranks, which are sent to the other nodes.
+        num_ranks: Ranks of this node.
     """
 
-    # Ranks connect to a store of a supervisor instead of opening their own.
-    use_agent_store = True
-
-    def __init__(self, config: MultiGPUConfig, run_id: str, hear: Hear) -> None:
+    def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int) -> None:
+        super().__init__(num_ranks)
         self._config = config
-        self._run_id = run_id
-        self._hear = hear
+        self._num_nodes = num_nodes(config.nnodes)
+        self._prefix = f"unsloth_multigpu/{run_id}"
         host, port = split_endpoint(config)
         address = address_towards(host, port)
-        listener = listen_at(host, port)
+        self._listener = listen_at(host, port)
         # Others reach the node that serves the endpoint by the name that they were given.
-        self._address = address if listener is None else host
-        self._store = self._open_store(host, port, listener)
-        fewest, most = num_nodes(config.nnodes)
-        backend = PlainStateBackend(C10dRendezvousBackend(self._store, run_id))
-        timeouts = RendezvousTimeout(timedelta(seconds=config.timeout_s), timedelta(seconds=LAST_CALL_S))
-        # Torch's handler orders the nodes by this text, which nothing connects to.
-        place = self._address if config.node_rank is None else f"{config.node_rank:06d} {self._address}"
-        self._handler = DynamicRendezvousHandler.from_backend(
-            run_id, self._store, backend, fewest, most, place, timeouts
-        )
-        # Torch's handler keeps one store for the ranks of all rounds otherwise.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._ranks_store: TCPStore | None = None
-        self._info: RendezvousInfo | None = None
-        self._others: dict[int, Node] = {}
-        self._texts: dict[int, bytes] = {}
-        self._is_server = listener is not None
-        self._round = -1
-        self._num_nodes = 1
-        self._lock = threading.Lock()
-        self._num_waiting = 0
-        self._lost: RendezvousError | None = None
-        self._stop = threading.Event()
-        threading.Thread(target=self._poll, name="unsloth_multigpu-nodes", daemon=True).start()
+        self._own = Record(0, "ready", num_ranks, address if self._listener is None else host)
+        self._place: int | None = None
+        self._others: Mapping[int, Record] = {}
+        self._heard_s: Mapping[int, float] = {}
+        self._sent: Record | None = None
+        self._error: LaunchError | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._talk, name="unsloth_multigpu-nodes", daemon=True)
 
-    def _open_store(self, host: str, port: int, listener: socket.socket | None) -> TCPStore:
-        is_server = listener is not None
-        logger.info("nodes meet at %s:%d, nnodes=%s serves=%s", host, port, self._config.nnodes, is_server)
+    def __enter__(self) -> Meeting:
+        is_server, place = self._listener is not None, self._config.rdzv_endpoint
+        logger.info("nodes meet at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
+        self._thread.start()
+        return self
 
-        def connect() -> TCPStore:
-            timeout = timedelta(seconds=self._config.timeout_s)
-            if listener is not None:
-                return serve_store(host, listener.getsockname()[1], listener.detach(), timeout=timeout)
-            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    def __exit__(self, *exc_info: object) -> None:
+        self._show(state="left" if self._own.state == "done" else "ended")
+        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
+        wait_until(lambda: self._place is None or self._sent is self._own or self._error is not None, deadline_s)
+        if self._listener is not None:
+            # The store ends with this process.
+            wait_until(lambda: all(r.state in ("left", "ended") for r in self._others.values()), deadline_s)
 
+    def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
+        """See `Meeting`."""
+        self._show(attempt=attempt, state="ready", port=0)
+        begin_s, timeout_s = time.monotonic(), self._config.timeout_s
+        while not is_stopped():
+            self.check()
+            if self._place == 0 and not self._own.port:
+                self._serve_ranks()
+            nodes = {**self._others, **({} if self._place is None else {self._place: self._own})}
+            is_complete = len(nodes) == self._num_nodes and all(r.attempt == attempt for r in nodes.values())
+            if self._place is not None and is_complete and nodes[0].port:
+                ranks = [nodes[n].num_ranks for n in range(self._num_nodes)]
+                logger.info("attempt=%d nodes=%d node=%d", attempt, self._num_nodes, self._place)
+                first_rank = sum(ranks[: self._place])
+                return Place(first_rank, sum(ranks), self._place, nodes[0].address, nodes[0].port)
+            # To connect takes up to `timeout_s` itself.
+            if time.monotonic() - begin_s > timeout_s + (CALL_LIMIT_S if self._place is None else 0.0):
+                raise LaunchError(
+                    f"Fewer than {self._num_nodes} node(s) met at rdzv_endpoint={self._config.rdzv_endpoint!r}, or it "
+                    f"does not answer; waited {timeout_s:g} s.",
+                    hint="Start the command on the other nodes too, with the same rdzv_id.",
+                )
+            time.sleep(_POLL_S)
+        return None
+
+    def _serve_ranks(self) -> None:
+        listener = listen_at(self._own.address, 0)
+        if listener is None:
+            raise LaunchError(
+                f"This machine cannot listen at its address {self._own.address}.",
+                hint="Name a node by an address that all nodes can reach.",
+            )
+        port = listener.getsockname()[1]
+        self._ranks_store = serve_store(self._own.address, port, listener.detach())
+        self._show(port=port)
+
+    def trouble(self) -> str:
+        """See `Meeting`."""
+        if self._error is not None:
+            return str(self._error)
+        for node, other in self._others.items():
+            if other.attempt > self._own.attempt or other.state in ("failed", "ended"):
+                return f"node {node} has ended: {other.message or 'its own message names the cause'}"
+        return ""
+
+    def check(self) -> None:
+        """See `Meeting`."""
+        if self._error is not None:
+            raise self._error
+        if any(other.state == "ended" for other in self._others.values()):
+            raise LaunchError(
+                f"Another node has ended the run {self._config.rdzv_id!r}: {self.trouble()}.",
+                hint="Start the command again on all nodes.",
+            )
+
+    def unheard_s(self) -> dict[str, float]:
+        """See `Meeting`."""
+        first, found = 0, {}
+        for node in range(self._num_nodes):
+            record = self._own if node == self._place else self._others[node]
+            ranks = ", ".join(map(str, range(first, first + record.num_ranks)))
+            if node != self._place:
+                name = f"node {node} (rank{'s' * (record.num_ranks > 1)} {ranks})"
+                found[name] = time.monotonic() - self._heard_s[node]
+            first += record.num_ranks
+        return found
+
+    def fail(self, message: str) -> None:
+        """See `Meeting`."""
+        plain = "".join(character if character.isprintable() else " " for character in message)
+        self._show(state="failed", message=plain[:_MAX_MESSAGE])
+
+    def finish(self, is_stopped: Callable[[], bool]) -> str:
+        """See `Meeting`."""
+        self._show(state="done")
+        while not is_stopped() and any(other.state not in ("done", "left") for other in self._others.values()):
+            lost = [name for name, silent_s in self.unheard_s().items() if silent_s > self._config.timeout_s]
+            if trouble := self.trouble() or (lost and f"{lost[0]} has not been heard for {self._config.timeout_s:g} s"):
+                return trouble
+            time.sleep(_POLL_S)
+        return ""
+
+    def _show(self, **changes: object) -> None:
+        self._own = replace(self._own, **changes)  # type: ignore[arg-type]
+        self._wake.set()
+
+    def _talk(self) -> None:
+        """The thread."""
+        place = f"rdzv_endpoint={self._config.rdzv_endpoint!r}"
         try:
-            store = _within(self._config.timeout_s + CALL_LIMIT_S, connect)
-        except _FAILURES as error:
+            store = self._open_store()
+            self._place = self._take_place(store)
+            while self._sent is None or self._sent.state not in ("left", "ended"):
+                self._exchange(store, self._place)
+                self._wake.wait(PERIOD_S)
+                self._wake.clear()
+        except LaunchError as error:
+            self._error = error
+        except RuntimeError as error:
+            gone = LaunchError(f"The node that serves {place} is gone.", hint="Start the command again on all nodes.")
+            gone.__cause__ = error
+            self._error = gone
+
+    def _open_store(self) -> TCPStore:
+        (host, port), timeout = split_endpoint(self._config), timedelta(seconds=self._config.timeout_s)
+        try:
+            if self._listener is not None:
+                store = serve_store(host, port, self._listener.detach(), timeout=timeout)
+            else:
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
             raise LaunchError(
                 f"No node serves rdzv_endpoint={self._config.rdzv_endpoint!r}; waited {self._config.timeout_s:g} s.",
                 hint="Start the same command on the node that has this address, and check that its port is open.",
@@ -142,255 +298,36 @@ class NodesRendezvous(RendezvousHandler):
         store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
         return store
 
-    def get_backend(self) -> str:
-        """Name under which torch elastic knows this kind."""
-        return "nodes"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the nodes of the next round; the ranks that start then inherit its number.
-
-        Raises:
-            RendezvousError: Fewer nodes than the minimum came, the run was closed, or the store does not answer.
-        """
-        # While the network is cut, a call blocks until the connection is back.
-        if not self._lock.acquire(timeout=self._config.timeout_s):
-            raise RendezvousTimeoutError("the store does not answer")
-        try:
-            info = _within(self._config.timeout_s + 2 * CALL_LIMIT_S, self._handler.next_rendezvous)
-            self._num_waiting = 0
-            return _within(2 * CALL_LIMIT_S, lambda: self._serve_ranks(info))
-        finally:
-            self._lock.release()
-
-    def _serve_ranks(self, info: RendezvousInfo) -> RendezvousInfo:
-        """A store for the ranks of this round alone, without addresses and keys of earlier ranks."""
-        self._check_place(info)
-        key = "unsloth_multigpu/ranks"
-        if info.rank == 0:
-            listener = listen_at(self._address, 0)
-            if listener is None:
-                raise OSError(f"this machine cannot listen at its address {self._address}")
-            port = listener.getsockname()[1]
-            self._ranks_store = serve_store(self._address, port, listener.detach())
-            round_index = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
-            for node in range(info.world_size):
-                # A key that is missing would keep its readers waiting.
-                info.store.set(_beats_key(node), "")
-            info.store.set(key, json.dumps([self._address, port, round_index]))
-        address, port, round_index = json.loads(info.store.get(key))
-        self._round, self._num_nodes, self._info = int(round_index), info.world_size, info
-        now_s = time.monotonic()
-        self._others = {node: Node(node, now_s, {}) for node in range(info.world_size) if node != info.rank}
-        self._texts.clear()
-        self._hear(list(self._others.values()))
-        os.environ[ENV_ROUND] = str(self._round)
-        logger.info("round=%d nodes=%d node=%d", self._round, info.world_size, info.rank)
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
-
-    def _check_place(self, info: RendezvousInfo) -> None:
-        """With a fixed number of nodes each has the place that it was given, unless two were given one."""
-        wanted, is_fixed = self._config.node_rank, ":" not in self._config.nnodes
-        if is_fixed and wanted is not None and wanted != info.rank:
+    def _take_place(self, store: TCPStore) -> int:
+        place = self._config.node_rank
+        if place is None:
+            place = 0 if self._listener is not None else store.add(f"{self._prefix}/arrived", 1)
+        if place >= self._num_nodes or store.add(f"{self._prefix}/place/{place}", 1) > 1:
             raise LaunchError(
-                f"node_rank={wanted}, but this is node {info.rank} of the {info.world_size} that met: another node has "
-                "the same node_rank, or none.",
-                hint=f"Give each node its own, 0 .. {info.world_size - 1}, or leave node_rank out on all.",
+                f"node_rank={place} is taken, or more than nnodes={self._num_nodes} nodes are in the run "
+                f"{self._config.rdzv_id!r}.",
+                hint=f"Give each node its own, 0 .. {self._num_nodes - 1}, or leave node_rank out on all. A node that "
+                "is started again waits until the others have ended.",
             )
+        return place
 
-    def num_nodes_waiting(self) -> int:
-        """Nodes that want to join, as of the last second. Does not wait.
-
-        Raises:
-            RendezvousConnectionError: The node that serves `rdzv_endpoint` has closed the connection.
-        """
-        if self._lost is not None:
-            raise self._lost
-        return self._num_waiting
-
-    def _poll(self) -> None:
-        """In a thread of its own: torch elastic asks in the loop by which it watches the ranks."""
-        is_silent = False
-        while not self._stop.wait(_POLL_S):
-            with self._lock:
-                try:
-                    self._num_waiting = self._handler.num_nodes_waiting()
-                    self._exchange_beats()
-                    is_silent = False
-                except _FAILURES as error:
-                    if isinstance(error, RendezvousError) and isinstance(error.__cause__, DistNetworkError):
-                        self._lost = error
-                        return
-                    # A network that is cut may come back. Training continues while its own connections hold.
-                    if not is_silent:
-                        logger.warning("rdzv_endpoint=%s does not answer", self._config.rdzv_endpoint)
-                    is_silent = True
-
-    def _exchange_beats(self) -> None:
-        """Receives how the ranks of the other nodes are, and sends how those of this node are."""
-        if self._info is None:
+    def _exchange(self, store: TCPStore, place: int) -> None:
+        own = self._own
+        try:
+            store.set(self._key(place), json.dumps(astuple(replace(own, count=store.add(f"{self._prefix}/count", 1)))))
+            known = [n for n in range(self._num_nodes) if n in self._others or store.check([self._key(n)])]
+            texts = store.multi_get([self._key(n) for n in known])
+        except DistNetworkError:
+            raise
+        except RuntimeError as error:
+            # A network that is cut may come back. Training continues while its own connections hold.
+            logger.warning("rdzv_endpoint=%s does not answer: %s", self._config.rdzv_endpoint, error)
             return
-        store, others = self._info.store, list(self._others)
-        texts = store.multi_get([_beats_key(node) for node in others]) if others else []
-        now_s = time.monotonic()
-        for node, text in zip(others, texts, strict=True):
-            beats = decode_beats(text, now_s) if text != self._texts.get(node) else None
-            if beats is not None:
-                self._others[node], self._texts[node] = Node(node, now_s, beats), text
-        own = self._hear(list(self._others.values()))
-        store.set(_beats_key(self._info.rank), encode_beats(own, time.monotonic()))
+        found = {n: record for n, text in zip(known, texts, strict=True) if (record := decode_record(text))}
+        news = {n: r for n, r in found.items() if n != place and r != self._others.get(n)}
+        self._heard_s = {**self._heard_s, **dict.fromkeys(news, time.monotonic())}
+        self._others = {**self._others, **news}
+        self._sent = own
 
-    def is_closed(self) -> bool:
-        """True once a node has ended the run for all."""
-        return bool(_within(CALL_LIMIT_S, self._handler.is_closed))
-
-    def set_closed(self) -> None:
-        """Ends the run for all nodes."""
-        _within(CALL_LIMIT_S, self._handler.set_closed)
-
-    def get_run_id(self) -> str:
-        """Identifier of the run."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Ends the run for all nodes; False where they cannot be told."""
-        self._stop.set()
-        try:
-            is_told = bool(_within(GOODBYE_LIMIT_S, self._handler.shutdown))
-            _within(GOODBYE_LIMIT_S, self._leave)
-            return is_told
-        except _FAILURES as error:
-            logger.debug("the other nodes were not told: %s", error)
-            return False
-
-    def _leave(self) -> None:
-        """The store ends with the node that serves it. If all nodes end together, that node must end last."""
-        key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
-        self._store.add(key, 1)
-        if self._is_server:
-            wait_until(lambda: self._store.add(key, 0) >= self._num_nodes, time.monotonic() + _LAST_TO_LEAVE_S)
-
-
-def explain(error: RendezvousError, config: MultiGPUConfig) -> LaunchError:
-    """What it means for the user that nodes could not meet."""
-    place = f"rdzv_endpoint={config.rdzv_endpoint!r}"
-    if isinstance(error, RendezvousClosedError):
-        return LaunchError(
-            f"Another node has ended the run {config.rdzv_id!r}.",
-            hint="Its own message names the cause. Start the command again on all nodes.",
-        )
-    if isinstance(error, RendezvousTimeoutError):
-        return LaunchError(
-            f"Fewer than {num_nodes(config.nnodes)[0]} node(s) met at {place}, or it does not answer; "
-            f"waited {config.timeout_s:g} s.",
-            hint="Start the command on the other nodes too, with the same rdzv_id, or set nnodes to MIN:MAX.",
-        )
-    if isinstance(error, RendezvousStateError):
-        return LaunchError(
-            f"{place}: {error}", hint="Use one version of torch on all nodes, in a network of their own."
-        )
-    return LaunchError(f"The node that serves {place} is gone.", hint="Start the command again on all nodes.")
-
-
-def _beats_key(node: int) -> str:
-    return f"unsloth_multigpu/beats/{node}"
-
-
-def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """Calls in a thread: a socket whose other end disappeared blocks until the kernel gives up.
-
-    Raises:
-        RendezvousTimeoutError: It took longer than `limit_s`; the thread is left behind.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except _FAILURES as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="unsloth_multigpu-call", daemon=True).start()
-    try:
-        return outcome.result(timeout=limit_s)
-    except FutureTimeoutError:
-        raise RendezvousTimeoutError(f"no answer within {limit_s:g} s") from None
-
-
-class PlainStateBackend(RendezvousBackend):
-    """Wraps a backend of torch's, so that torch unpickles only what this process has pickled.
-
-    The store has no authentication: whoever reaches its port can still disturb the run, but cannot execute code.
-
-    Args:
-        backend: Keeps the state's bytes where all nodes find them.
-    """
-
-    def __init__(self, backend: RendezvousBackend) -> None:
-        self._backend = backend
-
-    @property
-    def name(self) -> str:
-        """Name of the wrapped backend."""
-        return str(self._backend.name)
-
-    def get_state(self) -> tuple[bytes, Token] | None:
-        """The pickled state and its version, None before the first.
-
-        Raises:
-            RendezvousStateError: What is stored is not a state.
-        """
-        found = self._backend.get_state()
-        return None if found is None else (_pickled(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Stores a pickled state of this process, if `token` is still the latest version.
-
-        Returns:
-            The state that is stored now, its version, and whether it is the one given.
-
-        Raises:
-            RendezvousStateError: What is stored is not a state.
-        """
-        plain = json.dumps({name: _encode(value) for name, value in vars(pickle.loads(state)).items()})
-        found = self._backend.set_state(plain.encode(), token)
-        return None if found is None else (_pickled(found[0]), found[1], found[2])
-
-
-def _pickled(plain: bytes) -> bytes:
-    state = _RendezvousState()
-    try:
-        values = {name: _decode(value) for name, value in json.loads(plain).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RendezvousStateError(f"The rendezvous state in the store cannot be read: {error}") from error
-    if values.keys() != vars(state).keys():
-        raise RendezvousStateError("The rendezvous state in the store was written by another version of torch.")
-    vars(state).update(values)
-    return pickle.dumps(state)
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, datetime):
-        return {"time": value.isoformat()}
-    if isinstance(value, _NodeDesc):
-        return {"node": [value.addr, value.pid, value.local_id]}
-    if isinstance(value, set):
-        return {"set": [_encode(v) for v in sorted(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[_encode(k), _encode(v)] for k, v in value.items()]}
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "time":
-        return datetime.fromisoformat(content)
-    if kind == "node":
-        addr, pid, local_id = content
-        return _NodeDesc(str(addr), int(pid), int(local_id))
-    if kind == "set":
-        return {_decode(v) for v in content}
-    if kind == "dict":
-        return {_decode(k): _decode(v) for k, v in content}
-    raise ValueError(f"{kind!r} is not a kind of value")
+    def _key(self, node: int) -> str:
+        return f"{self._prefix}/node/{node}"

@@ -24,7 +24,7 @@ _NAME_POLL_S = 1.0
 
 def is_one_node(config: MultiGPUConfig) -> bool:
     """True if no other node can take part in the run."""
-    return num_nodes(config.nnodes)[1] == 1
+    return num_nodes(config.nnodes) == 1
 
 
 def shared_seed(config: MultiGPUConfig) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from unsloth_multigpu.wire.beat import Beat, Node, Phase
+from unsloth_multigpu.wire.beat import Beat, Phase
 
 # A rank may be silent for `hang_timeout_s` times the factor of its phase.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
@@ -17,13 +17,14 @@ LONGEST_FACTOR = 10
 # Whatever the limit is, a rank may be silent for this factor times the longest work of this run so far: the next
 # micro-batch may be longer, and its device may still have a whole step to compute.
 _WORK_FACTOR = 10
-# Nodes report once a second how their ranks are. An older report says nothing about the present.
+# Nodes are heard once a second.
 _NEWS_S = 3.0
-# A rank of another node is left to its own supervisor for this long, which knows more about it.
-_OTHERS_GRACE_S = 5.0
 
+# In these a rank waits for no other one, unless its pulse names a collective.
+_ALONE = (Phase.DATA, Phase.FILL)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
+_GONE = ": the connection is gone, or that machine"
 
 _DOING = {
     Phase.SCRIPT: "outside train()",
@@ -63,13 +64,13 @@ def find_hang(
     hang_timeout_s: float,
     *,
     since_s: float = 0.0,
-    others: Sequence[Node] = (),
+    unheard_s: Mapping[str, float] | None = None,
 ) -> Hang | None:
     """Judges ranks by their latest beats.
 
     A rank is hung when its pulse has stopped, or when its main thread has said nothing for longer than its phase may
     take. A rank that may be waiting for another one is not hung while that one is within its own limit: while rank 0
-    saves, the others have its time. Ranks of other nodes are judged as soon as one of this node makes no progress.
+    saves, the others have its time. What ranks of other nodes do is not known here; their own supervisors end the run.
 
     Args:
         beats: Of the ranks of this node that live and train.
@@ -77,43 +78,35 @@ def find_hang(
         hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. Longer where
             this run has done work that took a tenth of it or more. A node that is not heard for longer counts as lost.
         since_s: What happened earlier does not count, because nothing was watched, or the machine was stopped.
-        others: The other nodes of this round.
+        unheard_s: How long each other node has not been heard, by its name.
     """
     if hang_timeout_s <= 0:
         return None
-    unheard_s = {n.index: now_s - n.heard_s for n in others}
-    heard = [n for n in others if unheard_s[n.index] <= _NEWS_S]
-    known = {**{r: b for n in heard for r, b in n.beats.items()}, **beats}
-    work_s = _WORK_FACTOR * max((b.longest_s for b in known.values()), default=0.0)
-    limit_s = {
-        r: max(hang_timeout_s * _factor(b), work_s) + (0 if r in beats else _OTHERS_GRACE_S) for r, b in known.items()
-    }
-    still_s = {r: now_s - max(b.progress_s, since_s) for r, b in known.items()}
-    overdue = {r for r, b in known.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
-    silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in known.items()}
-    stopped = [r for r in known if silent_s[r] > limit_s[r] and (r in beats or overdue & beats.keys())]
-    if stopped:
-        rank = max(stopped, key=lambda r: (r in beats, silent_s[r]))
-        lost = f"no sign of life for {silent_s[rank]:.0f} s {where(known[rank])}"
-        message = f"rank {rank} hangs: {lost}; its process is stopped, or native code holds the interpreter's lock"
-        return _name_node(Hang(rank, message, known[rank].step), heard, beats)
-    hung = {r for r in overdue if not any(_may_wait_for(known[r], known[q]) for q in known.keys() - overdue)}
-    if not hung & beats.keys():
+    lost_s = {name: s for name, s in (unheard_s or {}).items() if s > max(hang_timeout_s, _NEWS_S)}
+    work_s = _WORK_FACTOR * max((b.longest_s for b in beats.values()), default=0.0)
+    limit_s = {r: max(hang_timeout_s * _factor(b), work_s) for r, b in beats.items()}
+    silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in beats.items()}
+    if stopped := [r for r in beats if silent_s[r] > limit_s[r]]:
+        rank = max(stopped, key=lambda r: silent_s[r])
+        silent = f"no sign of life for {silent_s[rank]:.0f} s {where(beats[rank])}"
+        message = f"rank {rank} hangs: {silent}; its process is stopped, or native code holds the interpreter's lock"
+        return Hang(rank, message, beats[rank].step)
+    if unheard_s and not lost_s:
+        # A rank of another node may save.
+        longest_s = LONGEST_FACTOR * hang_timeout_s
+        limit_s |= {r: max(longest_s, work_s) for r, b in beats.items() if b.operation or b.phase not in _ALONE}
+    still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
+    overdue = {r for r, b in beats.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
+    hung = {r for r in overdue if not any(_may_wait_for(beats[r], beats[q]) for q in beats.keys() - overdue)}
+    if not hung:
         return None
-    lost_s = {n: s for n, s in unheard_s.items() if s > max(hang_timeout_s, _NEWS_S)}
-    is_complete = all(n in heard and n.beats for n in others)
-    hang = _find_left(known, hung)
-    if hang is None and not is_complete and _waits_for_others(known, hung, beats):
-        waits = hung & beats.keys()
-        if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * LONGEST_FACTOR:
-            return None  # A rank of a node that has not reported yet may be saving.
-        return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.index in lost_s], lost_s)
-    if hang is None:
-        hang = _blame(known, hung, still_s)
-        if lost_s:
-            lost = _lost_nodes([n for n in others if n.index in lost_s], lost_s)
-            hang = replace(hang, message=f"{hang.message}; {lost}")
-    return _name_node(hang, heard, beats)
+    if hang := _find_left(beats, hung):
+        return hang
+    lost = ", ".join(f"{name} has not been heard for {s:.0f} s" for name, s in lost_s.items())
+    if lost and _waits_for_others(beats, hung):
+        return _blame_nodes({r: beats[r] for r in hung}, still_s, lost)
+    hang = _blame(beats, hung, still_s)
+    return replace(hang, message=f"{hang.message}; {lost}{_GONE}") if lost else hang
 
 
 def where(beat: Beat) -> str:
@@ -180,43 +173,19 @@ def _find_last(beats: Mapping[int, Beat], hung: Collection[int]) -> list[int]:
     return [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
 
 
-def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int], own: Collection[int]) -> bool:
-    """True if a rank of a node without news can be to blame, because no known rank is busy or behind."""
+def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int]) -> bool:
+    """True if a rank of another node can be to blame, because no rank of this one is busy or behind."""
     last = _find_last(beats, hung)
-    # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet.
-    if set(own) <= set(last):
-        return True
-    # A rank in AGREE waits for the store, which another node may serve.
-    return all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
+    # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet. A rank in
+    # AGREE waits for the store, which another node may serve.
+    return beats.keys() <= set(last) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
 
 
-def _blame_nodes(
-    waits: Mapping[int, Beat], still_s: Mapping[int, float], lost: Sequence[Node], lost_s: Mapping[int, float]
-) -> Hang:
+def _blame_nodes(waits: Mapping[int, Beat], still_s: Mapping[int, float], lost: str) -> Hang:
     rank = min(waits, key=lambda r: still_s[r])
     beat, name = waits[rank], waits[rank].operation
     doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
-    why = "the connection between ranks is gone, or a device has stopped computing"
-    if lost:
-        why = _lost_nodes(lost, lost_s)
-    return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {why}", beat.step)
-
-
-def _lost_nodes(lost: Sequence[Node], lost_s: Mapping[int, float]) -> str:
-    each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
-    return f"{', '.join(each)}: the connection is gone, or that machine"
-
-
-def _ranks_of(node: Node) -> str:
-    named = ", ".join(map(str, sorted(node.beats)))
-    return f" (rank{'s' * (len(node.beats) > 1)} {named})" if named else ""
-
-
-def _name_node(hang: Hang, heard: Sequence[Node], own: Collection[int]) -> Hang:
-    if hang.rank is None or hang.rank in own:
-        return hang
-    index = next(n.index for n in heard if hang.rank in n.beats)
-    return replace(hang, message=f"{hang.message}; rank {hang.rank} is on node {index}")
+    return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {lost}{_GONE}", beat.step)
 
 
 def _blame(beats: Mapping[int, Beat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:

@@ -36,7 +36,7 @@ def choose(
             choose.
         RankTimeoutError: The script does not come to `train()`.
     """
-    if num_nodes(config.nnodes) != (1, 1):
+    if num_nodes(config.nnodes) != 1:
         raise SetupError("shard='auto' is decided on one machine, and this run has several nodes.", hint=_BY_HAND)
     logger.info("shard=auto: runs the script up to train() without weights, to count the memory of its first step")
     # CPU ranks share the memory of the machine.

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement
@@ -106,7 +105,6 @@ class Preemption(Part):
         Raises:
             KeyboardInterrupt: On all ranks, after SIGINT.
             SystemExit: On all ranks, with 128 + n after another signal n.
-            DistributedError: A node that comes and goes is leaving.
         """
         identity = self._manager.identity
         is_of_launcher = self._events is None and identity.launcher != "notebook"
@@ -206,11 +204,6 @@ class Preemption(Part):
         name = signal.Signals(self.signal_number).name
         step = self._trainer.state.global_step
         if self._events is not None and request is None:
-            if ":" in self._config.nnodes:
-                raise DistributedError(
-                    f"A node leaves the run after step {step}, on {name}.",
-                    hint="Set max_restarts to continue with the nodes that stay.",
-                )
             ask_to_stop(self._events.run_dir, self._events.attempt, StopRequest(self.signal_number, deadline_s))
         if self._events is not None:
             self._events.write("stopped", signal=name, checkpoint=self._checkpoint())

@@ -1,17 +1,13 @@
-"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call.
-
-Supervisors of several nodes tell each other what they have read, as JSON.
-"""
+"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call."""
 
 from __future__ import annotations
 
 import enum
-import json
 import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +83,7 @@ class Beat:
         operation: The collective that the rank waits in, "" where it waits in none or not for long.
         longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all
             that the device had still to do when the main thread waited for it. 0.0 before the first step.
-        figures: Of the training; not told between nodes, as what follows.
+        figures: Of the training.
         pid: Of the rank's process.
         device: Name of the device on which it trains, "" before its first training.
         device_id: By which the driver knows that device; "" where it has none, as the CPU.
@@ -109,21 +105,6 @@ class Beat:
     first_step: str = ""
 
 
-@dataclass(frozen=True)
-class Node:
-    """What is known of the ranks of another node.
-
-    Args:
-        index: Of the node, among those of this round.
-        heard_s: When it was last heard, or when the round began, on `time.monotonic`'s clock.
-        beats: Of its ranks, as it was last heard; empty while it has not all of them at work.
-    """
-
-    index: int
-    heard_s: float
-    beats: Mapping[int, Beat]
-
-
 # Written by the main thread: step, phase, micro-batch, time, longest time. Each has 8 bytes in the machine's own order,
 # written at once.
 _MAIN = struct.Struct("@qqqdd")
@@ -141,7 +122,6 @@ _FIRST_STEP_OFFSET = 192
 _FIGURES_OFFSET = 256
 _PROCESS_OFFSET = 384
 _NAME_BYTES = 112
-_MAX_TEXT_BYTES = 2**20
 # In these the main thread launches work, or waits for what the device has to do.
 _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
 # Of the first step, in which kernels are compiled, the time is forgotten after this many more.
@@ -253,49 +233,6 @@ def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:
         if len(data) == _SIZE:  # Shorter: the rank is just making it, or the disk is full.
             found[int(path.name.rpartition("_")[2])] = _parse(data)
     return found
-
-
-def encode_beats(beats: Mapping[int, Beat], now_s: float) -> str:
-    """What one supervisor tells the others: ages instead of times, because each machine has a clock of its own.
-
-    The first value is that clock, by which two texts differ even if nothing has happened in between.
-    """
-    rows = [[rank, *_row_of(beat, now_s)] for rank, beat in beats.items()]
-    return json.dumps([now_s, rows])
-
-
-def _row_of(beat: Beat, now_s: float) -> list[Any]:
-    """What `_decode` reads behind the rank."""
-    ages_s = [now_s - beat.progress_s, now_s - beat.alive_s]
-    return [beat.step, beat.phase, beat.micro_batch, beat.collective, beat.operation, *ages_s, beat.longest_s]
-
-
-def decode_beats(text: bytes, now_s: float) -> dict[int, Beat] | None:
-    """Beats with times on this machine's clock; None for a text that `encode_beats` does not write.
-
-    Anyone who reaches the store can have written it: nothing but numbers and plain names gets through.
-    """
-    if len(text) > _MAX_TEXT_BYTES:
-        return None
-    try:
-        _, rows = json.loads(text)
-        return dict(_decode(*row, now_s=now_s) for row in rows)
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def _decode(*row: Any, now_s: float) -> tuple[int, Beat]:
-    rank, step, phase, micro_batch, collective, operation, progress_age_s, alive_age_s, longest_s = row
-    numbers = (rank, step, phase, micro_batch, collective)
-    if any(type(n) is not int or not -1 <= n < 2**63 for n in numbers) or rank < 0:
-        raise ValueError("no number")
-    if not (isinstance(operation, str) and operation.isascii() and operation.isprintable()):
-        raise ValueError("no name")
-    # False for NaN as well.
-    if not all(type(age_s) is float and -1.0 <= age_s <= 1e12 for age_s in (progress_age_s, alive_age_s, longest_s)):
-        raise ValueError("no age")
-    times_s = (now_s - progress_age_s, now_s - alive_age_s)
-    return rank, Beat(step, Phase(phase), micro_batch, *times_s, collective, operation[:_NAME_BYTES], longest_s)
 
 
 def _parse(data: bytes) -> Beat:

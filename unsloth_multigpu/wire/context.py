@@ -66,7 +66,7 @@ class RunContext:
         seed: Of what a script draws without a seed, the same on all ranks.
         draws: Digests of the supervisor's random generators at the line, see `launch.draw`.
         run_id: Of this run, the same for all its attempts.
-        attempt: How often the ranks were started before, by a failure or because a node came or went.
+        attempt: How often the ranks were started before.
         tool: Takes part in the run.
         shard_choice: What `shard="auto"` has become.
     """
@@ -99,7 +99,7 @@ class RunContext:
         )
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries this context, but for the attempt, which the engine counts."""
+        """The environment that carries this context, but for the attempt, which the supervisor counts."""
         told = {
             ENV_RUN_DIR: self.run_dir,
             ENV_SUPERVISOR_PID: self.supervisor_pid,

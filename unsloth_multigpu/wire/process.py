@@ -1,14 +1,13 @@
 """Processes: do they live, who ends them, and has the machine run out of memory? Linux.
 
-psutil tells of processes. What it has no words for is read or called here: a signal to the main thread alone, the exit
-code of a child that another thread collects, and how often the kernel has killed for lack of memory.
+psutil tells of processes. What it has no words for is read or called here: a signal to the main thread alone, and how
+often the kernel has killed for lack of memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import hashlib
 import os
 import resource
@@ -29,7 +28,7 @@ from unsloth_multigpu.logs import get_logger
 logger = get_logger(__name__)
 
 _P = ParamSpec("_P")
-_POLL_S, _LOOK_S, _COLLECT_LIMIT_S = 0.01, 0.2, 1.0
+_POLL_S, _LOOK_S = 0.01, 0.2
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
 
@@ -116,32 +115,6 @@ def read_peak_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def wait_for_exit(pid: int) -> int | None:
-    """Waits until a child of this process has ended, and leaves it to whoever started it to collect it.
-
-    Returns:
-        Its exit code, negative = the signal that ended it; None where it was collected before we could look and nothing
-        is known of it.
-    """
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        return _collected_code(pid)
-    assert ended is not None  # Only a call that does not wait returns None.
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-
-def _collected_code(pid: int) -> int | None:
-    """What the `Popen` of a child knows, which was quicker: it belongs to whoever started the child."""
-    # An object of any other type may not like to be asked what it is.
-    found = [o for o in gc.get_objects() if type(o) is subprocess.Popen and o.pid == pid]
-    end_s = time.monotonic() + _COLLECT_LIMIT_S
-    # It collects the child first and notes the code then.
-    while found and found[-1].returncode is None and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-    return found[-1].returncode if found else None
-
-
 def send_signal(pid: int, signal_number: signal.Signals) -> None:
     """Sends a signal; a process that has ended needs none."""
     try:
@@ -165,14 +138,6 @@ def kill_rank(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
-
-
-def kill_children(marker: str) -> None:
-    """SIGKILL to this process's own children, and what they have started, that inherited a variable with `marker`."""
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            if _has_marker(child, marker):
-                kill_rank(child.pid)
 
 
 def run_to_end(
@@ -251,8 +216,8 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 
     Args:
         process: Leads a session of its own.
-        marker: Text that is in the variables of this command alone. Its group is not enough: torch elastic gives
-            each rank a session of its own, and forgets the ranks that it was starting when its signal came.
+        marker: Text that is in the variables of this command alone. Its group is not enough: launchers give each rank
+            a session of its own, and torch elastic forgets those that it was starting when its signal came.
         limit_s: What it has to end by itself, in seconds.
     """
     if process.poll() is None:

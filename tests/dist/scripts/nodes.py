@@ -1,8 +1,7 @@
 """A user's script on several nodes: trains as often as asked, and says by files in the folder $HERE where it is.
 
 Usage: nodes.py --folder $HERE NAME... : one training for each name. Before each it waits for the file go_NAME.
-"wide" and "slow" send more, "cut" never ends, "elastic" keeps a checkpoint of every step and waits on rank 1 in
-step 4.
+"wide" and "slow" send more, "cut" never ends, "again" keeps a checkpoint of every step, and rank 1 fails in step 4.
 """
 
 import json
@@ -36,9 +35,8 @@ class Progress(TrainerCallback):
             (here / f"step_{self.name}").write_text(str(state.global_step))
         with (here / f"steps_{self.name}_{rank}").open("a") as file:
             file.write(json.dumps([state.global_step, world_size, time.monotonic()]) + "\n")
-        if self.name == "elastic" and state.global_step == 4 and rank == 1 and is_first_round:
-            (here / "waits_elastic").touch()
-            wait_for("end_of_this_node")
+        if self.name == "again" and state.global_step == 4 and rank == 1 and is_first_round:
+            raise ValueError("planted")
 
 
 def wait_for(name):
@@ -49,15 +47,14 @@ def wait_for(name):
 def train(name):
     torch.manual_seed(0)
     model = tiny_llama(hidden_size=256 if name in ("wide", "slow") else 32)
-    is_elastic = name == "elastic"
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
             str(here / "checkpoints"),
             per_device_train_batch_size=4,
-            max_steps={"cut": 100_000, "elastic": 12}.get(name, 6),
+            max_steps={"cut": 100_000, "again": 12}.get(name, 6),
             logging_steps=1,
-            save_strategy="steps" if is_elastic else "no",
+            save_strategy="steps" if name == "again" else "no",
             save_steps=1,
             save_total_limit=2,
             learning_rate=1e-3,

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.row import CommandOption, did_you_mean, flag
@@ -236,7 +236,7 @@ def options_table() -> dict[str, CommandOption]:
         if option.metadata:
             only = [flag(kind) for kind in _ONLY_FOR.get(option.name, ())]
             others = [f"with {flag(kind)} {its[option.name]}" for kind, its in _DEFAULTS.items() if option.name in its]
-            least, default = option.metadata["least"], option.default
+            least, default = option.metadata["least"], cast("Any", option.default)
             # 0 below the least, "" and a switch stand for what is not given.
             is_shown = default >= least if isinstance(least, int) else bool(default)
             shown = f"{default:g}" if isinstance(default, float) else str(default)

@@ -114,8 +114,8 @@ class Scene:
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
         # What is turned aside keeps the path that it has in the user's folder.
-        for place in (f"{self.work}/output{Path().resolve()}", str(self.work)):
-            output = output.replace(place, ".")
+        for turned in (f"{self.work}/output{Path().resolve()}", str(self.work)):
+            output = output.replace(turned, ".")
         told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
         return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output)
 

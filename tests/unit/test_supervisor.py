@@ -1,0 +1,199 @@
+"""What the supervisor does behind an attempt: start again, follow other nodes, tell the user why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
+from unsloth_multigpu.launch import engine, launcher
+from unsloth_multigpu.launch.cause import Cause, find_cause
+from unsloth_multigpu.launch.launcher import DDPLauncher, Supervisor
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.event import Event
+
+
+def event(kind: str, rank: int = 0, **facts: Any) -> Event:
+    return Event(kind, rank, 0, 1.0, 4, facts)
+
+
+ERROR = event("exception", 1, error="ValueError: bad row", traceback="Traceback\n", exit_code=1)
+
+
+class Stopped:
+    """In the place of `Stop`, after the signal `number`, 0 = none."""
+
+    def __init__(self, number: int = 0, how: str = "saved") -> None:
+        self.signal_number, self.how = number, how
+
+    def is_asked(self) -> bool:
+        return self.signal_number != 0
+
+    def turn(self, events: object) -> None:
+        return None
+
+
+class Watched:
+    """In the place of `Watch`, of ranks that have ended."""
+
+    def __init__(self, *events: Event, **exit_codes: int) -> None:
+        self._events, self._codes = list(events), {int(rank[1:]): code for rank, code in exit_codes.items()}
+        self.has_failed = any(self._codes.values())
+
+    def events(self) -> list[Event]:
+        return self._events
+
+    def cause(self) -> Cause:
+        return find_cause(self._events, self._codes)
+
+
+class Met:
+    """In the place of a meeting of nodes."""
+
+    def __init__(self, becomes: str = "", is_over: bool = False) -> None:
+        self.becomes, self.is_over, self.told = becomes, is_over, ""
+
+    def finish(self, is_stopped: object) -> str:
+        return self.becomes
+
+    def check(self) -> None:
+        if self.is_over:
+            raise LaunchError("over", hint="none")
+
+    def fail(self, message: str) -> None:
+        self.told = message
+
+
+def judge(
+    folder: Path,
+    watch: Watched,
+    stop: Stopped | None = None,
+    met: Met | None = None,
+    trouble: str = "",
+    attempt: int = 0,
+) -> int | None:
+    started = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
+    given: Any = (started, folder, folder, "run", {}, stop or Stopped(), met or Met())
+    return Supervisor(*given)._judge(attempt, watch, trouble)  # type: ignore[arg-type]
+
+
+def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    met = Met()
+    assert judge(tmp_path, Watched(ERROR, r1=1), met=met) is None
+    again = "rank 1 failed after step 4: ValueError: bad row. Starting all ranks again (1)."
+    assert capfd.readouterr().err == f"\nTraceback\nunsloth_multigpu: {again}\n"
+    assert met.told == "rank 1 failed after step 4: ValueError: bad row"
+    assert judge(tmp_path, Watched(ERROR, r1=1), attempt=1) == 1
+    assert "ValueError: bad row. The other ranks were stopped.\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "is_refused"),
+    [
+        ("exception", ConfigError.exit_code, True),
+        ("exception", ResumeError.exit_code, False),
+        ("exception", 1, False),
+        ("left_training", ConfigError.exit_code, False),
+    ],
+)
+def test_what_a_restart_cannot_cure_is_not_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int, is_refused: bool
+) -> None:
+    failed = event(kind, 1, error="Error: x", traceback="", exit_code=code)
+    assert judge(tmp_path, Watched(failed, r1=code)) == (code if is_refused else None)
+    assert ("no restart: the ranks would fail the same way" in capfd.readouterr().err) is is_refused
+
+
+def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert judge(tmp_path, Watched(ERROR, r1=1), Stopped(signal.SIGTERM)) == 1
+    told = capfd.readouterr().err
+    assert "no restart after SIGTERM" in told
+    assert "ValueError: bad row" in told
+
+
+@pytest.mark.parametrize(("is_asked", "code"), [(False, 130), (True, -signal.SIGINT)])
+def test_interrupt_is_the_supervisors_or_the_ranks_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_asked: bool, code: int
+) -> None:
+    interrupted = event("interrupted", 1, error="KeyboardInterrupt: ", traceback="T", exit_code=130)
+    stop = Stopped(signal.SIGINT if is_asked else 0, "at once" if is_asked else "saved")
+    assert judge(tmp_path, Watched(interrupted, r0=-signal.SIGTERM, r1=-signal.SIGINT), stop, attempt=1) == code
+    said = "all ranks were ended at once." if is_asked else "rank 1 failed after step 4: KeyboardInterrupt."
+    assert said in capfd.readouterr().err
+
+
+def test_rank_that_did_not_hear_a_signal_and_failed_by_it_was_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python may lose a KeyboardInterrupt, in a destructor for example; the script then runs on, to its `input()`."""
+    lost = event("exception", 0, error="EOFError: EOF when reading a line", traceback="T", exit_code=1)
+    stop = Stopped(signal.SIGINT, "at once")
+    assert judge(tmp_path, Watched(lost, r0=1, r1=-signal.SIGINT), stop) == -signal.SIGINT
+    assert "EOFError" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "code"), [("stopped", -signal.SIGTERM), ("training", 0)])
+def test_ranks_that_saved_end_by_the_signal_unless_the_script_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int
+) -> None:
+    stop = Stopped(signal.SIGTERM)
+    codes = dict.fromkeys(("r0", "r1"), 143 if code else 0)
+    assert judge(tmp_path, Watched(event(kind), **codes), stop) == code
+    assert "stopped by SIGTERM" in capfd.readouterr().err
+
+
+def test_other_nodes_that_fail_restart_this_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lost = Watched(event("training"), r0=-signal.SIGTERM)
+    assert judge(tmp_path, lost, trouble="node 1 has ended: ValueError") is None
+    # All ranks of this node may have ended well before.
+    assert judge(tmp_path, Watched(r0=0), met=Met("node 1 has ended: ValueError")) is None
+    again = "unsloth_multigpu: node 1 has ended: ValueError. Starting all ranks again (1).\n"
+    assert capfd.readouterr().err.count(again) == 2
+    with pytest.raises(LaunchError, match="Another node has ended the run: node 1 has ended: ValueError"):
+        judge(tmp_path, lost, trouble="node 1 has ended: ValueError", attempt=1)
+    with pytest.raises(LaunchError, match="over"):
+        judge(tmp_path, lost, met=Met(is_over=True), trouble="node 1 has ended: ValueError")
+
+
+def test_run_folder_that_is_gone_ends_the_ranks(tmp_path: Path) -> None:
+    class Blind(Watched):
+        def look(self) -> None:
+            raise FileNotFoundError(2, "No such file", str(tmp_path))
+
+    class Living:
+        def living(self) -> dict[int, int]:
+            return {0: 1}
+
+    given: Any = (DDPLauncher(["true"], 2, MultiGPUConfig()), tmp_path, tmp_path, "run", {}, Stopped(), Met())
+    with pytest.raises(LaunchError, match="can no longer watch its ranks, so it ended them") as error:
+        Supervisor(*given)._follow(Living(), Blind())  # type: ignore[arg-type]
+    assert str(tmp_path) in error.value.hint
+
+
+def test_signal_before_the_first_start_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "start_ranks", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(launcher, "write_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    config = MultiGPUConfig(log_dir=str(tmp_path / "logs"))
+    assert DDPLauncher(["true"], 1, config).run() == -signal.SIGINT
+
+
+def test_signal_while_ranks_are_started_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = engine._start
+
+    def start_and_interrupt(*given: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*given))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(engine, "_start", start_and_interrupt)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
+    assert DDPLauncher(sleeps, 2, MultiGPUConfig(log_dir=str(tmp_path / "logs"))).run() == -signal.SIGINT
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
