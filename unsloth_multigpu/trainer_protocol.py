@@ -33,7 +33,6 @@ class ArgumentsLike(Protocol):
     max_grad_norm: float
     max_steps: int
     n_gpu: int
-    neftune_noise_alpha: float | None
     num_train_epochs: float
     optim: Any  # OptimizerNames, equal to its text
     output_dir: str
@@ -173,8 +172,6 @@ class TrainerLike(Protocol):
     def _prepare_inputs(self, inputs: Any) -> Any: ...
 
     def add_callback(self, callback: Any) -> None: ...
-
-    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
 
     def create_optimizer(self) -> Any: ...
 

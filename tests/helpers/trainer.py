@@ -142,9 +142,6 @@ class FakeTrainer:
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         return {}
 
-    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
-        return self.evaluate()
-
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ): ...

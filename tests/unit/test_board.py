@@ -26,8 +26,10 @@ def test_value_is_read_once_it_is_there(boards, value):
     assert (other.read("key"), other.is_published("key")) == (None, False)
     assert other.read("key") is None  # To look leaves nothing behind.
     mine.publish("key", value)
+    assert mine.read("key") == value  # It has arrived: publish does not wait for the store.
     assert (other.read("key"), other.is_published("key")) == (value, True)
     mine.publish("key", "later")
+    assert mine.read("key") == "later"
     assert other.read("key") == "later"
     mine.withdraw("key")
     assert other.read("key") is None

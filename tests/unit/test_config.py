@@ -134,7 +134,7 @@ def test_environment_is_that_of_the_process_unless_one_is_given(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", ["", "  ", "none", "None"])
-@pytest.mark.parametrize("option", ["num_gpus", "timeout_s", "global_batch", "panel"])
+@pytest.mark.parametrize("option", ["num_gpus", "timeout_s", "global_batch", "log_metrics"])
 def test_empty_variable_leaves_the_default(option: str, text: str) -> None:
     assert getattr(MultiGPUConfig.resolve({}, {variable(option): text}), option) == DEFAULTS[option]
 
@@ -428,7 +428,7 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
 
 def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
-    manager: Any = SimpleNamespace(meet=lambda: None)
+    manager: Any = SimpleNamespace(meet_ranks=lambda: None)
     patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
     (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
     args = SimpleNamespace(per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False)

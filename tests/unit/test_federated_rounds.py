@@ -472,7 +472,7 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     assert strategy.accountant.parts == {"spent": 3.5}
     assert strategy.seen == {(1, "a"): b"\x00", 2: np.float32(0.5)}
     assert type(strategy.seen[2]) is np.float32
-    with pytest.raises(ResumeError, match=r"made with strategy FedAvg, this is FedAdam"):
+    with pytest.raises(ResumeError, match=r"made with strategy FedAvg with accountant, this is FedAdam"):
         saved_in(tmp_path).restore(make_strategy("fedadam", {}))
 
 

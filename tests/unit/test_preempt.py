@@ -320,7 +320,7 @@ def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path):
 def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path):
     trainer = Saving()
     nodes = {"nnodes": "2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
-    steered = preemption(trainer, tmp_path, local_world_size=2, grace_s=7.0, **nodes)
+    steered = preemption(trainer, tmp_path, grace_s=7.0, **nodes)
     waits_until = []
 
     def train():

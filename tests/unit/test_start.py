@@ -256,7 +256,7 @@ def test_ranks_have_time_to_save_unless_they_are_compared(
 ) -> None:
     found: list[Any] = []
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(launcher, "Stop", lambda signals, run_dir, num_ranks, grace_s: nullcontext(grace_s))
+    monkeypatch.setattr(launcher, "Stop", lambda signals, run_dir, num_ranks, grace_s: grace_s)
     monkeypatch.setattr(launcher, "Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-2])))
     launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs")), saves).run()
     assert found == [grace_s]

@@ -21,7 +21,12 @@ from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute
 
-_LOGINS = ("login", "logout", "notebook_login", "interpreter_login")
+_LOGINS = (
+    "huggingface_hub._login:login",
+    "huggingface_hub._login:logout",
+    "huggingface_hub._login:notebook_login",
+    "huggingface_hub._login:interpreter_login",
+)
 _HUB = "huggingface_hub>=0.24"
 _ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
 
@@ -133,8 +138,8 @@ def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
         make: That of `Publisher` or `Receiver`.
     """
     return [
-        Patch(f"huggingface_hub._login:{name}", _HUB, functools.partial(_once, make, name), _ASKS, optional=True)
-        for name in _LOGINS
+        Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
+        for target in _LOGINS
     ]
 
 
