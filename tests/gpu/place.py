@@ -41,4 +41,4 @@ def place_ranks(num_ranks: int, num_cards: int, nccl: Sequence[int] | None) -> P
         return Place("nccl", 1, variables, f"{shared} over {found}")
     oldest = ".".join(map(str, SHARING_NCCL))
     note = f"{shared} over gloo, because NCCL can share one from {oldest} on, and here is {found}"
-    return Place("gloo", 1, {**variables, "UNSLOTH_MULTIGPU_DDP_BACKEND": "gloo"}, note)
+    return Place("gloo", 1, variables, note)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from unsloth_multigpu.group import place
+from unsloth_multigpu.group.manager import sends_over_host
 from unsloth_multigpu.group.place import describe_devices, describe_lone_process, describe_ranks, start_sentence
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -100,3 +101,18 @@ def test_cpu_ranks_are_told_with_their_threads(monkeypatch: pytest.MonkeyPatch) 
     assert start_sentence(identity, MultiGPUConfig(device="cpu"), "mine") == (
         "3 ranks on the CPU, 1 thread each; ranks above 0 write to mine/rank_N.log"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "sharing", "nccl", "over_host"),
+    [(1, "1", (2, 29, 7), True), (1, "1", (2, 30, 1), False), (1, "0", (2, 29, 7), False), (2, "1", (2, 29, 7), False)],
+)
+def test_ranks_of_one_card_send_by_gloo_where_nccl_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, num_visible: int, sharing: str, nccl: tuple[int, ...], over_host: bool
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", sharing)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert sends_over_host() is over_host

@@ -29,6 +29,8 @@ from unsloth_multigpu.wire.identity import RankIdentity
 logger = get_logger(__name__)
 
 _PREFIX = "unsloth_multigpu"
+# From this version on NCCL lets ranks share a card.
+_SHARING_NCCL = (2, 30)
 _HASH_HINT = (
     " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
     "PYTHONHASHSEED=0 in the environment of all ranks."
@@ -100,7 +102,7 @@ class DDPManager(Board):
             self.meet_ranks()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
-            backend = backend_of(device_type)
+            backend = CPU_BACKEND if sends_over_host() else backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
                 # Parts are gathered from the host's memory to be saved.
                 backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
@@ -276,13 +278,20 @@ def find_accelerator() -> torch.device | None:
 
 
 def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool:
-    """True where several ranks may use the only device, because the user has told NCCL so (2.30 or newer).
+    """True where several ranks may use the only device, because the user has set the variable that NCCL has for it.
 
     Args:
         num_visible: Devices that this process sees.
         environment: Its variables.
     """
     return num_visible == 1 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def sends_over_host() -> bool:
+    """True in a rank that shares its card, where NCCL is too old for that: gloo sends what lies on the card."""
+    if not torch.cuda.is_available() or not ranks_share_device(torch.cuda.device_count(), os.environ):
+        return False
+    return not dist.is_nccl_available() or torch.cuda.nccl.version()[:2] < _SHARING_NCCL
 
 
 def gradient_backend(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from unsloth_multigpu.accelerator import CHOOSERS, KINDS
-from unsloth_multigpu.group.manager import find_accelerator, local_device, ranks_share_device
+from unsloth_multigpu.group.manager import find_accelerator, local_device, ranks_share_device, sends_over_host
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.words import gib
@@ -63,7 +63,7 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
     if num_visible >= identity.local_world_size:
         indices = list(range(identity.local_world_size))
     elif ranks_share_device(num_visible, os.environ):
-        num_ranks += " that share one card,"
+        num_ranks += f" that share one card{' over gloo' if sends_over_host() else ''},"
     else:
         # The launcher lets each rank see its own card only.
         num_ranks += f" on {identity.local_world_size} devices, rank {identity.rank}"

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -365,6 +366,8 @@ def _adjusted_arguments(
     @functools.wraps(original)
     @_told_world_size(world_size)  # Here transformers has accelerate read the rank.
     def __post_init__(self: ArgumentsLike) -> None:
+        from unsloth_multigpu.group.manager import sends_over_host
+
         adjust(self)
         if world_size > 1:
             # transformers has accelerate open the group, which would not name a missing rank.
@@ -378,6 +381,8 @@ def _adjusted_arguments(
             get_manager().open_group()
         if config.batch_size_per_gpu is not None:
             self.per_device_train_batch_size = config.batch_size_per_gpu
+        if world_size > 1 and sends_over_host():
+            self.ddp_backend = CPU_BACKEND
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.shard == "on" and world_size > 1:
