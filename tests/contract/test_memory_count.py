@@ -183,7 +183,8 @@ def test_count_of_a_part_is_that_of_a_real_part(kind: str, tmp_path: Path, monke
     assert found.peak > whole.peak
     for name in ("weights", "divided", "gradients", "optimizer"):
         assert getattr(found, name) == getattr(real, name)
-    assert found.peak == pytest.approx(real.peak, rel=0.01)
+    # Never less, of which a card would run out.
+    assert 0.99 < found.peak / real.peak < 1.12
 
 
 def test_experts_images_and_own_losses_are_counted(tmp_path: Path) -> None:

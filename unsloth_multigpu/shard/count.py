@@ -205,7 +205,8 @@ def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) 
         return _in_4_bits(tensor, device, is_sharded=is_sharded)
     if kind == "Int8Params":
         return _in_8_bits(tensor, device)
-    empty = torch.empty_like(tensor, device=device)
+    # Not `empty_like`, whose result has values where its argument has.
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
