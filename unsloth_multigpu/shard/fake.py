@@ -17,7 +17,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 # They return places of elements whose values are not there.
 _CHOICES = (_ATEN.topk, _ATEN.sort, _ATEN.argmax, _ATEN.argmin, _ATEN.argsort, _ATEN.multinomial, _ATEN.max, _ATEN.min)
 # They take masks as places; as many as are true are in the result.
-_MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_)
+_MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 
 
 class ByteCounter(TorchDispatchMode):
