@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Of lengths, places and masks. Single bytes hold packed weights and what is sent.
+_INTEGERS = (torch.bool, torch.int16, torch.int32, torch.int64)
 # They return places of elements whose values are not there.
 _CHOICES = (_ATEN.topk, _ATEN.sort, _ATEN.argmax, _ATEN.argmin, _ATEN.argsort, _ATEN.multinomial, _ATEN.max, _ATEN.min)
 # They take masks as places; as many as are true are in the result.
@@ -143,7 +144,8 @@ def _as_places(indices: Any) -> list[Any]:
     places: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
-        places.extend(index.nonzero(as_tuple=True) if is_mask else [index])
+        with unset_fake_temporarily():
+            places.extend(index.nonzero(as_tuple=True) if is_mask else [index])
     return places
 
 
