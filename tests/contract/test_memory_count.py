@@ -274,6 +274,7 @@ def test_longest_sample_is_in_the_batch_and_the_shortest_pads_it(tmp_path: Path)
     trainer.data_collator = lambda samples: [len(sample["input_ids"]) for sample in samples]
 
     assert describe(trainer).tokens == 9
+    assert describe(trainer).notes == ("micro-batches of 2 x 9 tokens (the longest of 3 samples)",)
     assert micro_batch(trainer, describe(trainer), 3) == [9, 9, 3]
     assert micro_batch(trainer, describe(trainer, tokens=20), 2) == [20, 3]
     assert micro_batch(trainer, describe(trainer, tokens=4), 1) == [4]

@@ -40,13 +40,11 @@ def describe(
     else:
         is_asked = asked_of_accelerate(getattr(args, "fsdp_plugin_args", None))
     longest, source = _longest(trainer, tokens)
-    notes = [
-        f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})",
-        f"optim={optimizer!r} does not train sharded weights; optim='adamw_torch_fused' does" if not divides else "",
-        "paged states are counted in full; the driver may move them to the host's memory"
-        if is_paged(optimizer)
-        else "",
-    ]
+    notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
+    if not divides:
+        notes.append(f"optim={optimizer!r} does not train sharded weights; optim='adamw_torch_fused' does")
+    if is_paged(optimizer):
+        notes.append("paged states are counted in full; the driver may move them to the host's memory")
     return Training(
         model=_name(model),
         num_parameters=sum(map(_numel, parameters)),

@@ -50,12 +50,7 @@ class ByteCounter(TorchDispatchMode):
             self._leave_out(tensor.untyped_storage())
         result = self._run(function, args, kwargs or {})
         if function.namespace == "fsdp":
-            for tensor in _tensors((args, kwargs)):
-                storage = tensor.untyped_storage()
-                self._resized[storage._cdata] = weakref.ref(storage)
-        for key, reference in [*self._resized.items()]:
-            if (kept := reference()) is not None:
-                self._set(key, kept.nbytes())
+            self._look_at_resized((args, kwargs))
         for tensor in _tensors(result):
             # The storage of a tensor without values is on the meta device.
             if tensor.device.type == self._device.type:
@@ -65,6 +60,15 @@ class ByteCounter(TorchDispatchMode):
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
+
+    def _look_at_resized(self, given: Any) -> None:
+        """What FSDP2 has given back or taken again, at each of its operations: it has one for each group of weights."""
+        for tensor in _tensors(given):
+            storage = tensor.untyped_storage()
+            self._resized[storage._cdata] = weakref.ref(storage)
+        for key, reference in [*self._resized.items()]:
+            if (kept := reference()) is not None:
+                self._set(key, kept.nbytes())
 
     def _leave_out(self, storage: torch.UntypedStorage) -> None:
         """Where no operation that was seen has made it."""
