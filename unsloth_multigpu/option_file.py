@@ -96,7 +96,7 @@ def _pairs(file: Path) -> Iterator[tuple[int, str, str]]:
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(
                 f"{file}, line {line}: {name} has several values; expected one.",
-                hint="Options of a strategy stand behind a colon: `sync: diloco:every_steps=8`.",
+                hint="Options of a strategy stand behind a colon: `strategy: diloco:every_steps=8`.",
             )
         yield line, name, node.value
 

@@ -117,9 +117,9 @@ class MultiGPUConfig(OptionTable):
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
 
     @property
-    def meets_every_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """True if all ranks make one optimizer step together, so that their weights are equal after each."""
-        return self.sync.meets_every_step
+        return self.strategy.is_synchronous
 
 
 def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if keyword in FORMER:
             hint = f"Use {FORMER[keyword]}."
         else:
-            carried = _carried(lambda cls, name: f"sync=ump.{cls.__name__}({name}=...)")
+            carried = _carried(lambda cls, name: f"strategy=ump.{cls.__name__}({name}=...)")
             meant = did_you_mean(keyword, {**{name: name for name in options}, **carried})
             rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(options)}."
             hint = f"{meant}{rest}"
@@ -219,7 +219,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         name = shown[len(ENV_PREFIX) :].lower()
         if name not in options:
             known = ", ".join(sorted(map(variable, options)))
-            carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
+            carried = _carried(lambda cls, name: f"{variable('strategy')}={cls.name}:{name}=...")
             meant = did_you_mean(name, {**{n: variable(n) for n in options}, "config": ENV_CONFIG, **carried})
             hint = f"{meant}Else unset it." if meant else f"Unset it. Variables: {known}."
             raise ConfigError(f"{shown}={brief(text)} names no option.", hint=hint)
@@ -278,21 +278,23 @@ def _check_planner(config: MultiGPUConfig) -> None:
             f"{given[0]} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
             hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
         )
-    if given and not config.meets_every_step:
+    if given and not config.is_synchronous:
         raise ConfigError(
-            f"{given[0]} lets ranks end a step together; with sync='{config.sync}' they do not wait for each other.",
+            f"{given[0]} lets ranks end a step together; with strategy='{config.strategy}' they do not "
+            "wait for each other.",
             hint="Leave one of them out.",
         )
 
 
 def _check_sync(config: MultiGPUConfig) -> None:
-    if not isinstance(config.sync, DDP) and (given := config.asked(Scope.DDP)):
+    if not isinstance(config.strategy, DDP) and (given := config.asked(Scope.DDP)):
         raise ConfigError(
-            f"{given[0]} has no meaning for sync='{config.sync}'.", hint="Leave it out, or set sync='ddp'."
+            f"{given[0]} has no meaning for strategy='{config.strategy}'.", hint="Leave it out, or set strategy='ddp'."
         )
-    if config.on_nan == "skip" and not config.sync.has_one_gradient:
+    if config.on_nan == "skip" and not config.strategy.has_one_gradient:
         raise ConfigError(
-            f"on_nan='skip' needs one gradient that all ranks see; with sync='{config.sync}' each steps on its own.",
+            f"on_nan='skip' needs one gradient that all ranks see; with strategy='{config.strategy}' each steps on "
+            "its own.",
             hint="Set on_nan='raise' or 'off'.",
         )
     if config.on_nan == "skip" and config.grad_compression == "powersgd":

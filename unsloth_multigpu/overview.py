@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from unsloth_multigpu.report import NO_WAITING, share, total
-from unsloth_multigpu.wire.beat import Beat, BeatReader, Figures, Phase
+from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, HeartbeatReader, Phase
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import duration, gib, shown_lines
 
@@ -79,7 +79,7 @@ class RankRow:
     """
 
     rank: int
-    beat: Beat
+    beat: Heartbeat
     state: str
     quiet_s: float
     rates: Rates
@@ -170,7 +170,7 @@ class Overview:
     def __init__(self, run: Run, cards: Any = None) -> None:
         self.run = run
         self._cards = cards
-        self._reader = BeatReader(run.folder, run.num_ranks)
+        self._reader = HeartbeatReader(run.folder, run.num_ranks)
         self._looks: deque[tuple[float, dict[int, Figures]]] = deque()
 
     def look(self) -> Look:
@@ -197,7 +197,7 @@ class Overview:
         has_all = all(_num_steps(earlier.get(rank)) < _num_steps(found) for rank, found in figures.items())
         return earlier if is_old and has_all else {}
 
-    def _row(self, rank: int, beat: Beat, rates: Rates, now_s: float) -> RankRow:
+    def _row(self, rank: int, beat: Heartbeat, rates: Rates, now_s: float) -> RankRow:
         state, rss_bytes = _process(beat.pid)
         is_on_cpu = not beat.device_id
         gpu = None if self._cards is None or is_on_cpu else self._cards.ask(beat.device_id)
@@ -336,7 +336,7 @@ def _peak(row: RankRow) -> int | None:
     return None if peak_bytes is None else max(peak_bytes, row.held_bytes or 0)
 
 
-def _step(beat: Beat) -> str:
+def _step(beat: Heartbeat) -> str:
     if beat.step < 0:
         return "-"
     return str(beat.step) if beat.figures.max_steps is None else f"{beat.step} / {beat.figures.max_steps}"

@@ -83,7 +83,7 @@ def enable_multi_gpu(
     enable_ddp: bool | None = None,
     *,
     global_batch: str | None = None,
-    sync: str | Strategy | None = None,
+    strategy: str | Strategy | None = None,
     shard: str | None = None,
     balance: str | None = None,
     resume: str | None = None,
@@ -106,7 +106,7 @@ def enable_multi_gpu(
         enable_ddp: One process per device [True]. False = the older plugin's serial path: this process alone, with a
             copy of the model per device, which compute one after the other. Legacy, slower than one GPU.
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
-        sync: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
+        strategy: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
             "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         shard: "on" = each rank holds a part of weights and states (FSDP2), "auto" = if need be ["off"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
@@ -124,7 +124,7 @@ def enable_multi_gpu(
         "batch_size_per_gpu": batch_size_per_gpu,
         "enable_ddp": enable_ddp,
         "global_batch": global_batch,
-        "sync": sync,
+        "strategy": strategy,
         "shard": shard,
         "balance": balance,
         "resume": resume,

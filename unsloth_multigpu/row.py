@@ -31,7 +31,7 @@ class Scope(Enum):
     """
 
     RANKS = "several ranks", "refused with `enable_ddp=False`"
-    DDP = "DDP", 'refused with another `sync` than `"ddp"`'
+    DDP = "DDP", 'refused with another `strategy` than `"ddp"`'
     PLANNER = (
         "planner",
         'what deals samples by length; refused with `balance="off"`, `global_batch="scale"`, `batch_size_per_gpu`, '

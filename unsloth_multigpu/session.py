@@ -26,9 +26,9 @@ from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here
 
@@ -53,7 +53,7 @@ class Session:
     context: RunContext = field(default_factory=RunContext)
     tool: Tool = field(default_factory=Tool)
     events: EventWriter | None = None
-    beat: BeatPage = field(default_factory=lambda: BeatPage(None, 0))
+    beat: HeartbeatPage = field(default_factory=lambda: HeartbeatPage(None, 0))
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
@@ -162,8 +162,10 @@ class Session:
         steered = None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
-        if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
-            logger.warning("sync=%s: one process has no other rank to meet and trains as without it", self.config.sync)
+        if self.identity.world_size == 1 and not isinstance(self.config.strategy, DDP):
+            logger.warning(
+                "strategy=%s: one process has no other rank to meet and trains as without it", self.config.strategy
+            )
         if self._steers():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
@@ -181,7 +183,7 @@ class Session:
             self._steered = steered
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
         if steered is None:
-            from unsloth_multigpu.checkpoint.way import refuse_sharded
+            from unsloth_multigpu.checkpoint.mode import refuse_sharded
 
             refuse_sharded(trainer, arguments)
         if steered is not None:
@@ -244,13 +246,13 @@ class Session:
         with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
             return original_train()
 
-    def find_way(self, trainer: TrainerLike) -> tuple[Path, bool] | None:
+    def find_mode(self, trainer: TrainerLike) -> tuple[Path, bool] | None:
         """The checkpoint that resume="auto" would take for a script's first training, and whether that was sharded."""
-        from unsloth_multigpu.checkpoint.choice import find_way
+        from unsloth_multigpu.checkpoint.choice import find_mode
         from unsloth_multigpu.checkpoint.resume import training_facts
 
         facts = training_facts(trainer, self.manager(), int(trainer.args.gradient_accumulation_steps), 0)
-        return find_way(Path(trainer._get_output_dir(None)), facts)
+        return find_mode(Path(trainer._get_output_dir(None)), facts)
 
     def _steers(self) -> bool:
         """False if this single process is not steered, because no option asks for it."""

@@ -1,5 +1,5 @@
-"""How gradients meet, as the user says it: `sync="diloco"`, `sync=ump.DiLoCo(every_steps=8)`, or as text in a variable
-and on the command line, `diloco:every_steps=8`.
+"""How gradients meet, as the user says it: `strategy="diloco"`, `strategy=ump.DiLoCo(every_steps=8)`, or as text in a
+variable and on the command line, `diloco:every_steps=8`.
 
 What a strategy does in a training is in `strategies/`.
 """
@@ -35,7 +35,7 @@ class Strategy:
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     @property
-    def meets_every_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """True if all ranks make one optimizer step together, so that their weights are equal after each."""
         return True
 
@@ -105,7 +105,7 @@ class LocalSGD(Strategy):
     every_steps: int = option(16, Count(1), "Optimizer steps between two meetings.")
 
     @property
-    def meets_every_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """False."""
         return False
 

@@ -37,6 +37,7 @@ SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES)
 
 # Arguments of the older plugin that are no options -> what to use.
 FORMER = {
+    "sync": "strategy=..., its name now",
     "ddp_backend": "TrainingArguments(ddp_backend=...)",
     "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
     "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
@@ -93,7 +94,7 @@ class OptionTable:
         section=EVERYDAY,
         commands=_RUN_AND_VERIFY,
     )
-    sync: Strategy = option(
+    strategy: Strategy = option(
         DDP(),
         StrategyKind(),
         'How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco". Options of a strategy '

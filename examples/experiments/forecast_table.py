@@ -14,7 +14,7 @@ import random
 from cluster_traffic import MODELS, PEAK_FLOPS, UTILISATION
 
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Way, Workload, forecast_time
+from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Mode, Workload, forecast_time
 from unsloth_multigpu.step.link import NVLINK, Network, ethernet
 
 GPUS = (8, 16, 64, 256, 1024)
@@ -52,16 +52,16 @@ def workload(kind: str) -> Workload:
 
 def main() -> None:
     """Prints the table in Markdown."""
-    ways: list[tuple[str, Way, int]] = [("DDP", "ddp", 1), ("sharded", "sharded", 1), ("DiLoCo / 64", "ddp", 64)]
+    modes: list[tuple[str, Mode, int]] = [("DDP", "ddp", 1), ("sharded", "sharded", 1), ("DiLoCo / 64", "ddp", 64)]
     for kind in ("LoRA", "full"):
         work = workload(kind)
         print(f"| 8B {kind}: seconds of a step (efficiency) | " + " | ".join(f"{n:,} GPUs" for n in GPUS) + " |")
         print("|---|" + "---|" * len(GPUS))
-        for name, way, every in ways:
+        for name, mode, every in modes:
             apart = dataclasses.replace(work, exchange="now and then", every_steps=every) if every > 1 else work
             for gbit in LINKS_GBIT:
                 network = Network(NVLINK, ethernet(gbit))
-                rows = [forecast_time(apart, n, network, way) for n in GPUS]
+                rows = [forecast_time(apart, n, network, mode) for n in GPUS]
                 cells = " | ".join(f"{row.step_s:.3g} ({row.efficiency:.0%})" for row in rows)
                 print(f"| {name}, {gbit} Gbit/s | {cells} |")
         print()

@@ -70,7 +70,7 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path
 
 @pytest.mark.thorough
 def test_ranks_that_step_by_themselves_meet_at_rank_0s_word(tmp_path):
-    options = {"UNSLOTH_MULTIGPU_SYNC": "local_sgd:every_steps=4"}
+    options = {"UNSLOTH_MULTIGPU_STRATEGY": "local_sgd:every_steps=4"}
     run = finish(start([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options}))
     assert run.code == 0, run.err
     assert found(tmp_path, 0) == found(tmp_path, 1)

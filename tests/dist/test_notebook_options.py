@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 ENABLE = """
 import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, balance="tokens", resume="auto", on_nan="skip", verify_every=2,
-    sync="allreduce", loss_reduction="token_sum")
+    strategy="allreduce", loss_reduction="token_sum")
 """
 ENABLE_LOCAL = """
 import unsloth_multigpu as ump
-ump.enable_multi_gpu(num_gpus=2, balance="off", global_batch="scale", sync="local_sgd:every_steps=3")
+ump.enable_multi_gpu(num_gpus=2, balance="off", global_batch="scale", strategy="local_sgd:every_steps=3")
 """
 TRAINING = f"""
 import json, os, sys

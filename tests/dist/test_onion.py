@@ -19,7 +19,7 @@ ALL = {"resume": "auto", "on_nan": "skip", "verify_every": 1}
 RUNS = {
     "one process": (1, [{}, {"resume": "auto"}, {"on_nan": "skip"}, {"balance": "tokens"}]),
     "two ranks": (2, [ALL]),
-    "two ranks that step by themselves": (2, [{"sync": "local_sgd"}]),
+    "two ranks that step by themselves": (2, [{"strategy": "local_sgd"}]),
 }
 
 

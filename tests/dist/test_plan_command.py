@@ -43,7 +43,7 @@ def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     found = json.loads(run.out)
 
-    rows = {(row["num_ranks"], row["way"]): row for row in found["forecasts"]}
+    rows = {(row["num_ranks"], row["mode"]): row for row in found["forecasts"]}
     assert list(rows) == [(1, "ddp"), (2, "ddp"), (2, "sharded")]
     # What is trained of a linear layer: its features times 8, in float32.
     features = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3

@@ -56,7 +56,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
 
 
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
-    options = ["--sync", "local_sgd:every_steps=4", "--save", "steps", "--catch"]
+    options = ["--strategy", "local_sgd:every_steps=4", "--save", "steps", "--catch"]
     process = start([SCRIPT, *options], tmp_path, TWO_RANKS)
     wait_for(tmp_path, "step_1", process)
     process.send_signal(signal.SIGINT)
@@ -87,7 +87,7 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, grace_s=GRACE, max_restarts=1, hang_timeout_s=0)
 import os, pathlib, signal, time
 from unsloth_multigpu import plugin
-from unsloth_multigpu.wire.beat import Phase
+from unsloth_multigpu.wire.heartbeat import Phase
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 rank = os.environ["RANK"]
 plugin._session.beat.mark(Phase.COMPUTE, step=7)

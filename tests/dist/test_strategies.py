@@ -14,18 +14,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
 PLAIN = {"length": 12, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 10}
-EVERY_4 = {"sync": "diloco:every_steps=4", "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
+EVERY_4 = {"strategy": "diloco:every_steps=4", "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
 RUNS = {
     "ddp": {},
-    "allreduce": {"sync": "allreduce", "verify_every": 1},
-    "allreduce_each": {"sync": "allreduce:bucket_mb=0", "verify_every": 1},
-    "parameter_server": {"sync": "parameter_server", "verify_every": 1},
+    "allreduce": {"strategy": "allreduce", "verify_every": 1},
+    "allreduce_each": {"strategy": "allreduce:bucket_mb=0", "verify_every": 1},
+    "parameter_server": {"strategy": "parameter_server", "verify_every": 1},
     "ddp_bf16": {"args": {"bf16": True, "full": True, "max_steps": 6}},
-    "server_bf16": {"sync": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
-    "own_weights": {"sync": "allreduce", "verify_every": 1, "begin": "nothing"},
+    "server_bf16": {"strategy": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
+    "own_weights": {"strategy": "allreduce", "verify_every": 1, "begin": "nothing"},
     "ddp_plain": {"args": PLAIN},
-    "local_1": {"sync": "local_sgd:every_steps=1", "args": PLAIN},
-    "local_8": {"sync": "local_sgd:every_steps=8", "args": PLAIN},
+    "local_1": {"strategy": "local_sgd:every_steps=1", "args": PLAIN},
+    "local_8": {"strategy": "local_sgd:every_steps=8", "args": PLAIN},
     "diloco": {**EVERY_4, "args": {**EVERY_4["args"], "save_steps": 8, "max_steps": 12}},
     "diloco_resumed": {
         **EVERY_4,
@@ -120,7 +120,7 @@ def test_outer_momentum_is_in_the_checkpoint(folder):
 
 def test_summary_says_what_was_sent(folder):
     text = (folder / "stderr.txt").read_text()
-    assert "sync=allreduce: AllReduceSync" in text
+    assert "strategy=allreduce: AllReduceSync" in text
     assert text.count("MB per rank") == len(RUNS) - 1
 
 
@@ -145,4 +145,4 @@ def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
 def test_model_of_another_strategy_is_wrapped_again_or_refused(ended):
     for rank in ended:
         assert rank["ddp_after_diloco"] == ""
-        assert "sync='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
+        assert "strategy='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]

@@ -58,11 +58,11 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            'enable_ddp=False, sync="allreduce"',
+            'enable_ddp=False, strategy="allreduce"',
             {},
             [
-                "unsloth_multigpu.errors.ConfigError: sync='allreduce' is for several ranks; enable_ddp=False is the "
-                "legacy path, one process that cuts the script's batches.",
+                "unsloth_multigpu.errors.ConfigError: strategy='allreduce' is for several ranks; enable_ddp=False is "
+                "the legacy path, one process that cuts the script's batches.",
                 "Hint: Leave one of them out.",
             ],
         ),
@@ -92,16 +92,16 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            'sync="diloco:outer_momentum=1"',
+            'strategy="diloco:outer_momentum=1"',
             {},
             [
-                "unsloth_multigpu.errors.ConfigError: sync='diloco:outer_momentum=1'; outer_momentum=1.0 grows without "
-                "a limit; expected a number below 1.",
+                "unsloth_multigpu.errors.ConfigError: strategy='diloco:outer_momentum=1'; outer_momentum=1.0 grows "
+                "without a limit; expected a number below 1.",
                 "Hint: Leave outer_momentum out.",
             ],
         ),
         (
-            "sync=ump.DiLoCo(outer_momentum=-0.9)",
+            "strategy=ump.DiLoCo(outer_momentum=-0.9)",
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: outer_momentum=-0.9; expected a number of at least 0.",

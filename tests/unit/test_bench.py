@@ -632,7 +632,7 @@ def test_epochs_are_told_apart() -> None:
 
 def test_strategies_know_how_their_ranks_meet() -> None:
     alone = ["local_sgd", "diloco"]
-    assert [name for name, arm in STRATEGIES.items() if not arm.meets_every_step] == alone
+    assert [name for name, arm in STRATEGIES.items() if not arm.is_synchronous] == alone
     # A loss in the log is a meeting of all ranks.
     meetings = {
         name: worker.learning_arguments(arm, learning())["logging_strategy"] for name, arm in STRATEGIES.items()

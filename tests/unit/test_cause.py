@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.launch.cause import Memory, find_cause, find_early_exit
-from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.heartbeat import Heartbeat
 
 CONNECTION_ERRORS = [
     "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41234",
@@ -33,8 +33,8 @@ def of_nccl(kind: str, last: str) -> str:
     return f"DistBackendError: {place}, NCCL version 2.27.5\n{what}"
 
 
-def at_steps(steps: dict[int, int]) -> dict[int, Beat]:
-    return {rank: Beat(step=step) for rank, step in steps.items()}
+def at_steps(steps: dict[int, int]) -> dict[int, Heartbeat]:
+    return {rank: Heartbeat(step=step) for rank, step in steps.items()}
 
 
 class Run:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.step import InOrder, Reference
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, find_way
+from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_mode, find_newest
 from unsloth_multigpu.checkpoint.claim import MARK, lock_of, take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
@@ -42,9 +42,9 @@ from unsloth_multigpu.checkpoint.manifest import (
     seal,
     superfluous,
 )
+from unsloth_multigpu.checkpoint.mode import refuse_sharded, was_sharded
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.checkpoint.way import refuse_sharded, was_sharded
 from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
@@ -594,20 +594,20 @@ def test_training_does_not_resume_the_other_way(tmp_path: Path, was: bool, how: 
 
 
 def test_way_is_that_of_the_checkpoint_that_would_be_resumed_from(tmp_path: Path) -> None:
-    assert find_way(tmp_path / "none", FACTS) is None
+    assert find_mode(tmp_path / "none", FACTS) is None
     make(tmp_path, 1, is_sharded=True, world_size=8)
     make(tmp_path, 2, facts={"max_steps": 9}, is_sharded=False)
     make(tmp_path, 3, is_resumable=False, is_sharded=False)
     (make(tmp_path, 4, is_sharded=False) / "optimizer.pt").write_bytes(b"cut")
     flip(make(tmp_path, 5, is_sharded=False) / MANIFEST)
     (tmp_path / "checkpoint-6").mkdir()
-    assert find_way(tmp_path, FACTS) == (tmp_path / "checkpoint-1", True)
+    assert find_mode(tmp_path, FACTS) == (tmp_path / "checkpoint-1", True)
     # An earlier version's, without the field.
     newest = make(tmp_path, 7)
-    assert find_way(tmp_path, FACTS) == (newest, False)
+    assert find_mode(tmp_path, FACTS) == (newest, False)
     (make(tmp_path, 8) / "optimizer.pt").rename(tmp_path / "checkpoint-8" / "optimizer.bin")
     seal(tmp_path / "checkpoint-8", manifest(8))
-    assert find_way(tmp_path, FACTS) == (tmp_path / "checkpoint-8", True)
+    assert find_mode(tmp_path, FACTS) == (tmp_path / "checkpoint-8", True)
 
 
 def test_checkpoint_of_an_engine_that_writes_as_one_process_does_is_not_guessed(tmp_path: Path) -> None:

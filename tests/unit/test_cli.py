@@ -104,7 +104,7 @@ HANDED_ON = (
         "batch_size_per_gpu": 5,
         "enable_ddp": True,
         "global_batch": "scale",
-        "sync": "ddp",
+        "strategy": "ddp",
         "shard": "off",
         "balance": "off",
         "device": "cpu",
@@ -130,7 +130,7 @@ HANDED_ON = (
     },
     {"balance": "tokens", "max_tokens_per_micro_batch": 900},
     {"shard": "on", "shard_offload": True},
-    {"sync": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},
+    {"strategy": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},
     {"enable_ddp": False, "num_gpus": 2},
 )
 

@@ -24,7 +24,7 @@ DEFAULTS = {
     "batch_size_per_gpu": None,
     "enable_ddp": True,
     "global_batch": "keep",
-    "sync": DDP(),
+    "strategy": DDP(),
     "shard": "off",
     "balance": "auto",
     "resume": "off",
@@ -56,7 +56,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "batch_size_per_gpu": ("4", 4),
     "enable_ddp": ("no", False),
     "global_batch": ("scale", "scale"),
-    "sync": (" diloco:every_steps=8, outer_momentum=0", DiLoCo(every_steps=8, outer_momentum=0.0)),
+    "strategy": (" diloco:every_steps=8, outer_momentum=0", DiLoCo(every_steps=8, outer_momentum=0.0)),
     "shard": ("on", "on"),
     "balance": ("off", "off"),
     "resume": ("auto", "auto"),
@@ -186,14 +186,14 @@ WHOLE = "expected a whole number of at least"
         ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "Set global_batch to one of them"),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "Set global_batch to one of them"),
         (
-            "sync",
+            "strategy",
             "horovod",
-            "sync='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or",
-            "Set sync to one of them",
+            "strategy='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or",
+            "Set strategy to one of them",
         ),
-        ("sync", 3, "sync=3; expected 'ddp' or 'allreduce' or", "Set sync to one of them"),
-        ("sync", AllReduce, "sync=<class", "Set sync to one of them"),
-        ("sync", "dilco", "sync='dilco'; expected 'ddp'", "Did you mean diloco? Set sync to"),
+        ("strategy", 3, "strategy=3; expected 'ddp' or 'allreduce' or", "Set strategy to one of them"),
+        ("strategy", AllReduce, "strategy=<class", "Set strategy to one of them"),
+        ("strategy", "dilco", "strategy='dilco'; expected 'ddp'", "Did you mean diloco? Set strategy to"),
         (
             "balance",
             True,
@@ -255,9 +255,9 @@ WHOLE = "expected a whole number of at least"
         ("num_gpus", 2**63 - 1, "num_gpus=9223372036854775807; expected at most 1e+09", "Leave it out"),
         ("batch_size_per_gpu", 10**23, f"batch_size_per_gpu={10**23}; expected at most 1e+09", "out for the script's"),
         (
-            "sync",
+            "strategy",
             f"diloco:every_steps={10**30}",
-            f"sync='diloco:every_steps={10**30}'; every_steps=1",
+            f"strategy='diloco:every_steps={10**30}'; every_steps=1",
             "every_steps out",
         ),
         ("num_gpus", list(range(1000)), "num_gpus=[0, 1, 2, 3, 4, 5, ...]; expected a whole number", "Leave it out"),
@@ -289,16 +289,20 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
             "one of them",
         ),
         ({"shard_offload": True}, "shard_offload=True moves what a rank holds of a sharded model", "shard='on' or"),
-        ({"shard": "on", "sync": "diloco"}, "shard='on' has no meaning for sync='diloco", "sync='ddp'"),
+        ({"shard": "on", "strategy": "diloco"}, "shard='on' has no meaning for strategy='diloco", "strategy='ddp'"),
         ({"shard": "on", "enable_ddp": False}, "shard='on' is for several ranks", "one of them"),
-        ({"sync": "allreduce", "grad_compression": "bf16"}, "grad_compression='bf16' has no meaning for", "sync='ddp'"),
         (
-            {"sync": DiLoCo(every_steps=4), "grad_compression": "bf16"},
-            "no meaning for sync='diloco:every_steps=4'",
-            "sync='ddp'",
+            {"strategy": "allreduce", "grad_compression": "bf16"},
+            "grad_compression='bf16' has no meaning for",
+            "strategy='ddp'",
         ),
-        ({"sync": "diloco", "balance": "tokens"}, "balance='tokens' lets ranks end a step together", "one of them"),
-        ({"enable_ddp": False, "sync": "allreduce"}, "sync='allreduce' is for several ranks", "one of them"),
+        (
+            {"strategy": DiLoCo(every_steps=4), "grad_compression": "bf16"},
+            "no meaning for strategy='diloco:every_steps=4'",
+            "strategy='ddp'",
+        ),
+        ({"strategy": "diloco", "balance": "tokens"}, "balance='tokens' lets ranks end a step together", "one of them"),
+        ({"enable_ddp": False, "strategy": "allreduce"}, "strategy='allreduce' is for several ranks", "one of them"),
         ({"enable_ddp": False, "global_batch": "scale"}, "global_batch='scale' is for several ranks", "one of them"),
         ({"enable_ddp": False, "batch_size_per_gpu": 4}, "batch_size_per_gpu=4 is for several ranks", "one of them"),
         ({"enable_ddp": False, "grad_compression": "bf16"}, "grad_compression='bf16' is for several", "one of them"),
@@ -306,7 +310,11 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
         ({"on_nan": "skip", "grad_compression": "powersgd"}, "on_nan='skip' cannot work with grad_comp", "'bf16'"),
         ({"enable_ddp": False, "on_nan": "skip"}, "on_nan='skip' is for several ranks", "one of them"),
         ({"enable_ddp": False, "resume": "auto"}, "resume='auto' is for several ranks", "one of them"),
-        ({"sync": "diloco", "on_nan": "skip"}, "on_nan='skip' needs one gradient that all ranks see", "on_nan='raise'"),
+        (
+            {"strategy": "diloco", "on_nan": "skip"},
+            "on_nan='skip' needs one gradient that all ranks see",
+            "on_nan='raise'",
+        ),
         ({"nnodes": "2", "rdzv_endpoint": "host", "rdzv_id": "job"}, "rdzv_endpoint='host'; expected HOST:PORT", "10."),
         ({"nnodes": "2", "rdzv_endpoint": "host:1"}, "rdzv_id=None, but nnodes='2'", 'rdzv_id="any-name"'),
         (
@@ -327,14 +335,14 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
     ("options", "meets"),
     [
         ({}, True),
-        ({"sync": "allreduce"}, True),
-        ({"sync": "parameter_server"}, True),
-        ({"sync": "local_sgd"}, False),
-        ({"sync": "diloco"}, False),
+        ({"strategy": "allreduce"}, True),
+        ({"strategy": "parameter_server"}, True),
+        ({"strategy": "local_sgd"}, False),
+        ({"strategy": "diloco"}, False),
     ],
 )
 def test_ranks_meet_in_every_step_of_synchronous_strategies(options: dict[str, Any], meets: bool) -> None:
-    assert MultiGPUConfig(**options).meets_every_step is meets
+    assert MultiGPUConfig(**options).is_synchronous is meets
 
 
 @pytest.mark.parametrize(
@@ -364,7 +372,7 @@ def test_ranks_meet_in_every_step_of_synchronous_strategies(options: dict[str, A
             "SYNC_EVERY_STEPS",
             "8",
             "_SYNC_EVERY_STEPS='8' names no option",
-            "Did you mean UNSLOTH_MULTIGPU_SYNC=local_sgd:every_steps=...? Else unset it.",
+            "Did you mean UNSLOTH_MULTIGPU_STRATEGY=local_sgd:every_steps=...? Else unset it.",
         ),
         ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to resume"),
     ],
@@ -405,10 +413,10 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() ->
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("sync_every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
-        ("every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
-        ("sync_bucket_mb", "Did you mean sync=ump.AllReduce(bucket_mb=...)? `unsloth-multigpu"),
-        ("outer_momentum", "Did you mean sync=ump.DiLoCo(outer_momentum=...)? `unsloth-multigpu"),
+        ("sync_every_steps", "Did you mean strategy=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
+        ("every_steps", "Did you mean strategy=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
+        ("sync_bucket_mb", "Did you mean strategy=ump.AllReduce(bucket_mb=...)? `unsloth-multigpu"),
+        ("outer_momentum", "Did you mean strategy=ump.DiLoCo(outer_momentum=...)? `unsloth-multigpu"),
     ],
 )
 def test_keyword_that_stands_elsewhere_is_named_there(name: str, hint: str) -> None:

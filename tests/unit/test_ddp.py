@@ -17,7 +17,7 @@ from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -431,7 +431,7 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         _train_batch_size=4,
     )
     manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))  # type: ignore[arg-type]
+    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))  # type: ignore[arg-type]
     if option is None:
         assert steered.run(lambda: "trained") == "trained"
         return
@@ -458,7 +458,7 @@ def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
     trainer: Any = FakeTrainer()
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
+    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
     steered.of_tool = Following()
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))
     assert seen == ["step", "end of step"]

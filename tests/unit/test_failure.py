@@ -15,8 +15,8 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import failure
 from unsloth_multigpu.launch.failure import await_others, shown_error
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.wait import wait_until
 
 
@@ -59,8 +59,8 @@ def test_cause_of_an_error_is_shortened_as_well() -> None:
 
 
 def test_defect_of_this_package_keeps_all_frames() -> None:
-    text = shown(lambda: BeatPage(None, 0).mark(Phase.DATA, step="one"))  # type: ignore[arg-type]
-    assert "unsloth_multigpu/wire/beat.py" in text
+    text = shown(lambda: HeartbeatPage(None, 0).mark(Phase.DATA, step="one"))  # type: ignore[arg-type]
+    assert "unsloth_multigpu/wire/heartbeat.py" in text
 
 
 def test_debug_keeps_all_frames() -> None:
@@ -75,7 +75,7 @@ def test_debug_keeps_all_frames() -> None:
 
 def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "_OTHERS_LIMIT_S", 60.0)
-    writers = [EventWriter(tmp_path, rank, 0, BeatPage(tmp_path, rank)) for rank in range(2)]
+    writers = [EventWriter(tmp_path, rank, 0, HeartbeatPage(tmp_path, rank)) for rank in range(2)]
     writers[0].write("exception")
     timer = threading.Timer(0.1, lambda: writers[1].write("exception"))
     timer.start()
@@ -87,7 +87,7 @@ def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path, monkeypatc
 
 
 def test_rank_that_fails_alone_does_not_wait_long(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, BeatPage(tmp_path, 0)).write("exception")
+    EventWriter(tmp_path, 0, 0, HeartbeatPage(tmp_path, 0)).write("exception")
     begin_s = time.monotonic()
     await_others(str(tmp_path), 0, 2, ("exception",))
     assert time.monotonic() - begin_s < 20

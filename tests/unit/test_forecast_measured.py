@@ -57,7 +57,7 @@ def record(**values: Any) -> dict[str, Any]:
         "weight_bytes": 0,
         "num_units": 1,
         "hides": 0.0,
-        "asked": {"sync": "ddp", "shard": "off", "grad_compression": None, "keeps_batch": True},
+        "asked": {"strategy": "ddp", "shard": "off", "grad_compression": None, "keeps_batch": True},
     }
     return {**base, **values}
 

@@ -60,7 +60,7 @@ def workloads(draw):
 
 
 ranks = st.integers(2, 24)
-ways = st.sampled_from(["ddp", "sharded"])
+modes = st.sampled_from(["ddp", "sharded"])
 
 
 @given(workloads())
@@ -76,12 +76,12 @@ def test_one_rank_is_the_script_as_it_was_measured(work):
     assert row.total_s == pytest.approx(row.step_s * work.num_steps)
 
 
-@given(workloads(), ranks, ways)
+@given(workloads(), ranks, modes)
 @settings(max_examples=150, deadline=None)
-def test_no_number_of_ranks_is_faster_than_ideal(work, num_ranks, way):
+def test_no_number_of_ranks_is_faster_than_ideal(work, num_ranks, mode):
     if not work.has_samples(num_ranks):
         return
-    row = forecast_time(work, num_ranks, NETWORK, way)
+    row = forecast_time(work, num_ranks, NETWORK, mode)
     # Every token of a step is computed by one rank, and nothing else is.
     steps = work.steps[:: max(1, len(work.steps))] if len(work.steps) == 1 else work.steps
     ideal = min(sum(map(work.timing.row_work, lengths)) for lengths in steps) * work.token_s
@@ -91,17 +91,17 @@ def test_no_number_of_ranks_is_faster_than_ideal(work, num_ranks, way):
     assert min(row.computing, row.waiting, row.link, row.update, row.padding) >= -1e-9
 
 
-@given(workloads(), ranks, ways, st.floats(1.1, 100))
+@given(workloads(), ranks, modes, st.floats(1.1, 100))
 @settings(max_examples=100, deadline=None)
-def test_a_faster_link_is_never_slower(work, num_ranks, way, times):
+def test_a_faster_link_is_never_slower(work, num_ranks, mode, times):
     if not work.has_samples(num_ranks):
         return
     slow = Link("slow", 1e9, 2e-5, "test")
     fast = dataclasses.replace(slow, bytes_per_s=slow.bytes_per_s * times)
     shorter = dataclasses.replace(slow, latency_s=slow.latency_s / times)
-    step_s = forecast_time(work, num_ranks, Network(slow), way).step_s
-    assert forecast_time(work, num_ranks, Network(fast), way).step_s <= step_s
-    assert forecast_time(work, num_ranks, Network(shorter), way).step_s <= step_s
+    step_s = forecast_time(work, num_ranks, Network(slow), mode).step_s
+    assert forecast_time(work, num_ranks, Network(fast), mode).step_s <= step_s
+    assert forecast_time(work, num_ranks, Network(shorter), mode).step_s <= step_s
 
 
 def test_more_ranks_than_samples_are_refused_as_by_the_run():
@@ -252,8 +252,8 @@ def test_ladder_goes_up_in_half_doublings():
     assert ladder(1024)[-1] == 1024
 
 
-def told(work, network=NETWORK, most=1024, way="ddp"):
-    return " ".join(advise(work, curve(work, network, way, most), network, most))
+def told(work, network=NETWORK, most=1024, mode="ddp"):
+    return " ".join(advise(work, curve(work, network, mode, most), network, most))
 
 
 def test_advice_names_the_samples_of_a_step():

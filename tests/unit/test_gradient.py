@@ -70,7 +70,7 @@ def test_too_many_skipped_steps_in_a_row_are_an_error():
 class OneRank(FakeTrainer):
     """A trainer of one linear layer, and the loop's calls of one step."""
 
-    def __init__(self, on_nan="raise", sync="ddp", *, scaler=None, clips=True):
+    def __init__(self, on_nan="raise", strategy="ddp", *, scaler=None, clips=True):
         super().__init__(torch.nn.Linear(2, 1, bias=False))
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.accelerator.scaler = scaler
@@ -78,7 +78,7 @@ class OneRank(FakeTrainer):
         self.gathered = []
         self.manager = SimpleNamespace(
             config=SimpleNamespace(
-                on_nan=on_nan, sync=read_strategy("sync", sync), meets_every_step=True, timeout_s=0.05
+                on_nan=on_nan, strategy=read_strategy("strategy", strategy), is_synchronous=True, timeout_s=0.05
             ),
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
@@ -187,7 +187,7 @@ def test_where_it_is_off_or_a_scaler_is_at_work_nothing_is_judged(on_nan, scaler
 
 
 def test_rank_whose_gradient_is_its_own_judges_it_before_it_is_sent():
-    rank = OneRank(sync="local_sgd")
+    rank = OneRank(strategy="local_sgd")
     rank.manager.identity.world_size = 2
     rank.manager.publish = lambda key, value: None
     rank.manager.gather_texts = None  # Other ranks may be anywhere.

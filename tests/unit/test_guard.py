@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import CompilerPhase, Guard
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 
 class Handler:
@@ -29,7 +29,7 @@ class Handler:
 
 @pytest.mark.parametrize("arguments", [(), ("CallbackArgs",)])
 def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
-    handler, page = Handler(), BeatPage(None, 0)
+    handler, page = Handler(), HeartbeatPage(None, 0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     phase = CompilerPhase(page)
     page.mark(Phase.COMPUTE)
@@ -52,7 +52,7 @@ def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tup
 
 def test_real_compiler_is_heard() -> None:
     callback = pytest.importorskip("torch._dynamo.callback")
-    page = BeatPage(None, 0)
+    page = HeartbeatPage(None, 0)
     phase = CompilerPhase(page)
     page.mark(Phase.COMPUTE)
     phase.enter()
@@ -64,7 +64,7 @@ def test_real_compiler_is_heard() -> None:
 class Noting(FakeTrainer):
     """Notes what the page says where it is called."""
 
-    def __init__(self, page: BeatPage) -> None:
+    def __init__(self, page: HeartbeatPage) -> None:
         super().__init__()
         self.page = page
         self.seen: list[tuple[str, Phase, int]] = []
@@ -109,7 +109,7 @@ class OfTheScript(TrainerCallback):
 
 
 def test_training_is_marked_phase_by_phase() -> None:
-    page = BeatPage(None, 0)
+    page = HeartbeatPage(None, 0)
     trainer = Noting(page)
     trainer.add_callback(OfTheScript(trainer))
     page.mark(step=7)

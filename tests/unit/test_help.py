@@ -84,7 +84,7 @@ def test_options_have_their_values_and_their_sections() -> None:
         ("unsloth-multigpu ve", "verify", "run"),
         ("unsloth-multigpu run --num", "--num-gpus", "--nnodes"),
         ("unsloth-multigpu run --global-batch ", "scale", "verify"),
-        ("unsloth-multigpu run --sync dil", "diloco", "ddp"),
+        ("unsloth-multigpu run --strategy dil", "diloco", "ddp"),
         ("unsloth-multigpu bench --dtype ", "bf16", "cuda"),
     ],
 )

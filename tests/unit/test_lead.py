@@ -9,7 +9,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train import lead as module
 from unsloth_multigpu.train.control import Overruled
 from unsloth_multigpu.train.lead import PASSED, WAIT, Lead, Moment
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def leads():
     """Two ranks of one training."""
     store = HashStore()
     config = MultiGPUConfig(timeout_s=0.05)
-    pair = [Lead(manager_of(store, rank, 2, config), BeatPage(None, rank)) for rank in range(2)]
+    pair = [Lead(manager_of(store, rank, 2, config), HeartbeatPage(None, rank)) for rank in range(2)]
     begin(pair)
     return pair
 

@@ -1,4 +1,4 @@
-"""What follows from counted bytes: which way fits, what is said, and the table of `plan`."""
+"""What follows from counted bytes: which mode fits, what is said, and the table of `plan`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unsloth_multigpu.shard.memory import (
     NCCL_BYTES,
     RESERVE,
     MemoryForecast,
+    Mode,
     StepBytes,
     Training,
-    Way,
     calibrate,
     decide,
     fits,
@@ -33,8 +33,8 @@ TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True
 STEP = StepBytes(loaded=20, weights=10, divided=8, gradients=3, optimizer=6, peak=7, update=2)
 
 
-def of_total(way: Way, num_ranks: int, gib: float, loading: float = 0.0) -> MemoryForecast:
-    return MemoryForecast(way, num_ranks, int(gib * GIB), 0, 0, 0, (), loading=int(loading * GIB))
+def of_total(mode: Mode, num_ranks: int, gib: float, loading: float = 0.0) -> MemoryForecast:
+    return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, (), loading=int(loading * GIB))
 
 
 def test_forecast_of_counted_bytes() -> None:
@@ -79,7 +79,7 @@ def test_decision_and_its_line() -> None:
     whole, parts = of_total("ddp", 8, 140), of_total("sharded", 8, 28)
 
     chosen = decide(TRAINING, [whole, parts], 8, 80 * GIB)
-    assert (chosen.way, chosen.text) == ("sharded", "DDP needs 140 GiB of 80, sharded over 8 ranks 28: sharded")
+    assert (chosen.mode, chosen.text) == ("sharded", "DDP needs 140 GiB of 80, sharded over 8 ranks 28: sharded")
     assert decide(TRAINING, [of_total("ddp", 8, 18)], 8, 80 * GIB).text == "DDP needs 18 GiB of 80: not sharded"
     more = [of_total("ddp", 1, 139), of_total("sharded", 16, 21), of_total("sharded", 32, 11)]
     with pytest.raises(SetupError, match="DDP needs") as refused:

@@ -65,7 +65,7 @@ def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None
         "num_gpus": "2",
         "balance": "off",
         "resume": "off",
-        "sync": "diloco:every_steps=8",
+        "strategy": "diloco:every_steps=8",
         "seed_per_rank": "no",
         "nnodes": "4",
         "rdzv_endpoint": "10.0.0.1:29400",
@@ -77,7 +77,7 @@ def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None
     assert yaml_config(folder, "\n".join(f"{name}: {text}" for name, text in texts.items())) == by_variable
     # YAML 1.1 would make False, 64 and 7 of these.
     assert (by_variable.balance, by_variable.nnodes, by_variable.rdzv_id) == ("off", "4", "007")
-    assert by_variable.sync == DiLoCo(every_steps=8)
+    assert by_variable.strategy == DiLoCo(every_steps=8)
     assert yaml_config(folder, "# nothing\n") == yaml_config(folder, "num_gpus: null\n") == MultiGPUConfig()
 
 
@@ -85,7 +85,9 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
     text = '[tool.unsloth_multigpu]\nnum_gpus = 2\nseed_per_rank = false\ntimeout_s = 60\nbalance = "tokens"\n'
     config = toml_config(folder, text)
     assert (config.num_gpus, config.seed_per_rank, config.timeout_s) == (2, False, 60.0)
-    assert toml_config(folder, '[tool.unsloth_multigpu]\nsync = "diloco:every_steps=8"\n').sync == DiLoCo(every_steps=8)
+    assert toml_config(folder, '[tool.unsloth_multigpu]\nstrategy = "diloco:every_steps=8"\n').strategy == DiLoCo(
+        every_steps=8
+    )
     assert toml_config(folder, "[tool.other]\nnum_gpus = 9\n") == MultiGPUConfig()
     # What this package has no part in is not read: not even its form.
     assert toml_config(folder, "this is no TOML") == MultiGPUConfig()
@@ -99,7 +101,7 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number.", "Set num_gpus=2"),
         ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Set balance to one"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
-        ("sync: {diloco: 8}", ", line 1: sync has several values; expected one.", "diloco:every_steps=8"),
+        ("strategy: {diloco: 8}", ", line 1: strategy has several values; expected one.", "diloco:every_steps=8"),
         ("num_gpus: [1, 2]", ", line 1: num_gpus has several values; expected one.", "behind a colon"),
         ("- num_gpus", " has no options in it.", "`name: value`"),
         ("num_gpus: [", " is no YAML: ", "`name: value`"),

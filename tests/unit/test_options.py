@@ -38,7 +38,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "batch_size_per_gpu": {"batch_size_per_gpu": 4},
     "enable_ddp": {"enable_ddp": False},
     "global_batch": {"global_batch": "scale"},
-    "sync": {"sync": "allreduce"},
+    "strategy": {"strategy": "allreduce"},
     "shard": {"shard": "on"},
     "shard_offload": {"shard": "on", "shard_offload": True},
     "balance": {"balance": "tokens"},
@@ -58,8 +58,8 @@ ASKING: dict[str, dict[str, Any]] = {
 # Where nothing follows what was asked of a scope.
 OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
     Scope.RANKS: [{"enable_ddp": False}],
-    Scope.DDP: [{"sync": "allreduce"}, {"sync": "local_sgd"}],
-    Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"sync": "diloco"}],
+    Scope.DDP: [{"strategy": "allreduce"}, {"strategy": "local_sgd"}],
+    Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"strategy": "diloco"}],
     Scope.NODES: [{}],
 }
 
@@ -109,7 +109,7 @@ def test_line_has_the_options_of_the_table_in_its_order() -> None:
     others = {name: row for name, row in TABLE.items() if name not in signature}
     assert list(SeldomOptions.__annotations__) == list(others)
     # What is taken in a second type as well.
-    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
+    wider = {"strategy": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
     wider["nnodes"] = "str | int"
     types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
     annotations = {p.name: p.annotation for p in everyday}
@@ -174,8 +174,8 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
 def test_strategy_is_a_type_of_its_own_or_its_text(opened: list[MultiGPUConfig]) -> None:
     for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
         with pytest.raises(Opened, match="opened"):
-            ump.enable_multi_gpu(sync=given)
-        assert opened.pop().sync == DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
+            ump.enable_multi_gpu(strategy=given)
+        assert opened.pop().strategy == DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
 
 
 SCOPED = [(scope, name) for name, row in TABLE.items() for scope in Scope if scope in row.scopes]
@@ -226,7 +226,7 @@ def test_commands_have_flags_of_the_table() -> None:
     assert command_options("chaos", {"balance": "off"})["balance"][1].endswith(" [off]")
     assert command_options("run")["max_restarts"][1].endswith(" [0]")
     assert command_options("run")["enable_ddp"][1].endswith(" [on]")
-    assert command_options("run")["sync"][1].endswith(" [ddp]")
+    assert command_options("run")["strategy"][1].endswith(" [ddp]")
 
 
 def test_page_is_made_from_the_table() -> None:
@@ -261,17 +261,21 @@ def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
 )
 def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
     assert str(strategy) == text
-    assert read_strategy("sync", text) == strategy
-    config = MultiGPUConfig.resolve({}, {variable("sync"): text})
-    assert (config.sync, config.plain_values()["sync"], config.of_the_run()["sync"]) == (strategy, text, text)
+    assert read_strategy("strategy", text) == strategy
+    config = MultiGPUConfig.resolve({}, {variable("strategy"): text})
+    assert (config.strategy, config.plain_values()["strategy"], config.of_the_run()["strategy"]) == (
+        strategy,
+        text,
+        text,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("", "sync=''; expected 'ddp' or 'allreduce' or", "Set sync to one of them; "),
-        ("DiLoCo", "sync='DiLoCo'; expected 'ddp' or", "Set sync to one of them; "),
-        ("diloco(every_steps=8)", "sync='diloco(every_steps=8)'; expected", "Set sync to one of them; "),
+        ("", "strategy=''; expected 'ddp' or 'allreduce' or", "Set strategy to one of them; "),
+        ("DiLoCo", "strategy='DiLoCo'; expected 'ddp' or", "Set strategy to one of them; "),
+        ("diloco(every_steps=8)", "strategy='diloco(every_steps=8)'; expected", "Set strategy to one of them; "),
         ("ddp:bucket_mb=4", "ddp has no option 'bucket_mb'", "ddp has no options."),
         ("diloco:", "diloco has no option ''", "Options of diloco: every_steps, outer_learning_rate, outer_momentum."),
         ("diloco:every=8", "diloco has no option 'every'", "Did you mean every_steps? Options of diloco: every_steps,"),
@@ -280,7 +284,7 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
             "local_sgd has no option 'outer_momentum'",
             "Options of local_sgd: every_steps.",
         ),
-        ("diloco:every_steps", "every_steps has no value", "Set sync=diloco:every_steps=16, say."),
+        ("diloco:every_steps", "every_steps has no value", "Set strategy=diloco:every_steps=16, say."),
         ("diloco:every_steps=", "every_steps=''; expected a whole number", "every_steps=2, say"),
         ("diloco:every_steps=4,every_steps=8", "every_steps is given twice", "every_steps=16, say"),
         ("diloco:every_steps=4,", "diloco has no option ''", "Options of diloco"),
@@ -293,13 +297,13 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
 )
 def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
-        MultiGPUConfig.resolve({"sync": text}, {})
-    assert str(error.value.args[0]).startswith(f"sync={text!r}; ")
+        MultiGPUConfig.resolve({"strategy": text}, {})
+    assert str(error.value.args[0]).startswith(f"strategy={text!r}; ")
     assert message in error.value.args[0]
     assert hint in error.value.hint
     if text:
-        with pytest.raises(ConfigError, match=re.escape(f"UNSLOTH_MULTIGPU_SYNC={text!r}; ")):
-            MultiGPUConfig.resolve({}, {variable("sync"): text})
+        with pytest.raises(ConfigError, match=re.escape(f"UNSLOTH_MULTIGPU_STRATEGY={text!r}; ")):
+            MultiGPUConfig.resolve({}, {variable("strategy"): text})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +323,7 @@ def test_strategy_refuses_a_value_where_it_is_made(make: Any, message: str) -> N
 def test_strategies_say_what_ranks_do() -> None:
     every = {"allreduce": (True, True), "ddp": (True, True), "parameter_server": (True, False)}
     for name, cls in STRATEGIES.items():
-        assert (cls().meets_every_step, cls().has_one_gradient) == every.get(name, (False, False))
+        assert (cls().is_synchronous, cls().has_one_gradient) == every.get(name, (False, False))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -327,6 +331,6 @@ def test_strategy_is_named_wherever_users_look(name: str) -> None:
     root = Path(__file__).parents[2]
     assert STRATEGIES[name].__name__ in ump.__all__
     assert name in (ump.enable_multi_gpu.__doc__ or "")
-    assert name in TABLE["sync"].help
+    assert name in TABLE["strategy"].help
     page = (root / "docs" / "strategies.md").read_text(encoding="utf-8")
-    assert f'`sync="{name}"`' in page or f"`sync=ump.{STRATEGIES[name].__name__}(" in page
+    assert f'`strategy="{name}"`' in page or f"`strategy=ump.{STRATEGIES[name].__name__}(" in page

@@ -33,7 +33,7 @@ from unsloth_multigpu.step.sketch import Difference
 from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
-from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, read_beats
+from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
 
@@ -62,8 +62,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return write_run(folder, "train.py", "python train.py", 2, tmp_path / "logs")
 
 
-def pages(run: Run, *figures: Figures) -> list[BeatPage]:
-    made = [BeatPage(run.folder, rank) for rank in range(len(figures))]
+def pages(run: Run, *figures: Figures) -> list[HeartbeatPage]:
+    made = [HeartbeatPage(run.folder, rank) for rank in range(len(figures))]
     for page, found in zip(made, figures, strict=True):
         page.name_device("cpu", "")
         page.note(found)
@@ -72,7 +72,7 @@ def pages(run: Run, *figures: Figures) -> list[BeatPage]:
 
 
 def test_figures_of_a_page_are_read_as_they_were_written(tmp_path: Path) -> None:
-    page = BeatPage(tmp_path, 3)
+    page = HeartbeatPage(tmp_path, 3)
     assert read_beats(tmp_path)[3].figures == Figures()
     page.note(TEN_STEPS)
     page.name_device("NVIDIA H100 80GB HBM3", "e2f6c4b0-0000-0000-0000-000000000001")

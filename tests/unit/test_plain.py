@@ -53,7 +53,7 @@ def test_one_process_with_one_device_gets_the_model_itself():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sync": "local_sgd"},
+        {"strategy": "local_sgd"},
         {"enable_ddp": False},
         {"grad_compression": "fp16"},
         {"balance": "tokens"},

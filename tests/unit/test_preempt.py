@@ -18,8 +18,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.agreement import Agreement
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Caught, Preemption
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 NUM_POINTS = 6
@@ -178,7 +178,7 @@ def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said)
 
     def train():
         trainer = FakeTrainer()
-        with Loop(trainer, [Preemption(trainer, manager, None, BeatPage(None, 0))]).steering():
+        with Loop(trainer, [Preemption(trainer, manager, None, HeartbeatPage(None, 0))]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)
 
@@ -206,7 +206,10 @@ class Saving(FakeTrainer):
 
 
 def preemption(trainer, tmp_path, *, may_stop=lambda: True, **options):
-    manager, beat = manager_of(None, config=MultiGPUConfig(**options), launcher="unsloth_multigpu"), BeatPage(None, 0)
+    manager, beat = (
+        manager_of(None, config=MultiGPUConfig(**options), launcher="unsloth_multigpu"),
+        HeartbeatPage(None, 0),
+    )
     return Preemption(trainer, manager, EventWriter(tmp_path, 0, 0, beat), beat, may_stop)
 
 

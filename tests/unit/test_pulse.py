@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.launch import pulse
-from unsloth_multigpu.wire.beat import BeatPage, read_beats
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, read_beats
 from unsloth_multigpu.wire.process import (
     count_memory_kills,
     find_marked,
@@ -32,9 +32,9 @@ from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.launch.pulse import start_pulse
-start_pulse(BeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
+start_pulse(HeartbeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
 assert "torch" not in sys.modules
 def collate(rows):
     Path(sys.argv[1], "ready").touch()
@@ -74,7 +74,7 @@ def test_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path) -> None
     victim.write_text("mine")
     stack_path(tmp_path, 0).symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link"):
-        pulse.start_pulse(BeatPage(tmp_path, 0), tmp_path, 0, 10.0)
+        pulse.start_pulse(HeartbeatPage(tmp_path, 0), tmp_path, 0, 10.0)
     assert victim.read_text() == "mine"
 
 
@@ -115,7 +115,7 @@ def test_end_of_the_pulse_leaves_no_file_open(tmp_path: Path, monkeypatch: pytes
     files = []
     fdopen = os.fdopen
     monkeypatch.setattr(os, "fdopen", lambda *given: files.append(fdopen(*given)) or files[-1])
-    pulse.start_pulse(BeatPage(tmp_path, 0), tmp_path, 0, 10.0)()
+    pulse.start_pulse(HeartbeatPage(tmp_path, 0), tmp_path, 0, 10.0)()
     assert [file.closed for file in files] == [True]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from unsloth_multigpu.launch import question
 from unsloth_multigpu.launch.question import questions_shared
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.identity import RankIdentity
 
 
@@ -40,7 +40,7 @@ def on_both(tmp_path: Path, program: Callable[[int], Any]) -> list[Any]:
     """Runs the program as rank 0, then as rank 1."""
     results = []
     for rank in range(2):
-        with questions_shared(tmp_path, identity(rank), 0, BeatPage(None, rank)):
+        with questions_shared(tmp_path, identity(rank), 0, HeartbeatPage(None, rank)):
             results.append(program(rank))
     return results
 
@@ -85,14 +85,14 @@ def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) 
 
 
 def test_rank_that_waits_says_that_it_is_in_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beat, seen = BeatPage(None, 1), []
+    beat, seen = HeartbeatPage(None, 1), []
     beat.mark(Phase.UPDATE)
 
     def wait(condition: Callable[[], bool], _: float) -> bool:
         assert not condition()
         seen.append(beat.phase)
         monkeypatch.setattr(builtins, "input", lambda _: "late")
-        with questions_shared(tmp_path, identity(0), 0, BeatPage(None, 0)):
+        with questions_shared(tmp_path, identity(0), 0, HeartbeatPage(None, 0)):
             ask()
         return condition()
 
@@ -116,7 +116,7 @@ def test_question_that_rank_0_never_asks_ends_by_an_error(
 ) -> None:
     monkeypatch.setattr(question, "_ANSWER_LIMIT_S", 0.05)
     with (
-        questions_shared(tmp_path, identity(1), 0, BeatPage(None, 1)),
+        questions_shared(tmp_path, identity(1), 0, HeartbeatPage(None, 1)),
         pytest.raises(TimeoutError, match=r"rank 1 waited a day for what input\(\) at .*test_question\.py:\d+ is told"),
     ):
         input("? ")

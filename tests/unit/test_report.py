@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
-    beats = [BeatPage(None, rank) for rank in range(2)]
+    beats = [HeartbeatPage(None, rank) for rank in range(2)]
     writers = [EventWriter(tmp_path, rank, 0, beats[rank]) for rank in range(2)]
     writers[1].write("started", pid=11)
     writers[0].write("started", pid=10)
@@ -30,14 +30,14 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_events_of_other_attempts_are_left_out(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
-    EventWriter(tmp_path, 0, 1, BeatPage(None, 0)).write("started", pid=2)
+    EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
+    EventWriter(tmp_path, 0, 1, HeartbeatPage(None, 0)).write("started", pid=2)
     assert [e.facts["pid"] for e in read_events(tmp_path, attempt=1)] == [2]
     assert read_events(tmp_path, attempt=2) == []
 
 
 def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
+    EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
     path.write_text(line + line[:10])
@@ -47,7 +47,7 @@ def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Pa
 
 
 def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path, 0, 0, BeatPage(None, 0))
+    writer = EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0))
     writer.write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
@@ -60,13 +60,13 @@ def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) ->
 def test_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "events_rank_0.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: '.*events_rank_0\.jsonl'"):
-        EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
+        EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
 
 
 def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    writer = EventWriter(run_dir, 0, 0, BeatPage(None, 0))
+    writer = EventWriter(run_dir, 0, 0, HeartbeatPage(None, 0))
     for path in run_dir.iterdir():
         path.unlink()
     run_dir.rmdir()

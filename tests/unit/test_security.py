@@ -20,10 +20,10 @@ from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.launch.membership import Record, decode_record
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.child import Child
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"
 
@@ -264,7 +264,7 @@ def modes(folder: Path) -> dict[str, int]:
 @pytest.mark.usefixtures("open_umask")
 def test_files_of_a_run_are_private() -> None:
     with private_dir() as path:
-        EventWriter(path, 0, 0, BeatPage(path, 0)).write("started")
+        EventWriter(path, 0, 0, HeartbeatPage(path, 0)).write("started")
         assert modes(path) == {".": 0o700, "beat_rank_0": 0o600, "events_rank_0.jsonl": 0o600}
 
 

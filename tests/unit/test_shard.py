@@ -32,7 +32,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.shard.sharding import check_is_offloaded, check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 
 ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="ours")
@@ -147,7 +147,7 @@ def test_engine_is_the_one_that_was_asked() -> None:
 
 def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0))
+    steered = DDPTrainer(with_fsdp(1), manager, None, HeartbeatPage(None, 0))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
     assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text
@@ -161,14 +161,14 @@ def test_ranks_that_share_a_sample_are_left_alone_and_nothing_is_asked_of_them(
     trainer.args.context_parallel_size = 2
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with caplog.at_level(logging.WARNING):
-        assert DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: "trained") == "trained"
+        assert DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0)).run(lambda: "trained") == "trained"
     assert "Unsloth's context parallelism is on: unsloth_multigpu leaves this training to it" in caplog.text
     manager = SimpleNamespace(config=MultiGPUConfig(shard="on"), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="shard='on' needs DDP, but Unsloth's context parallelism is on"):
-        DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: None)
+        DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0)).run(lambda: None)
 
 
-@pytest.mark.parametrize("options", [{"grad_compression": "fp16"}, {"sync": "allreduce"}])
+@pytest.mark.parametrize("options", [{"grad_compression": "fp16"}, {"strategy": "allreduce"}])
 def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
@@ -287,7 +287,7 @@ def chosen(
     rows = [forecast_of(whole, training, "ddp", num_ranks), forecast_of(part, training, "sharded", num_ranks)]
     earlier = None if was_sharded is None else Earlier("out/checkpoint-3", was_sharded)
     if earlier is not None:
-        rows = [row for row in rows if (row.way == "sharded") == was_sharded]
+        rows = [row for row in rows if (row.mode == "sharded") == was_sharded]
     answer = Answer(training, tuple(rows), (), int(device_gib * GIB), earlier)
     monkeypatch.setattr(choice, "ask", lambda command, environment, question: answer)
     return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), num_ranks)
@@ -309,7 +309,7 @@ def test_auto_keeps_the_way_of_the_checkpoint_that_is_resumed_from(monkeypatch: 
     assert re.fullmatch(r"as out/checkpoint-3, sharded over 8 ranks needs .* GiB of 80: sharded", parts.reason)
     assert parts.allocated_bytes == chosen(monkeypatch, 16).allocated_bytes
     for device_gib, num_ranks, was_sharded in ((16, 8, False), (80, 1, True)):
-        with pytest.raises(SetupError, match=r"keeps the way of .*: as out/checkpoint-3, .* needs") as refused:
+        with pytest.raises(SetupError, match=r"keeps the mode of .*: as out/checkpoint-3, .* needs") as refused:
             chosen(monkeypatch, device_gib, was_sharded=was_sharded, num_ranks=num_ranks)
         assert f"shard='{'off' if was_sharded else 'on'}', resume='off'" in refused.value.hint
 
@@ -346,7 +346,7 @@ def test_first_step_is_compared_with_the_forecast(
 def test_one_process_is_not_told_of_a_larger_step(caplog: pytest.LogCaptureFixture) -> None:
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=RankIdentity(0, 0, 1, 1, "ours"), waits=WAITS)
     with caplog.at_level(logging.WARNING):
-        DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0)).run(lambda: "trained")
+        DDPTrainer(with_fsdp(1), manager, None, HeartbeatPage(None, 0)).run(lambda: "trained")
     assert "leaves this training to it" in caplog.text
     assert "samples" not in caplog.text
 

@@ -22,7 +22,7 @@ from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.progress import Progress, exit_code
 from unsloth_multigpu.train.trainer import DDPTrainer, counts_as_one_process
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
@@ -54,7 +54,7 @@ def manager_of(identity, **options):
 
 
 def feed(trainer, identity=SINGLE_PROCESS, **options):
-    return StepFeed(trainer, manager_of(identity, **options), BeatPage(None, 0))
+    return StepFeed(trainer, manager_of(identity, **options), HeartbeatPage(None, 0))
 
 
 def fed(trainer, steps):
@@ -73,10 +73,10 @@ def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
     assert trainer._metrics == {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
 
 
-@pytest.mark.parametrize(("sync", "is_averaged"), [("ddp", True), ("local_sgd", False)])
-def test_tokens_are_counted_over_the_ranks_that_meet_whatever_the_script_has_set(sync, is_averaged):
+@pytest.mark.parametrize(("strategy", "is_averaged"), [("ddp", True), ("local_sgd", False)])
+def test_tokens_are_counted_over_the_ranks_that_meet_whatever_the_script_has_set(strategy, is_averaged):
     trainer = Losing(average_tokens_across_devices=not is_averaged)
-    with fed(trainer, feed(trainer, sync=sync)):
+    with fed(trainer, feed(trainer, strategy=strategy)):
         assert trainer.args.average_tokens_across_devices is is_averaged
     assert trainer.args.average_tokens_across_devices is not is_averaged
 
@@ -189,7 +189,7 @@ def test_function_that_gathers_rows_of_ranks_is_known_by_what_it_reads(script, i
 
 
 def steered(trainer, **options):
-    return DDPTrainer(trainer, manager_of(ONE_OF_TWO, **options), None, BeatPage(None, 0))
+    return DDPTrainer(trainer, manager_of(ONE_OF_TWO, **options), None, HeartbeatPage(None, 0))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it
         is_due=lambda step: step == 3, check=lambda model, step, beside: checked.append((step, beside))
     )
     exchange, trained = SimpleNamespace(), SimpleNamespace(is_changed=False)
-    ours = Progress(trainer, manager_of(ONE_OF_TWO, sync="local_sgd"), None, replicas, exchange, trained, None)
+    ours = Progress(trainer, manager_of(ONE_OF_TWO, strategy="local_sgd"), None, replicas, exchange, trained, None)
     for step in range(1, 9):
         exchange.are_replicas_equal = step % 4 == 0
         ours.on_step_end(trainer.args, SimpleNamespace(global_step=step), None)
@@ -247,7 +247,7 @@ class Noting(Losing):
 def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypatch, notes):
     monkeypatch.setattr(Noting, "__module__", "trl.trainer.dpo_trainer")
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(Noting(precompute_ref_log_probs=notes), manager, None, BeatPage(None, 0))
+    steered = DDPTrainer(Noting(precompute_ref_log_probs=notes), manager, None, HeartbeatPage(None, 0))
     with pytest.raises(SetupError, match="Noting builds batches of its own") if notes else nullcontext():
         assert steered._deals_steps()
 
@@ -257,7 +257,7 @@ def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     own = type("OwnLoader", (Maker, Losing), {})
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
 
 
 def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_be_dealt(monkeypatch):
@@ -265,10 +265,10 @@ def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_b
     own = type("OwnLoader", (Maker, Losing), {})
     for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
         manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS, waits=WAITS)
-        assert not DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+        assert not DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
     manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
 
 
 OF_THE_PLANNER = {
@@ -284,7 +284,7 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(n
     trainer = Losing(steps_per_generation=2)
     config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
     steered = DDPTrainer(
-        trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, BeatPage(None, 0)
+        trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, HeartbeatPage(None, 0)
     )
     with pytest.raises(
         SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
@@ -292,7 +292,7 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(n
         steered._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
     other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    assert not DDPTrainer(trainer, other, None, BeatPage(None, 0))._deals_steps()
+    assert not DDPTrainer(trainer, other, None, HeartbeatPage(None, 0))._deals_steps()
 
 
 class Pass(torch.utils.data.DataLoader):

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
-from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 
@@ -29,7 +29,7 @@ BOTH = [event("started", 0), event("started", 1)]
 
 @pytest.fixture
 def beat(tmp_path):
-    page = BeatPage(tmp_path, 0)
+    page = HeartbeatPage(tmp_path, 0)
     page.mark(Phase.COMPUTE, step=3)
     return page
 

@@ -66,11 +66,11 @@ def test_ring_all_reduce_sends_almost_two_copies(world_size, sent_bytes):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"sync": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
-        ({"sync": AllReduce(bucket_mb=0)}, (AllReduceSync, {"_bucket_mb": 0})),
-        ({"sync": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
-        ({"sync": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
-        ({"sync": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
+        ({"strategy": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
+        ({"strategy": AllReduce(bucket_mb=0)}, (AllReduceSync, {"_bucket_mb": 0})),
+        ({"strategy": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
+        ({"strategy": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
+        ({"strategy": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
     ],
 )
 def test_options_name_a_strategy(model, options, expected):
@@ -86,7 +86,7 @@ def test_options_name_a_strategy(model, options, expected):
     ],
 )
 def test_outer_step_has_the_options(model, options, outer):
-    sync = make_sync(MultiGPUConfig(sync=DiLoCo(**options)), model, optimizer_of(model), is_loss_scaled=False)
+    sync = make_sync(MultiGPUConfig(strategy=DiLoCo(**options)), model, optimizer_of(model), is_loss_scaled=False)
     assert {name: sync._outer.param_groups[0][name] for name in outer} == outer
 
 
@@ -111,7 +111,7 @@ def test_momentum_of_another_model_is_refused(model):
     state = sync.state_dict()
     sync.load_state_dict(state)
     state["momentum"] = state["momentum"][:1]
-    with pytest.raises(SetupError, match="momentum of sync='diloco'"):
+    with pytest.raises(SetupError, match="momentum of strategy='diloco'"):
         sync.load_state_dict(state)
 
 
@@ -120,7 +120,7 @@ def test_ranks_meet_before_weights_are_read(control):
     flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
-    _, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
+    _, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
     exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
     exchange.on_step_end(None, None, asked)
     exchange.on_epoch_end(None, None, asked)
@@ -145,7 +145,7 @@ def exchange_of(model, **options):
 
 
 def test_exchange_steers_one_model_also_where_the_training_fails():
-    trainer, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
+    trainer, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
     met = []
     exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
     with pytest.raises(KeyError), Loop(trainer, [exchange]).steering():  # noqa: PT012

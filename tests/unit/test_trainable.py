@@ -26,12 +26,12 @@ class Half(FakeTrainer):
         self.state.global_step += 1
 
 
-def followed(trainer, sync="allreduce", parameters=None):
+def followed(trainer, strategy="allreduce", parameters=None):
     # It cannot meet anybody: every exchange with other ranks would raise.
     identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
-    manager = SimpleNamespace(config=MultiGPUConfig(sync=sync), identity=identity)
+    manager = SimpleNamespace(config=MultiGPUConfig(strategy=strategy), identity=identity)
     known = [p for p in trainer.model.parameters() if p.requires_grad] if parameters is None else parameters
-    exchange = SimpleNamespace(parameters=known) if sync != "ddp" else None
+    exchange = SimpleNamespace(parameters=known) if strategy != "ddp" else None
     return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
 
 
@@ -40,7 +40,7 @@ def test_strategy_that_knows_the_parameters_refuses_more_of_them_at_once():
     with followed(trainer):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[0].weight.requires_grad_(True)
-        with pytest.raises(SetupError, match=r"0\.weight became trainable after step 1, but sync='allreduce'"):
+        with pytest.raises(SetupError, match=r"0\.weight became trainable after step 1, but strategy='allreduce'"):
             trainer.training_step(trainer.model, torch.ones(1, 1))
     assert trainer.state.global_step == 1
 
@@ -66,7 +66,7 @@ def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
 
 def test_ddp_of_the_script_is_not_made_again():
     trainer = Half()
-    with followed(trainer, sync="ddp"):
+    with followed(trainer, strategy="ddp"):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[0].weight.requires_grad_(True)
         with pytest.raises(SetupError, match="the script's own DDP"):

@@ -20,16 +20,16 @@ from unsloth_multigpu.launch import watchdog
 from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.beat import Beat, Phase
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
 RANK = """
 import os, signal, sys, time
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.wire.event import EventWriter
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-page = BeatPage(folder, rank)
+page = HeartbeatPage(folder, rank)
 start_pulse(page, folder, rank, 1.0)
 events = EventWriter(folder, rank, 0, page)
 events.write("started", pid=os.getpid())
@@ -158,7 +158,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.now_s = time.monotonic()
         self.ended: list[int] = []
-        self.beats = {r: Beat(2, Phase.COMPUTE, 0, self.now_s, self.now_s + 1000) for r in range(2)}
+        self.beats = {r: Heartbeat(2, Phase.COMPUTE, 0, self.now_s, self.now_s + 1000) for r in range(2)}
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
         monkeypatch.setattr(module, "read_beats", lambda _: self.beats)
         (tmp_path / "logs").mkdir()
@@ -194,7 +194,7 @@ def test_time_in_which_the_machine_stood_still_is_no_hang(clock: Clock) -> None:
 
 def test_hang_is_there_at_the_next_look_too(clock: Clock) -> None:
     # The page was read while it was written.
-    clock.beats = {r: Beat(3, Phase.COMPUTE, 0, clock.now_s + 3.0, clock.now_s + 1000) for r in range(2)}
+    clock.beats = {r: Heartbeat(3, Phase.COMPUTE, 0, clock.now_s + 3.0, clock.now_s + 1000) for r in range(2)}
     assert clock.look(3.0) == []
 
 

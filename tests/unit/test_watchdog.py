@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
-from unsloth_multigpu.wire.beat import Beat, Phase
+from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
 LIMIT_S = 10.0
 NOW_S = 1000.0
@@ -26,11 +26,11 @@ def beat(
     micro_batch: int = 0,
     silent_s: float = 0.1,
     longest_s: float = 0.5,
-) -> Beat:
-    return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation, longest_s)
+) -> Heartbeat:
+    return Heartbeat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation, longest_s)
 
 
-def judge(*beats: Beat, unheard_s: float | None = None, since_s: float = 0.0) -> Hang | None:
+def judge(*beats: Heartbeat, unheard_s: float | None = None, since_s: float = 0.0) -> Hang | None:
     """None = there is no other node."""
     others = {} if unheard_s is None else {"node 1 (ranks 2, 3)": unheard_s, "node 2 (rank 4)": 0.5}
     return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, unheard_s=others, since_s=since_s)
@@ -233,7 +233,7 @@ def test_what_nobody_watched_is_forgotten() -> None:
     assert judge(*beats, since_s=NOW_S - 11) is not None
 
 
-def waits(still_s: float = 15, collective: int = 41) -> Beat:
+def waits(still_s: float = 15, collective: int = 41) -> Heartbeat:
     return beat(still_s=still_s, collective=collective, operation=ALL_REDUCE)
 
 
@@ -304,7 +304,7 @@ RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
 
 @given(RANKS, st.sampled_from([None, 1.0, 5.0, 11.0]))
 def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(
-    beats: dict[int, Beat], unheard_s: float | None
+    beats: dict[int, Heartbeat], unheard_s: float | None
 ) -> None:
     hang = find_hang(beats, NOW_S, LIMIT_S, unheard_s={} if unheard_s is None else {"node 1 (rank 9)": unheard_s})
     if hang is None:
@@ -317,7 +317,7 @@ def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(
 
 
 @given(RANKS, st.floats(-500, 500))
-def test_only_differences_of_time_count(beats: dict[int, Beat], shift_s: float) -> None:
+def test_only_differences_of_time_count(beats: dict[int, Heartbeat], shift_s: float) -> None:
     moved = {
         r: dataclasses.replace(b, progress_s=b.progress_s + shift_s, alive_s=b.alive_s + shift_s)
         for r, b in beats.items()
@@ -336,7 +336,7 @@ def test_one_rank_that_stands_behind_the_others_is_found(num_ranks: int, data: s
 
 
 @given(RANKS, st.integers(0, 5))
-def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats: dict[int, Beat], rank: int) -> None:
+def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats: dict[int, Heartbeat], rank: int) -> None:
     """Whatever the others do: they wait for the one that is furthest behind."""
     beats = {r: dataclasses.replace(b, alive_s=NOW_S) for r, b in beats.items()}
     beats[rank] = beat(Phase.DATA, -1, still_s=1, collective=-2)

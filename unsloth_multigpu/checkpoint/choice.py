@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
-from unsloth_multigpu.checkpoint.way import was_sharded
+from unsloth_multigpu.checkpoint.mode import was_sharded
 from unsloth_multigpu.errors import ResumeError
 
 _NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
@@ -99,7 +99,7 @@ def find_newest(output_dir: Path, wanted: Wanted, at_most: int | None = None) ->
     return Found(None, tuple(lines))
 
 
-def find_way(output_dir: Path, facts: Mapping[str, Any]) -> tuple[Path, bool] | None:
+def find_mode(output_dir: Path, facts: Mapping[str, Any]) -> tuple[Path, bool] | None:
     """The checkpoint that resume="auto" would take, and whether its training was sharded. None = there is none.
 
     Contents are not read, which may take minutes: one that turns out torn has most likely an older one of its way.

@@ -52,7 +52,7 @@ class Manifest:
         cursor: "epoch" and how many "steps" and "samples" of it were seen, where they are counted.
         planner: What the planner had measured.
         files: Path in the folder -> its size in bytes and the CRC-32 of its content.
-        is_sharded: Each rank held a part of the weights. None = an earlier version wrote it, see `checkpoint.way`.
+        is_sharded: Each rank held a part of the weights. None = an earlier version wrote it, see `checkpoint.mode`.
         first_step: What the comparison of the first step with that of one process has found.
     """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
-from unsloth_multigpu.checkpoint.way import refuse_other_way
+from unsloth_multigpu.checkpoint.mode import refuse_other_mode
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
@@ -168,7 +168,7 @@ class Resume(Part):
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
             # Only now: a newer checkpoint that is torn, or of another training, does not matter.
-            refuse_other_way(
+            refuse_other_mode(
                 self._folder,
                 self._manifest,
                 is_sharded=self.is_sharded,

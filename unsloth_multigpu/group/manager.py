@@ -18,9 +18,9 @@ from torch.distributed.rendezvous import TCPStore
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.board import Board
-from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
+from unsloth_multigpu.group.shutdown import ShutdownBarrier
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -60,7 +60,7 @@ class DDPManager(Board):
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
-        self._farewell: Farewell | None = None
+        self._shutdown: ShutdownBarrier | None = None
         self.saves = Saves(self)
         self.waits = Waits(lambda: local_device(identity, config))
 
@@ -71,14 +71,14 @@ class DDPManager(Board):
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
             if is_served_by_rank_0(self.identity):
-                self._farewell = Farewell(self, self.identity.world_size)
+                self._shutdown = ShutdownBarrier(self, self.identity.world_size)
         return self._store
 
     def leave_store(self, limit_s: float) -> None:
         """This rank is about to end. Where rank 0 serves the store, it stays for the others, `limit_s` at most."""
-        farewell, self._farewell = self._farewell, None
-        if farewell is not None:
-            farewell.leave(limit_s)
+        barrier, self._shutdown = self._shutdown, None
+        if barrier is not None:
+            barrier.leave(limit_s)
 
     @functools.cached_property
     def _store_of_run(self) -> Store:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
 from unsloth_multigpu.launch.remedy import find_remedy, last_error
-from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import gib, signal_name
 
 # Errors of gloo, NCCL, its like on other devices, and the store that say that *another* rank went away: a consequence,
@@ -83,7 +83,7 @@ def find_cause(
     events: Sequence[Event],
     exit_codes: Mapping[int, int],
     gone: Collection[int] = (),
-    beats: Mapping[int, Beat] | None = None,
+    beats: Mapping[int, Heartbeat] | None = None,
     *,
     memory: Memory | None = None,
     is_one_node: bool = True,

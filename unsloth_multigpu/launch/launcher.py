@@ -23,11 +23,11 @@ from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.process import threads_of_each
 from unsloth_multigpu.wire.run import job_of, shown_command, write_run
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.process import only_here
 from unsloth_multigpu.wire.stack import stack_path
 
@@ -26,7 +26,7 @@ _NOT_THERE = (RuntimeError, AttributeError, ValueError, LookupError, TypeError)
 
 
 def start_pulse(
-    page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang_timeout_s: float
+    page: HeartbeatPage, run_dir: str | os.PathLike[str], rank: int, hang_timeout_s: float
 ) -> Callable[[], None]:
     """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
 
@@ -69,7 +69,7 @@ class Pulse:
         hang_timeout_s: See `start_pulse`; 0 = the collective is never named.
     """
 
-    def __init__(self, page: BeatPage, hang_timeout_s: float) -> None:
+    def __init__(self, page: HeartbeatPage, hang_timeout_s: float) -> None:
         self._page = page
         self._stall_s = hang_timeout_s / 2 or float("inf")
         self._place: tuple[int, ...] = ()

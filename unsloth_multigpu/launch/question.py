@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import RankTimeoutError
-from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.digest import digest_of
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.wait import wait_until
 
@@ -31,7 +31,7 @@ _KINDS: dict[str, type[BaseException]] = {"EOFError": EOFError, "KeyboardInterru
 
 
 @contextmanager
-def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: BeatPage) -> Iterator[None]:
+def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: HeartbeatPage) -> Iterator[None]:
     """Replaces `input` and `getpass.getpass` of this process.
 
     Ranks know a question by the place in the program that asks it, and how often it was asked there: one that rank 0

@@ -17,9 +17,9 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.failure import await_others, shown_error
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here
 
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def enter_rank(
     identity: RankIdentity, context: RunContext, hang_timeout_s: float = 120.0
-) -> tuple[EventWriter | None, BeatPage]:
+) -> tuple[EventWriter | None, HeartbeatPage]:
     """Prepares this process as a rank.
 
     Args:
@@ -51,7 +51,7 @@ def enter_rank(
     run_dir = context.run_dir
     if run_dir is None:
         os.environ.update(identity.variables())
-        return None, BeatPage(None, identity.rank)
+        return None, HeartbeatPage(None, identity.rank)
     if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
         os.environ["PYTHONBREAKPOINT"] = "0"  # Only rank 0 has a prompt that the user sees.
     assert context.supervisor_pid is not None
@@ -59,7 +59,7 @@ def enter_rank(
     if sys.stderr is not None:  # None if the command was started with stderr closed.
         faulthandler.enable()
     _ignore_stop_signal()
-    beat = BeatPage(run_dir, identity.rank)
+    beat = HeartbeatPage(run_dir, identity.rank)
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
     events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
@@ -67,7 +67,9 @@ def enter_rank(
     return events, beat
 
 
-def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) -> tuple[BeatPage, Callable[[], None]]:
+def enter_notebook(
+    identity: RankIdentity, run_dir: str, hang_timeout_s: float
+) -> tuple[HeartbeatPage, Callable[[], None]]:
     """Prepares this process as a rank of a notebook, whose kernel itself sees how a cell ends.
 
     Args:
@@ -81,7 +83,7 @@ def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) 
     from unsloth_multigpu.launch.pulse import start_pulse
 
     _quiet_side_effects(identity)
-    beat = BeatPage(run_dir, identity.rank)
+    beat = HeartbeatPage(run_dir, identity.rank)
     return beat, start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from unsloth_multigpu.launch.cause import where
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.wire.beat import Phase, read_beats
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.heartbeat import Phase, read_beats
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

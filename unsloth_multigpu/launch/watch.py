@@ -19,8 +19,8 @@ from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.beat import Beat, read_beats
 from unsloth_multigpu.wire.event import Event, read_events
+from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.process import (
     count_memory_kills,
     read_held_bytes,
@@ -73,7 +73,7 @@ class Watch:
         self._unheard_s = unheard_s
         self._num_kills_before = count_memory_kills()
         self._held_bytes: dict[int, int] = {}
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._last_look_s = self._since_s = time.monotonic()
         self._ending_since_s: float | None = None
         self._is_told_to_end = self._must_end = False

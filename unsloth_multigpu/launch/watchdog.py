@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from unsloth_multigpu.wire.beat import Beat, Phase
+from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
 # A rank may be silent for `hang_timeout_s` times the factor of its phase.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
@@ -59,7 +59,7 @@ class Hang:
 
 
 def find_hang(
-    beats: Mapping[int, Beat],
+    beats: Mapping[int, Heartbeat],
     now_s: float,
     hang_timeout_s: float,
     *,
@@ -109,7 +109,7 @@ def find_hang(
     return replace(hang, message=f"{hang.message}; {lost}{_GONE}") if lost else hang
 
 
-def where(beat: Beat) -> str:
+def where(beat: Heartbeat) -> str:
     """Place of a rank in the training: "in step 13, getting samples"."""
     doing = _DOING[beat.phase]
     if beat.phase in (*_OUTSIDE, Phase.SETUP):
@@ -119,7 +119,7 @@ def where(beat: Beat) -> str:
     return f"in step {beat.step + 1}, {doing}"
 
 
-def _factor(beat: Beat) -> float:
+def _factor(beat: Heartbeat) -> float:
     # In a collective a rank does no long work itself; the rank that it waits for has the limit of its own phase.
     if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE):
         return 1
@@ -128,11 +128,11 @@ def _factor(beat: Beat) -> float:
     return _FACTORS.get(beat.phase, LONGEST_FACTOR)
 
 
-def _is_between_steps(beat: Beat) -> bool:
+def _is_between_steps(beat: Heartbeat) -> bool:
     return beat.micro_batch == 0 and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE)
 
 
-def _may_wait_for(waiting: Beat, other: Beat) -> bool:
+def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:
     """True if `other` can still do what the rank at `waiting` waits for."""
     if other.phase in _OUTSIDE:
         # It is before its training, or between two. A rank past its last step joins no other collective.
@@ -140,21 +140,21 @@ def _may_wait_for(waiting: Beat, other: Beat) -> bool:
     return not _is_before(waiting, other)
 
 
-def _is_before(one: Beat, other: Beat) -> bool:
+def _is_before(one: Heartbeat, other: Heartbeat) -> bool:
     """True if `one` has not yet done what `other` has done."""
     if one.collective != other.collective:
         return one.collective < other.collective
     return _place(one) < _place(other)
 
 
-def _place(beat: Beat) -> tuple[int, int, int]:
+def _place(beat: Heartbeat) -> tuple[int, int, int]:
     """Grows while a rank trains. UPDATE comes before a step's micro-batches and after each of them."""
     order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.FILL: 1}
     order |= dict.fromkeys((Phase.COMPUTE, Phase.WARM_UP, Phase.COMPILE, Phase.GENERATE), 2)
     return beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 
-def _find_left(beats: Mapping[int, Beat], hung: Collection[int]) -> Hang | None:
+def _find_left(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> Hang | None:
     """A rank that is past its last step, while another one waits for it in one more step."""
     is_known = any(b.operation for b in beats.values())
     for rank in sorted(hung):
@@ -169,11 +169,11 @@ def _find_left(beats: Mapping[int, Beat], hung: Collection[int]) -> Hang | None:
     return None
 
 
-def _find_last(beats: Mapping[int, Beat], hung: Collection[int]) -> list[int]:
+def _find_last(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> list[int]:
     return [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
 
 
-def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int]) -> bool:
+def _waits_for_others(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> bool:
     """True if a rank of another node can be to blame, because no rank of this one is busy or behind."""
     last = _find_last(beats, hung)
     # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet. A rank in
@@ -181,14 +181,14 @@ def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int]) -> bool:
     return beats.keys() <= set(last) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
 
 
-def _blame_nodes(waits: Mapping[int, Beat], still_s: Mapping[int, float], lost: str) -> Hang:
+def _blame_nodes(waits: Mapping[int, Heartbeat], still_s: Mapping[int, float], lost: str) -> Hang:
     rank = min(waits, key=lambda r: still_s[r])
     beat, name = waits[rank], waits[rank].operation
     doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
     return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {lost}{_GONE}", beat.step)
 
 
-def _blame(beats: Mapping[int, Beat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:
+def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:
     # The ranks that are furthest behind, and among these the ones that do not wait in a collective.
     last = _find_last(beats, hung)
     busy = [r for r in last if not beats[r].operation]

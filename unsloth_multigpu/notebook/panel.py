@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.overview import Look, Overview, columns_of, headline
 from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.wire.beat import Phase
+from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
 
 _EVERY_S = 1.0

@@ -9,7 +9,7 @@ import psutil
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-from unsloth_multigpu.shard.memory import Way, decide, decide_as_before, in_gib
+from unsloth_multigpu.shard.memory import Mode, decide, decide_as_before, in_gib
 from unsloth_multigpu.shard.probe import Question, ask
 from unsloth_multigpu.wire.context import ShardChoice
 
@@ -23,7 +23,7 @@ def choose(
 ) -> ShardChoice:
     """Runs the script up to its first `train()` without weights, and chooses DDP where it fits, else sharding.
 
-    A checkpoint that resume="auto" goes on from decides instead, by the way in which it was written.
+    A checkpoint that resume="auto" goes on from decides instead, by the mode in which it was written.
 
     Args:
         command: What a rank executes.
@@ -41,8 +41,8 @@ def choose(
     logger.info("shard=auto: runs the script up to train() without weights, to count the memory of its first step")
     # CPU ranks share the memory of the machine.
     of_machine = psutil.virtual_memory().total // num_ranks
-    ways: tuple[Way, ...] = ("ddp", "sharded") if num_ranks > 1 else ("ddp",)
-    rows = tuple((way, num_ranks) for way in ways)
+    modes: tuple[Mode, ...] = ("ddp", "sharded") if num_ranks > 1 else ("ddp",)
+    rows = tuple((mode, num_ranks) for mode in modes)
     answer = ask(command, environment, Question(rows, otherwise_bytes=of_machine, is_choice=True))
     device_bytes = answer.device_bytes or of_machine
     if answer.earlier is None:
@@ -50,7 +50,7 @@ def choose(
     else:
         decision = decide_as_before(answer.forecasts[-1], device_bytes, folder=answer.earlier.folder)
     logger.info("shard=auto: %s", decision.text)
-    wanted = next(row for row in answer.forecasts if (row.way, row.num_ranks) == (decision.way, num_ranks))
+    wanted = next(row for row in answer.forecasts if (row.mode, row.num_ranks) == (decision.mode, num_ranks))
     host_bytes = psutil.virtual_memory().total
     if num_ranks * wanted.host > host_bytes:
         raise SetupError(
@@ -58,4 +58,4 @@ def choose(
             f"there are {in_gib(host_bytes)}.",
             hint="Leave shard_offload out, or train fewer parameters (LoRA).",
         )
-    return ShardChoice("on" if decision.way == "sharded" else "off", wanted.allocated, decision.text)
+    return ShardChoice("on" if decision.mode == "sharded" else "off", wanted.allocated, decision.text)

@@ -22,7 +22,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.shard.describe import micro_batch
 from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
 from unsloth_multigpu.shard.groups import grouped
-from unsloth_multigpu.shard.memory import MOST_RANKS, MemoryForecast, StepBytes, Training, Way, fits, forecast_of
+from unsloth_multigpu.shard.memory import MOST_RANKS, MemoryForecast, Mode, StepBytes, Training, fits, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
 WITHOUT_FORECAST = "Decide without a forecast: shard='on' or shard='off'."
@@ -51,16 +51,16 @@ class Rows:
         self._training = training
         self._counted: dict[tuple[Any, ...], StepBytes] = {}
 
-    def forecast(self, way: Way, num_ranks: int) -> MemoryForecast:
+    def forecast(self, mode: Mode, num_ranks: int) -> MemoryForecast:
         """Of one rank of so many."""
         rows, accumulation = self._training.on_ranks(num_ranks)
-        is_sharded, has_several = way == "sharded", accumulation > 1
+        is_sharded, has_several = mode == "sharded", accumulation > 1
         # One process frees gradients before each step; DDP's buckets hold them from the start.
         holds = not is_sharded and num_ranks > 1
         key = (rows, has_several or holds, num_ranks if is_sharded else 0)
         if key not in self._counted:
             self._counted[key] = self._count(rows, num_ranks if is_sharded else None, has_several, holds)
-        return forecast_of(self._counted[key], self._training, way, num_ranks)
+        return forecast_of(self._counted[key], self._training, mode, num_ranks)
 
     def _count(self, rows: int, num_ranks: int | None, has_several: bool, holds: bool) -> StepBytes:
         try:
@@ -85,14 +85,14 @@ def first_that_fits(rows: Rows, training: Training, num_ranks: int, device_bytes
         num_ranks: That were asked for.
         device_bytes: Memory of one device.
     """
-    candidates: list[tuple[Way, int]] = [("ddp", 1)]
+    candidates: list[tuple[Mode, int]] = [("ddp", 1)]
     if training.trains_parts:
         doubled = (num_ranks * 2**power for power in range(1, MOST_RANKS.bit_length()))
         candidates += [("sharded", number) for number in doubled if number <= MOST_RANKS]
     found: list[MemoryForecast] = []
-    for way, number in candidates:
+    for mode, number in candidates:
         if training.has_samples(number):
-            found.append(rows.forecast(way, number))
+            found.append(rows.forecast(mode, number))
             if fits(found[-1], device_bytes):
                 break
     return found

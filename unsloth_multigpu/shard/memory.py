@@ -12,7 +12,7 @@ from typing import Literal
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.words import GIB
 
-Way = Literal["ddp", "sharded"]
+Mode = Literal["ddp", "sharded"]
 # Of a device's memory, which a forecast has to leave free: for fragments, and since it may be wrong by as much.
 RESERVE = 0.15
 # A forecast that is further off from what the allocator saw is worth a word.
@@ -99,7 +99,7 @@ class MemoryForecast:
     """Bytes of a rank at the peak of a step.
 
     Args:
-        way: "ddp" = every rank has the whole model; "sharded" = FSDP2 divides it.
+        mode: "ddp" = every rank has the whole model; "sharded" = FSDP2 divides it.
         num_ranks: Ranks of the run.
         weights: Parameters and buffers.
         gradients: Of the trainable parameters.
@@ -111,7 +111,7 @@ class MemoryForecast:
         host: Of this rank in the host's memory, where `shard_offload` moves it there.
     """
 
-    way: Way
+    mode: Mode
     num_ranks: int
     weights: int
     gradients: int
@@ -142,27 +142,27 @@ class Decision:
     """How a run is to train.
 
     Args:
-        way: What was chosen.
+        mode: What was chosen.
         text: One line with the figures.
     """
 
-    way: Way
+    mode: Mode
     text: str
 
 
-def forecast_of(step: StepBytes, training: Training, way: Way, num_ranks: int) -> MemoryForecast:
+def forecast_of(step: StepBytes, training: Training, mode: Mode, num_ranks: int) -> MemoryForecast:
     """The memory of one rank.
 
     Args:
         step: What was counted of it.
         training: Whose step it is.
-        way: How the ranks train.
+        mode: How the ranks train.
         num_ranks: How many there are.
     """
-    is_sharded = way == "sharded"
+    is_sharded = mode == "sharded"
     moves = is_sharded and training.offload
     return MemoryForecast(
-        way=way,
+        mode=mode,
         num_ranks=num_ranks,
         weights=step.weights - step.divided if moves else step.weights,
         gradients=0 if moves else step.gradients,
@@ -214,7 +214,7 @@ def decide(training: Training, forecasts: Sequence[MemoryForecast], num_ranks: i
             hint="Set optim='adamw_torch_fused', whose states each rank has a part of.",
         )
     needs, while_loading = f"DDP needs {in_gib(whole.total)} GiB of {of}", ""
-    for parts in (row for row in others if (row.way, row.num_ranks) == ("sharded", num_ranks)):
+    for parts in (row for row in others if (row.mode, row.num_ranks) == ("sharded", num_ranks)):
         needs += f", sharded over {num_ranks} ranks {in_gib(parts.total)}"
         if fits(parts, device_bytes):
             return Decision("sharded", f"{needs}: sharded")
@@ -233,7 +233,7 @@ def would_do(forecasts: Sequence[MemoryForecast], device_bytes: int) -> str:
     found = next((row for row in forecasts if fits(row, device_bytes)), None)
     if found is None:
         return "No number of GPUs of this size would do that a step has samples for."
-    if found.way == "ddp":
+    if found.mode == "ddp":
         return f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would do."
     return f"{found.num_ranks} GPUs of this size would do, sharded."
 
@@ -263,25 +263,25 @@ def in_gib(num_bytes: int) -> str:
 
 
 def decide_as_before(wanted: MemoryForecast, device_bytes: int, *, folder: str) -> Decision:
-    """Chooses the way in which a checkpoint was written: a training cannot resume from it the other way.
+    """Chooses the mode in which a checkpoint was written: a training cannot resume from it the other mode.
 
     Args:
-        wanted: What that way needs on this run's ranks.
+        wanted: What that mode needs on this run's ranks.
         device_bytes: Memory of the smallest device.
         folder: The checkpoint.
 
     Raises:
-        SetupError: It does not fit in that way.
+        SetupError: It does not fit in that mode.
     """
-    is_sharded, num_ranks = wanted.way == "sharded", wanted.num_ranks
+    is_sharded, num_ranks = wanted.mode == "sharded", wanted.num_ranks
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     name = f"sharded over {ranks}" if is_sharded else "DDP"
     needs = f"as {folder}, {name} needs {in_gib(wanted.total)} GiB of {in_gib(device_bytes)}"
     if fits(wanted, device_bytes) and not (is_sharded and num_ranks == 1):
-        return Decision(wanted.way, f"{needs}: {'' if is_sharded else 'not '}sharded")
+        return Decision(wanted.mode, f"{needs}: {'' if is_sharded else 'not '}sharded")
     other = "off" if is_sharded else "on"
     raise SetupError(
-        f"shard='auto' keeps the way of the checkpoint that resume='auto' goes on from: {needs}, of which "
+        f"shard='auto' keeps the mode of the checkpoint that resume='auto' goes on from: {needs}, of which "
         f"{in_gib(usable_bytes(device_bytes))} can be planned for.",
         hint=f"Train on as many GPUs of such a size as before, or begin a new training: shard='{other}', resume='off' "
         "and the model loaded from that folder.",

@@ -23,7 +23,7 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.shard.memory import MemoryForecast, Training, Way, fits
+from unsloth_multigpu.shard.memory import MemoryForecast, Mode, Training, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
@@ -78,7 +78,7 @@ class Question:
         is_choice: The first row that fits is enough.
     """
 
-    rows: tuple[tuple[Way, int], ...]
+    rows: tuple[tuple[Mode, int], ...]
     tokens: int | None = None
     device_bytes: int | None = None
     otherwise_bytes: int | None = None
@@ -120,7 +120,7 @@ def ask(
         limit_s: It is ended after so many seconds.
 
     Raises:
-        SetupError: The script does not come to a `train()` in this way, or its step cannot be counted.
+        SetupError: The script does not come to a `train()` in this mode, or its step cannot be counted.
         RankTimeoutError: It took longer than `limit_s`.
     """
     with exit_on_signal(), private_dir() as folder:
@@ -166,7 +166,7 @@ def _no_answer(code: int, log: Path) -> SetupError:
     hint = "enable_multi_gpu() must come before transformers is imported."
     if code == -signal.SIGKILL:
         hint = (
-            "from_pretrained loads no weights in a forecast; what the script builds in another way lies in this "
+            "from_pretrained loads no weights in a forecast; what the script builds in another mode lies in this "
             "machine's memory."
         )
     return SetupError(
@@ -189,7 +189,7 @@ class Probe(Tool):
 
     def __init__(self, file: str, question: Mapping[str, Any]) -> None:
         self._file = Path(file)
-        self._question = Question(**{**question, "rows": tuple((way, n) for way, n in question["rows"])})
+        self._question = Question(**{**question, "rows": tuple((mode, n) for mode, n in question["rows"])})
         self._keeps_batch = True
         self._is_offloaded = False
         self._resumes = False
@@ -229,7 +229,7 @@ class Probe(Tool):
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         values: dict[str, Any]
         try:
-            found = session.find_way(trainer) if self._resumes else None
+            found = session.find_mode(trainer) if self._resumes else None
             values = dataclasses.asdict(
                 self._answered(trainer, None if found is None else Earlier(str(found[0]), found[1]))
             )
@@ -249,11 +249,11 @@ class Probe(Tool):
         smallest = min((device.total_bytes for device in devices), default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []
-        for way, num_ranks in asked.rows:
-            if earlier is not None and earlier.is_sharded != (way == "sharded"):
+        for mode, num_ranks in asked.rows:
+            if earlier is not None and earlier.is_sharded != (mode == "sharded"):
                 continue
-            if way == "ddp" or training.trains_parts:
-                forecasts.append(rows.forecast(way, num_ranks))
+            if mode == "ddp" or training.trains_parts:
+                forecasts.append(rows.forecast(mode, num_ranks))
             if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
                 break
         if earlier is None and device_bytes is not None and not any(fits(row, device_bytes) for row in forecasts):

@@ -310,10 +310,10 @@ def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool =
             hint="Train it in a script, or without FSDP2.",
         )
     of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith(("shard=", "shard_offload="))]
-    if of_ddp or not isinstance(config.sync, DDP):
+    if of_ddp or not isinstance(config.strategy, DDP):
         raise SetupError(
-            f"{of_ddp[0] if of_ddp else f'sync={str(config.sync)!r}'} is not possible where FSDP2 of {engine.value} "
-            "shards the model and exchanges the gradients.",
+            f"{of_ddp[0] if of_ddp else f'strategy={str(config.strategy)!r}'} is not possible where FSDP2 of "
+            f"{engine.value} shards the model and exchanges the gradients.",
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))

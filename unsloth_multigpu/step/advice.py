@@ -112,7 +112,7 @@ def _more_samples(work: Workload) -> str:
 
 
 def _less_link(work: Workload, row: TimeForecast) -> list[str]:
-    if row.way == "sharded":
+    if row.mode == "sharded":
         return [
             "A faster link, fewer and larger micro-batches, or DDP where the model fits: shards send all weights in "
             "each micro-batch."
@@ -122,7 +122,7 @@ def _less_link(work: Workload, row: TimeForecast) -> list[str]:
         ways.append(f"LoRA, which sends a few per cent of these {work.gradient_bytes / 1e9:.3g} GB")
         ways.append('grad_compression="bf16"')
     if work.exchange == "gradients":
-        ways.append('sync="diloco", which meets seldom and is another training')
+        ways.append('strategy="diloco", which meets seldom and is another training')
     return ["What helps: " + ", ".join(ways) + "."]
 
 

@@ -93,7 +93,7 @@ class Balancer:
         """
         if self._config.balance == "off":
             return ""
-        if not self._config.meets_every_step:
+        if not self._config.is_synchronous:
             return ", dealt in order: ranks do not wait for each other"
         is_demanded, reason = self._is_demanded, None
         try:

@@ -45,7 +45,7 @@ from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labe
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.step.weighing import ROWS, SUM, without_effect
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,7 @@ class StepFeed(Part):
     # An evaluation keeps a reference to what it finds as accelerate's `gather`.
     keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
         self.trainer = trainer
         self.manager = manager
         self._beat = beat
@@ -92,7 +92,7 @@ class StepFeed(Part):
         self._is_seedable = True
         self.loader: StepLoader | None = None
         # Ranks that step by themselves: each divides by its own samples, and no rank waits for a count.
-        self._is_alone = not manager.config.meets_every_step
+        self._is_alone = not manager.config.is_synchronous
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
         self.proof = StepProof(trainer, manager, self, beat)

@@ -19,7 +19,7 @@ from unsloth_multigpu.step.deal import Balance, balance_step, check_divisible, d
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.step.lockstep import in_lockstep
 
-Way = Literal["ddp", "sharded"]
+Mode = Literal["ddp", "sharded"]
 Exchange = Literal["gradients", "through one rank", "now and then"]
 MOST_RANKS = 1024
 # Part of a micro-batch that is its backward pass, during which gradients travel: it does twice the work of the forward
@@ -151,7 +151,7 @@ class TimeForecast:
 
     Args:
         num_ranks: N.
-        way: How the ranks train.
+        mode: How the ranks train.
         step_s: Seconds of an optimizer step.
         num_steps: Of the training.
         computing: Share of micro-batches.
@@ -164,7 +164,7 @@ class TimeForecast:
     """
 
     num_ranks: int
-    way: Way
+    mode: Mode
     step_s: float
     num_steps: int
     computing: float
@@ -198,14 +198,14 @@ class _Step:
     tokens: tuple[int, int]
 
 
-def forecast_time(work: Workload, num_ranks: int, network: Network, way: Way = "ddp") -> TimeForecast:
+def forecast_time(work: Workload, num_ranks: int, network: Network, mode: Mode = "ddp") -> TimeForecast:
     """The training on `num_ranks` ranks.
 
     Args:
         work: What one rank has measured.
         num_ranks: At least 1.
         network: What joins them.
-        way: How they train.
+        mode: How they train.
 
     Raises:
         ConfigError: A step has fewer samples, or an epoch fewer batches, than there are ranks: the run fails as well.
@@ -222,13 +222,13 @@ def forecast_time(work: Workload, num_ranks: int, network: Network, way: Way = "
     planned = _mean([_one_rank(work, lengths, is_planned=work.is_planned) for lengths in work.steps])
     best_s = min(alone.slowest_s, planned.slowest_s) + work.update_s
     alone_s = alone.slowest_s + work.update_s
-    step = alone if num_ranks == 1 else _several(work, num_ranks, network, way)
+    step = alone if num_ranks == 1 else _several(work, num_ranks, network, mode)
     step_s = step.slowest_s + step.link_s + work.update_s
     times = work.times_the_batch(num_ranks)
     computed, real = step.tokens
     return TimeForecast(
         num_ranks=num_ranks,
-        way=way if num_ranks > 1 else "ddp",
+        mode=mode if num_ranks > 1 else "ddp",
         step_s=step_s,
         num_steps=work.steps_on(num_ranks),
         computing=step.compute_s / step_s,
@@ -241,23 +241,23 @@ def forecast_time(work: Workload, num_ranks: int, network: Network, way: Way = "
     )
 
 
-def curve(work: Workload, network: Network, way: Way = "ddp", most: int = MOST_RANKS) -> list[TimeForecast]:
+def curve(work: Workload, network: Network, mode: Mode = "ddp", most: int = MOST_RANKS) -> list[TimeForecast]:
     """Forecasts for 1, 2, 3, 4, 6, 8, 12, ... ranks, as far as a step has samples."""
     numbers = {*ladder(most), *([int(work.most_ranks)] if work.most_ranks <= most else [])}
-    return [forecast_time(work, n, network, way) for n in sorted(numbers) if work.has_samples(n)]
+    return [forecast_time(work, n, network, mode) for n in sorted(numbers) if work.has_samples(n)]
 
 
 def ladder(most: int) -> list[int]:
-    """Powers of two and what lies half-way between them, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..."""
+    """Powers of two and what lies half-mode between them, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..."""
     powers = [2**k for k in range(most.bit_length())]
     return sorted({n for power in powers for n in (power, power * 3 // 2) if n <= most})
 
 
-def _several(work: Workload, num_ranks: int, network: Network, way: Way) -> _Step:
+def _several(work: Workload, num_ranks: int, network: Network, mode: Mode) -> _Step:
     if not work.keeps_batch:
-        return _own_batches(work, num_ranks, network, way)
+        return _own_batches(work, num_ranks, network, mode)
     steps = _some_steps(work, num_ranks)
-    if way == "sharded":
+    if mode == "sharded":
         return _mean([_sharded(work, lengths, num_ranks, network) for lengths in steps])
     if work.exchange == "now and then":
         return _apart(work, steps, num_ranks, network)
@@ -361,10 +361,10 @@ def _apart(work: Workload, steps: Sequence[Sequence[int]], num_ranks: int, netwo
     return _Step(sum(means) / count, sum(slowest_s) / count, link_s, (computed, real))
 
 
-def _own_batches(work: Workload, num_ranks: int, network: Network, way: Way) -> _Step:
+def _own_batches(work: Workload, num_ranks: int, network: Network, mode: Mode) -> _Step:
     """Each rank takes a step of the script for itself: the slowest of N that are drawn from those that are known."""
     steps = [_one_rank(work, lengths, is_planned=False) for lengths in work.steps]
-    if way == "sharded":
+    if mode == "sharded":
         # In each micro-batch the ranks wait for the slowest.
         parts = [[work.seconds(part) for part in _in_order(lengths, work.sizes)] for lengths in work.steps]
         rounds = [expected_maximum(seconds, num_ranks) for seconds in zip(*parts, strict=True)]

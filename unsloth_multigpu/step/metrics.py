@@ -178,11 +178,11 @@ class Metrics(Part):
     def _log_save_evaluate(self, original: Callable[..., Any], tr_loss: torch.Tensor, *args: Any, **kw: Any) -> Any:
         """`Trainer._maybe_log_save_evaluate`: what every rank comes by when a step or an epoch has ended."""
         control, is_end, self._is_epoch_end = self._trainer.control, self._is_epoch_end, False
-        if is_end and not self._manager.config.meets_every_step:
+        if is_end and not self._manager.config.is_synchronous:
             # Ranks that step by themselves need not wait for each other before the end.
             state = self._trainer.state
             is_end = control.should_training_stop or state.global_step >= state.max_steps
-        is_long = len(self._steps) >= _MOST_STEPS and self._manager.config.meets_every_step
+        is_long = len(self._steps) >= _MOST_STEPS and self._manager.config.is_synchronous
         if is_end or is_long or control.should_log or control.should_evaluate or control.should_save:
             if self.is_dealing:
                 self.merge()

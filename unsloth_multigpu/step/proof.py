@@ -40,7 +40,7 @@ from unsloth_multigpu.step.still import Still
 from unsloth_multigpu.step.weighing import NEXT, ROWS, SUM, TOKENS, candidates, obstacle
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:
     from unsloth_multigpu.step.feed import StepFeed
@@ -99,7 +99,7 @@ class StepProof:
         is_alone: A pass as one process is under way: no other rank is in it.
     """
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
         self._trainer = trainer
         self._beat = beat
         beat.tell_first_step("")
@@ -219,7 +219,7 @@ class StepProof:
     def _obstacle(self) -> str:
         """Why no step can be compared, in words; "" = it can."""
         config = self._manager.config
-        if not config.meets_every_step:
+        if not config.is_synchronous:
             return "ranks do not meet in every step, by the options"
         if config.grad_compression is not None:
             return f"grad_compression={config.grad_compression!r} sends less than the gradient"
@@ -395,7 +395,7 @@ class StepProof:
 
     def _dealt_once(self, model: nn.Module, given: Given, one: Sequence[float]) -> tuple[Difference, float]:
         manager, trainer = self._manager, self._trainer
-        is_exchanged = isinstance(manager.config.sync, DDP) and manager.identity.world_size > 1
+        is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass():
             step, num_items = self._counted(given)
             manager.gather_floats([0.0])  # All ranks begin at once.

@@ -16,15 +16,15 @@ from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServ
 def make_sync(
     config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
 ) -> GradientSync:
-    """The exchange that `config.sync` names.
+    """The exchange that `config.strategy` names.
 
     Args:
-        config: `sync` is not DDP, which torch implements.
+        config: `strategy` is not DDP, which torch implements.
         model: On this rank's device, without a wrapper.
         optimizer: torch's, not accelerate's wrapper.
         is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
     """
-    asked = config.sync
+    asked = config.strategy
     if isinstance(asked, AllReduce):
         return AllReduceSync(model, optimizer, asked.bucket_mb)
     if isinstance(asked, DiLoCo):

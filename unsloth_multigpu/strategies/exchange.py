@@ -32,7 +32,7 @@ class Exchange(GradientExchange):
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager. Its `config.sync` is not DDP.
+        manager: This rank's manager. Its `config.strategy` is not DDP.
 
     Attributes:
         sync: The strategy, once the training has begun.
@@ -50,7 +50,7 @@ class Exchange(GradientExchange):
     @contextmanager
     def around(self) -> Iterator[None]:
         """Lets each rank count its own tokens, where ranks do not meet in every step."""
-        if not self._config.meets_every_step:
+        if not self._config.is_synchronous:
             # Counting over all ranks would be a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
         yield
@@ -71,15 +71,16 @@ class Exchange(GradientExchange):
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
             raise SetupError(
-                f"sync='{self._config.sync}', but the model is wrapped in DDP, by the script or an earlier training.",
-                hint="Make a new Trainer with the plain model, or set sync='ddp'.",
+                f"strategy='{self._config.strategy}', but the model is wrapped in DDP, by the script or an "
+                "earlier training.",
+                hint="Make a new Trainer with the plain model, or set strategy='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
         self.sync = make_sync(self._config, trainer.model, torch_optimizer(trainer), is_loss_scaled=is_loss_scaled)
         self.sync.begin()
         if self._checkpoint is not None:
             self._load_state(Path(self._checkpoint, STATE_FILE))
-        logger.info("sync=%s: %s", self._config.sync, type(self.sync).__name__)
+        logger.info("strategy=%s: %s", self._config.strategy, type(self.sync).__name__)
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
@@ -116,7 +117,7 @@ class Exchange(GradientExchange):
     @property
     def may_stop(self) -> bool:
         """Ranks that do not meet in every step stop at a meeting."""
-        return not isinstance(self._config.sync, LocalSGD) or self.are_replicas_equal
+        return not isinstance(self._config.strategy, LocalSGD) or self.are_replicas_equal
 
     @property
     def sent_bytes(self) -> int | None:
@@ -135,7 +136,7 @@ class Exchange(GradientExchange):
         if file.is_file():
             self.sync.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif self.sync.state_dict():
-            logger.warning("%s is missing: sync=%s begins with a new state", file, self._config.sync)
+            logger.warning("%s is missing: strategy=%s begins with a new state", file, self._config.strategy)
 
     def _load_optimizer(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
         """`Trainer._load_optimizer_and_scheduler`."""
@@ -149,7 +150,7 @@ class Exchange(GradientExchange):
             raise SetupError(
                 f"A {type(model).__name__} is trained in addition to the Trainer's model, and its gradients would not "
                 "be exchanged.",
-                hint="Set sync='ddp'.",
+                hint="Set strategy='ddp'.",
             )
         placement = args[0] if args else kwargs.get("device_placement")
         return original(model, placement, evaluation_mode=True)

@@ -107,8 +107,8 @@ class DiLoCoSync(LocalSGDSync):
         if self._num_local_steps < self.every_steps and not self._was_early:
             self._was_early = True
             logger.info(
-                "sync=diloco: ranks meet after %d of %d steps, to save, to evaluate or to end; that is an outer step "
-                "as well",
+                "strategy=diloco: ranks meet after %d of %d steps, to save, to evaluate or to end; that is an outer "
+                "step as well",
                 self._num_local_steps,
                 self.every_steps,
             )
@@ -144,7 +144,7 @@ class DiLoCoSync(LocalSGDSync):
         for name in ("momentum", "start"):
             if state.get(name) and [t.shape for t in state[name]] != shapes:
                 raise SetupError(
-                    f"The checkpoint's {name} of sync='diloco' does not fit this model's trainable parameters.",
+                    f"The checkpoint's {name} of strategy='diloco' does not fit this model's trainable parameters.",
                     hint="Resume with the model and the trainable parameters of the checkpoint.",
                 )
         with torch.no_grad():

@@ -102,7 +102,7 @@ class GradientSync:
             if kind == _SPARSE:
                 raise SetupError(
                     f"{self._name_of(parameter)} has a sparse gradient, which {type(self).__name__} does not send.",
-                    hint="Use sync='ddp', or build its layer with sparse=False.",
+                    hint="Use strategy='ddp', or build its layer with sparse=False.",
                 )
             if kind == _DENSE:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -53,7 +53,7 @@ class StepCheck(Part):
         self._manager = manager
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
-        self._is_shared = manager.config.sync.has_one_gradient or manager.identity.world_size == 1
+        self._is_shared = manager.config.strategy.has_one_gradient or manager.identity.world_size == 1
         self._skipped = SkippedSteps()
         self._losses: list[Any] = []
         self._is_judged = self._is_skipped = False
@@ -218,7 +218,7 @@ class BatchCount:
     def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.get_batch_samples`."""
         # Ranks that step by themselves do not wait for each other.
-        if not self._manager.config.meets_every_step or self._manager.identity.world_size == 1:
+        if not self._manager.config.is_synchronous or self._manager.identity.world_size == 1:
             return original(epoch_iterator, *args, **kwargs)
         if self._steps.has_one_order:
             return original(epoch_iterator, *args, **kwargs)

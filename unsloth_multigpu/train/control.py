@@ -11,7 +11,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.lead import PASSED, WAIT, Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
@@ -28,7 +28,7 @@ class OneDecision(Part):
     evaluation, a save or a stop on one rank alone would leave the others waiting for it.
 
     Rank 0 writes its flags and continues; the other ranks take them over, see `Lead`. Ranks that step by themselves
-    (`config.meets_every_step` is False) do not wait at each step. A rank without a flag passes; one with a flag, which
+    (`config.is_synchronous` is False) do not wait at each step. A rank without a flag passes; one with a flag, which
     is about to synchronize with the others, waits for rank 0's word. If a rank is already past this step, rank 0's
     decision takes effect at the first step that no rank has reached.
 
@@ -40,11 +40,11 @@ class OneDecision(Part):
 
     place = "decision"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._trainer = trainer
         self._lead = Lead(manager, beat)
         self._rank = manager.identity.rank
-        self._is_together = manager.config.meets_every_step
+        self._is_together = manager.config.is_synchronous
         self._is_log_due = False
         # Flags of substeps that wait for the end of the step; flags of rank 0 that wait for a later step, and which.
         self._held_stops = 0

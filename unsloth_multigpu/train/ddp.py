@@ -246,7 +246,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
 
 
 def forget_evaluation(trainer: TrainerLike) -> None:
-    """Undoes how `evaluate()` or another `sync` prepared the model: accelerate does not prepare a model twice."""
+    """Undoes how `evaluate()` or another `strategy` prepared the model: accelerate does not prepare a model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return

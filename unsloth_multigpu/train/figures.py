@@ -18,7 +18,7 @@ from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.tokens import TokenCount
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage, Figures
+from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage
 from unsloth_multigpu.wire.process import read_peak_bytes
 
 # The median of a step's seconds is that of so many last ones.
@@ -54,7 +54,7 @@ class Meter(Part):
         self,
         trainer: TrainerLike,
         manager: DDPManager,
-        beat: BeatPage,
+        beat: HeartbeatPage,
         steps: StepFeed | None = None,
     ) -> None:
         self._trainer = trainer

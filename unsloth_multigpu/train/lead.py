@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -44,7 +44,7 @@ class Lead:
         beat: This rank's page of beats.
     """
 
-    def __init__(self, manager: DDPManager, beat: BeatPage) -> None:
+    def __init__(self, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._manager = manager
         self._beat = beat
         self._rank = manager.identity.rank

@@ -17,7 +17,7 @@ from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.wire.beat import BeatReader, Figures
+from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatReader
 from unsloth_multigpu.words import GIB
 
 logger = get_logger(__name__)
@@ -43,7 +43,7 @@ class LogFigures(Part):
 
     place = "log"
 
-    def __init__(self, trainer: TrainerLike, meter: Meter, rank: int, reader: BeatReader | None) -> None:
+    def __init__(self, trainer: TrainerLike, meter: Meter, rank: int, reader: HeartbeatReader | None) -> None:
         self._trainer = trainer
         self._meter = meter
         self._rank = rank
@@ -103,7 +103,7 @@ def log_figures(trainer: TrainerLike, meter: Meter, manager: DDPManager, run_dir
     identity = manager.identity
     if identity.rank > 0 or not manager.config.log_metrics:
         return []
-    reader = None if run_dir is None else BeatReader(run_dir, identity.local_world_size)
+    reader = None if run_dir is None else HeartbeatReader(run_dir, identity.local_world_size)
     return [LogFigures(trainer, meter, identity.rank, reader)]
 
 

@@ -44,7 +44,7 @@ def outlook_of(trainer: TrainerLike, config: MultiGPUConfig) -> Outlook | None:
         return None
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return None
-    if config.shard != "off" or config.grad_compression is not None or not isinstance(config.sync, DDP):
+    if config.shard != "off" or config.grad_compression is not None or not isinstance(config.strategy, DDP):
         return None  # `unsloth-multigpu forecast` knows these ways.
     return Outlook(trainer, config)
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 _GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
 _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
@@ -28,7 +28,7 @@ class Guard(Part):
 
     place = "phases"
 
-    def __init__(self, trainer: TrainerLike, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, beat: HeartbeatPage) -> None:
         self.trainer = trainer
         self.beat = beat
         self._compiler = CompilerPhase(beat)
@@ -137,7 +137,7 @@ class CompilerPhase:
         beat: This rank's page.
     """
 
-    def __init__(self, beat: BeatPage) -> None:
+    def __init__(self, beat: HeartbeatPage) -> None:
         self._beat = beat
         self._before: Phase | None = None
         self._handler: Any = None

@@ -15,8 +15,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Preemption(Part):
         trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
-        beat: BeatPage,
+        beat: HeartbeatPage,
         may_stop: Callable[[], bool] = lambda: True,
     ) -> None:
         self._trainer = trainer

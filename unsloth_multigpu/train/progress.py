@@ -117,7 +117,7 @@ class Progress(Part):
 
     def _beside_the_model(self) -> list[tuple[str, Any]]:
         """What the optimizer trains outside the model. Ranks that step by themselves do not exchange it."""
-        return parameters_beside_the_model(self._trainer) if self._manager.config.meets_every_step else []
+        return parameters_beside_the_model(self._trainer) if self._manager.config.is_synchronous else []
 
 
 def exit_code(error: SystemExit) -> int:

@@ -85,9 +85,9 @@ class TrainedParameters(Part):
             more = ids - set(map(id, self._exchange.parameters))
             if more:
                 raise SetupError(
-                    f"{self._names(more)} became trainable after step {self._step}, but sync="
-                    f"'{self._manager.config.sync}' exchanges what was trainable when the training began.",
-                    hint="Set sync='ddp', or make it trainable before train().",
+                    f"{self._names(more)} became trainable after step {self._step}, but strategy="
+                    f"'{self._manager.config.strategy}' exchanges what was trainable when the training began.",
+                    hint="Set strategy='ddp', or make it trainable before train().",
                 )
             return
         ddp = getattr(model, "_orig_mod", model)

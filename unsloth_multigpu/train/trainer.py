@@ -42,9 +42,9 @@ from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.waiting import Waiting
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class DDPTrainer:
         trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
-        beat: BeatPage,
+        beat: HeartbeatPage,
         arguments: dict[str, Any] | None = None,
         training: int = 0,
         context: RunContext | None = None,
@@ -95,7 +95,7 @@ class DDPTrainer:
         self.steps = StepFeed(trainer, manager, beat)
         self.exchange: GradientExchange | None = None
         self._resume: Resume | None = None
-        if is_one_of_several and not isinstance(self.config.sync, DDP):
+        if is_one_of_several and not isinstance(self.config.strategy, DDP):
             from unsloth_multigpu.strategies.exchange import Exchange
 
             self.exchange = Exchange(trainer, manager)

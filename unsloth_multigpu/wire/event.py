@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class EventWriter:
         attempt: How often the ranks were started before.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: BeatPage) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: HeartbeatPage) -> None:
         self.run_dir = run_dir
         self.attempt = attempt
         self._path = Path(run_dir) / f"events_rank_{rank}.jsonl"

@@ -25,7 +25,7 @@ import torch
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.wire.beat import read_beats
+from unsloth_multigpu.wire.heartbeat import read_beats
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -17,14 +17,14 @@ parser.add_argument("--save", default="no")
 parser.add_argument("--evaluate", action="store_true", help="after the second step, over many batches")
 parser.add_argument("--stuck", action="store_true", help="rank 1 does not come out of its second step")
 parser.add_argument("--catch", action="store_true")
-parser.add_argument("--sync", default="ddp")
+parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
 
 ump.enable_multi_gpu(
     resume=args.resume,
     grace_s=args.grace,
     max_restarts=args.max_restarts,
-    sync=args.sync,
+    strategy=args.strategy,
 )
 
 import torch

@@ -19,7 +19,7 @@ from tiny_llama import collate, tiny_llama
 from transformers import TrainerCallback, TrainingArguments
 
 rank = int(os.environ["RANK"])
-DILOCO = {"sync": ump.DiLoCo(every_steps=4)}
+DILOCO = {"strategy": ump.DiLoCo(every_steps=4)}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -75,7 +75,7 @@ def difference_by_hand():
     """A rank that steps by itself, on ragged rows: steps of 4, 4 and 1 rows, the last of which rank 0 has none of."""
     model, watch = tiny(), Watch()
     by_hand, rows = copy.deepcopy(model), Rows(9)
-    line = {"sync": ump.LocalSGD(every_steps=100)}
+    line = {"strategy": ump.LocalSGD(every_steps=100)}
     plain = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "lr_scheduler_type": "constant"}
     trainer_of(model, line, 9, [watch], num_train_epochs=1, **plain).train()
     parts = [[[0, 1], [4, 5], []], [[2, 3], [6, 7], [8]]][rank]

@@ -73,9 +73,9 @@ class Arm:
         return not self.has_one_process or not self._config.enable_ddp
 
     @property
-    def meets_every_step(self) -> bool:
+    def is_synchronous(self) -> bool:
         """True if all ranks make each optimizer step together; each step then has one gradient."""
-        return self._config.meets_every_step
+        return self._config.is_synchronous
 
     @property
     def _config(self) -> MultiGPUConfig:
@@ -158,12 +158,14 @@ STRATEGIES: Mapping[str, Arm] = {
             note="what it sends are gradients to the CPU and back, and weights to the replicas",
             enable_ddp=False,
         ),
-        _strategy(DDP, "all-reduce during backward", sync="ddp"),
-        _strategy("allreduce_each", "all-reduce per parameter, after backward", sync=AllReduce(bucket_mb=0)),
-        _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
-        _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
-        _strategy("local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, sync=LocalSGD(every_steps=8)),
-        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, sync=DiLoCo(every_steps=8)),
+        _strategy(DDP, "all-reduce during backward", strategy="ddp"),
+        _strategy("allreduce_each", "all-reduce per parameter, after backward", strategy=AllReduce(bucket_mb=0)),
+        _strategy("allreduce", "all-reduce in buckets, after backward", strategy="allreduce"),
+        _strategy("parameter_server", "rank 0 steps, the others get its weights", strategy="parameter_server"),
+        _strategy(
+            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy=LocalSGD(every_steps=8)
+        ),
+        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy=DiLoCo(every_steps=8)),
     )
 }
 

@@ -95,7 +95,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
     trainer = _make_trainer(arm, options, model, tokenizer, meter, columns, test_rows, MarkSteps())
     trainer.train()
     history = trainer.state.log_history
-    norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry] if arm.meets_every_step else []
+    norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry] if arm.is_synchronous else []
     return {
         "steps": meter.steps(),
         "gradient_norms": norms,
@@ -240,7 +240,7 @@ def learning_arguments(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         # PEFT's models do not declare them.
         "label_names": ["labels"],
         # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
-        "logging_strategy": "steps" if arm.meets_every_step else "epoch",
+        "logging_strategy": "steps" if arm.is_synchronous else "epoch",
     }
 
 

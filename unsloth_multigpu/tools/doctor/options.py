@@ -30,7 +30,7 @@ the line, reads a YAML file with the names of the arguments:
 
 ```yaml
 num_gpus: 2
-sync: diloco:every_steps=8
+strategy: diloco:every_steps=8
 max_restarts: 3
 hang_timeout_s: 300
 ```
@@ -50,8 +50,8 @@ A name that is no option, one that is given twice and a value that cannot be use
 _STRATEGIES = """
 ## Strategies
 
-`sync` takes a strategy with its options, `sync=ump.DiLoCo(every_steps=8)`, or its name, `sync="diloco"`, for its
-defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_SYNC` and `--sync`:
+`strategy` takes a strategy with its options, `strategy=ump.DiLoCo(every_steps=8)`, or its name, `strategy="diloco"`,
+for its defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_STRATEGY` and `--strategy`:
 `diloco:every_steps=8,outer_momentum=0`. What each does to a training is in [strategies.md](strategies.md).
 """
 _COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Followed by")

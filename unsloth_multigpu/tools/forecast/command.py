@@ -180,8 +180,8 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
     work = measured.work
     known = [n for n in sorted({1, *request.numbers}) if work.has_samples(n)]
-    rows = [forecast_time(work, n, network, measured.way) for n in known]
-    whole = curve(work, network, measured.way)
+    rows = [forecast_time(work, n, network, measured.mode) for n in known]
+    whole = curve(work, network, measured.mode)
     advice = advise(work, whole, network, MOST_RANKS)
     if measured.misfit > TOLERANCE:
         advice.append(

@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.cost import CostModel, fit_cost, fit_time
-from unsloth_multigpu.step.forecast import Epochs, TimeForecast, Way, Workload, forecast_time
+from unsloth_multigpu.step.forecast import Epochs, Mode, TimeForecast, Workload, forecast_time
 from unsloth_multigpu.step.link import Network
 
 # Steps that must be timed, or one slow step would decide.
@@ -38,7 +38,7 @@ class Measured:
 
     Args:
         work: What a forecast is made from.
-        way: How the script asks its ranks to train.
+        mode: How the script asks its ranks to train.
         trained: Tokens of each sample of the timed steps, by the number of the step.
         misfit: Median difference of the timed steps from what the fitted costs say, relative.
         facts: As recorded.
@@ -46,7 +46,7 @@ class Measured:
     """
 
     work: Workload
-    way: Way
+    mode: Mode
     trained: Mapping[int, tuple[int, ...]]
     misfit: float
     facts: Mapping[str, Any]
@@ -89,8 +89,8 @@ def read_measured(record: Mapping[str, Any]) -> Measured:
         computed[step] = computed.get(step, 0.0) + work.seconds(lengths)
     misfit = statistics.median(abs(computed.get(s["step"], 0.0) / (s["computed_s"] or 1.0) - 1) for s in steps)
     trained = {int(step): tuple(lengths) for step, lengths in record["trained"].items()}
-    way: Way = "ddp" if record["asked"]["shard"] == "off" else "sharded"
-    return Measured(work, way, trained, misfit, record, tuple(_notes(record, misfit)))
+    mode: Mode = "ddp" if record["asked"]["shard"] == "off" else "sharded"
+    return Measured(work, mode, trained, misfit, record, tuple(_notes(record, misfit)))
 
 
 def _notes(record: Mapping[str, Any], misfit: float) -> list[str]:
@@ -152,7 +152,7 @@ def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Net
     for number, lengths in measured.trained.items():
         if number in slowest:
             work = dataclasses.replace(measured.work, steps=(lengths,))
-            pairs.append((_step_s(work, num_ranks, network, measured.way), slowest[number]))
+            pairs.append((_step_s(work, num_ranks, network, measured.mode), slowest[number]))
     if not pairs:
         raise SetupError("No step was timed in both runs.", hint="Raise --steps.")
     ratio = statistics.median(f / m for f, m in pairs)
@@ -160,6 +160,6 @@ def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Net
     return Check(num_ranks, forecast_s, measured_s, ratio, records[0].get("first_step", {}))
 
 
-def _step_s(work: Workload, num_ranks: int, network: Network, way: Way) -> float:
-    row: TimeForecast = forecast_time(work, num_ranks, network, way)
+def _step_s(work: Workload, num_ranks: int, network: Network, mode: Mode) -> float:
+    row: TimeForecast = forecast_time(work, num_ranks, network, mode)
     return row.step_s

@@ -220,12 +220,12 @@ def _facts_of(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
     numel, trained_numel = (sum(p.numel() for p in some) for some in (model.parameters(), trained))
     is_frozen = trained_numel < numel / 2
     hides = 0.0
-    if device.type != "cpu" and isinstance(config.sync, DDP):
+    if device.type != "cpu" and isinstance(config.strategy, DDP):
         hides = BACKWARD_FROZEN if is_frozen else BACKWARD
     exchange, every_steps = "gradients", 1
-    if isinstance(config.sync, LocalSGD):
-        exchange, every_steps = "now and then", config.sync.every_steps
-    elif isinstance(config.sync, ParameterServer):
+    if isinstance(config.strategy, LocalSGD):
+        exchange, every_steps = "now and then", config.strategy.every_steps
+    elif isinstance(config.strategy, ParameterServer):
         exchange = "through one rank"
     is_halved = config.grad_compression in ("bf16", "fp16")
     on_card = device.type != "cpu"
@@ -238,7 +238,7 @@ def _facts_of(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
         "device": getattr(torch, device.type).get_device_name(device) if on_card else "CPU",
         "is_cpu": not on_card,
         "asked": {
-            "sync": str(config.sync),
+            "strategy": str(config.strategy),
             "shard": config.shard,
             "grad_compression": config.grad_compression,
             "keeps_batch": config.keeps_global_batch,

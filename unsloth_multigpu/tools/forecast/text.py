@@ -70,7 +70,7 @@ def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, ch
     samples = f"{work.num_samples} samples in a step, {dealt}{span}"
     if not work.keeps_batch:
         samples = f"{work.num_samples} samples in a step of each GPU (global_batch='scale')"
-    sync = "sharded" if measured.way == "sharded" else f"sync={found['asked']['sync']}"
+    how = "sharded" if measured.mode == "sharded" else f"strategy={found['asked']['strategy']}"
     overhead = work.timing.overhead_tokens
     lines = []
     if checked is not None and (first := checked.first_step) and first["one_process_s"] and first["dealt_s"]:
@@ -78,7 +78,7 @@ def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, ch
         lines = [f"measured, forward and backward passes of the first step: {times}"]
     lines += [
         f"{found['model']}, {found['num_parameters']:,} parameters, {found['num_trained']:,} trained; "
-        f"{found['trainer']}, {samples}; {sync}",
+        f"{found['trainer']}, {samples}; {how}",
         f"measured on one rank ({found['device']}), {len(found['steps'])} steps: {_short(work.token_s)} a token, "
         f"{overhead:.0f} tokens more for each micro-batch, {_short(work.update_s)} of a step for the update; the "
         f"fitted costs repeat these steps within {measured.misfit:.1%}",

@@ -12,7 +12,7 @@ from typing import Any
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.row import CommandOption
-from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Training, Way, fits, in_gib, usable_bytes, would_do
+from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, in_gib, usable_bytes, would_do
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Question, ask
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.program import command_of, parse_numbers
@@ -20,7 +20,7 @@ from unsloth_multigpu.words import GIB
 
 SCHEMA_VERSION = 2
 DEFAULT_GPUS = "1,2,4,8"
-_COLUMNS = ("GPUs", "way", "weights", "gradients", "optimizer", "activations", "overhead", "total")
+_COLUMNS = ("GPUs", "mode", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 OWN_OPTIONS: dict[str, CommandOption] = {
     "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
@@ -54,8 +54,8 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     if limit_s <= 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
-    ways: tuple[Way, ...] = ("ddp", "sharded")
-    asked = tuple((way, n) for n in numbers for way in ways if n > 1 or way == "ddp")
+    modes: tuple[Mode, ...] = ("ddp", "sharded")
+    asked = tuple((mode, n) for n in numbers for mode in modes if n > 1 or mode == "ddp")
     answer = ask(command_of(program), os.environ, Question(asked, options.tokens, given), limit_s=limit_s)
     screen = Screen()
     if options.json:
@@ -138,13 +138,13 @@ def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
     place = (
         f"On this machine ({here} GPUs)" if mine else f"With {best.num_ranks} GPU{'s' if best.num_ranks > 1 else ''}"
     )
-    setting = "enable_multi_gpu()" if best.way == "ddp" else 'enable_multi_gpu(shard="on")'
+    setting = "enable_multi_gpu()" if best.mode == "ddp" else 'enable_multi_gpu(shard="on")'
     return [*lines, f"{of}.", f"{place}: {setting}"]
 
 
 def _cells(training: Training, row: MemoryForecast, device_bytes: int | None) -> tuple[str, ...]:
     sizes = (row.weights, row.gradients, row.optimizer, row.activations, row.overhead_bytes, row.total)
-    cells = (str(row.num_ranks), row.way, *map(_shown, sizes))
+    cells = (str(row.num_ranks), row.mode, *map(_shown, sizes))
     if device_bytes is None:
         return cells
     if not training.has_samples(row.num_ranks):

@@ -42,9 +42,9 @@ def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[Reaso
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
         found = f"{option}: a step of several ranks has more samples than one of one process"
         yield Reason("larger steps", found, f"leave {option} out")
-    if not config.meets_every_step:
-        found = f"sync='{config.sync}': ranks step by themselves, which is not what one process computes"
-        yield Reason("local steps", found, "compare with sync='ddp'")
+    if not config.is_synchronous:
+        found = f"strategy='{config.strategy}': ranks step by themselves, which is not what one process computes"
+        yield Reason("local steps", found, "compare with strategy='ddp'")
     if draws_completions(trainer):
         found = f"{type(trainer).__name__} trains on texts that it generates by chance"
         yield Reason("sampling", found, "compare another trainer; generated texts are not repeatable over ranks")

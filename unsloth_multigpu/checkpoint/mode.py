@@ -1,6 +1,6 @@
 """Was a checkpoint written by ranks that hold parts of the weights? Only files; no torch.
 
-The two ways do not read each other's checkpoints: accelerate looks for files that the other way does not write, and a
+The two modes do not read each other's checkpoints: accelerate looks for files that the other mode does not write, and a
 Trainer refuses those that FSDP writes.
 """
 
@@ -34,10 +34,10 @@ def was_sharded(folder: Path, manifest: Manifest | None) -> bool | None:
     return False if (folder / _WHOLE_FILE).is_file() else None
 
 
-def refuse_other_way(
+def refuse_other_mode(
     folder: Path, manifest: Manifest | None, *, is_sharded: bool, world_size: int, files_tell: bool = True
 ) -> None:
-    """Refuses to resume a sharded training from a checkpoint of one that was not, and the other way round.
+    """Refuses to resume a sharded training from a checkpoint of one that was not, and or the reverse.
 
     Args:
         folder: The checkpoint.
@@ -47,18 +47,18 @@ def refuse_other_way(
         files_tell: False = the engine that shards writes the files of one process, as Unsloth's does.
 
     Raises:
-        SetupError: It was written the other way.
+        SetupError: It was written in the other mode.
     """
     was = was_sharded(folder, manifest)
     is_told = manifest is not None and manifest.is_sharded is not None
     if was is None or was == is_sharded or not (is_told or files_tell):
         return
-    way = "Train sharded again (shard='on')" if was else "Train without sharding again (shard='off')"
+    mode = "Train sharded again (shard='on')" if was else "Train without sharding again (shard='off')"
     more = ", on two GPUs or more" if was and world_size == 1 else ""
     raise SetupError(
         f"{folder} was written by ranks that each held {_HELD[was]}, and now each holds {_HELD[is_sharded]}: a "
-        "training cannot resume the other way.",
-        hint=f"{way}{more}, or begin a new training: load the model from that folder, set resume='off' and leave "
+        "training cannot resume in the other mode.",
+        hint=f"{mode}{more}, or begin a new training: load the model from that folder, set resume='off' and leave "
         "resume_from_checkpoint out.",
     )
 
@@ -83,4 +83,4 @@ def refuse_sharded(trainer: TrainerLike, arguments: dict[str, Any]) -> None:
         manifest = read_manifest(folder)
     except ValueError:
         manifest = None  # Whether it is whole is not checked here either.
-    refuse_other_way(folder, manifest, is_sharded=False, world_size=1)
+    refuse_other_mode(folder, manifest, is_sharded=False, world_size=1)

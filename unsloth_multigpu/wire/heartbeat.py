@@ -70,7 +70,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """One look at a page.
 
     Args:
@@ -128,7 +128,7 @@ _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
 _NUM_STEPS_TO_FORGET = 4
 
 
-class BeatPage:
+class HeartbeatPage:
     """The writing side, in a rank.
 
     Args:
@@ -190,17 +190,17 @@ class BeatPage:
         self._put(_FIGURES_OFFSET, _FIGURES.pack(*(-1 if value is None else value for value in values)))
 
     def name_device(self, name: str, device_id: str) -> None:
-        """Says on which device this rank trains; see `Beat`."""
+        """Says on which device this rank trains; see `Heartbeat`."""
         texts = (text.encode("ascii", "replace")[:limit] for text, limit in ((name, 64), (device_id, 48)))
         self._put(_PROCESS_OFFSET, _PROCESS.pack(os.getpid(), *texts))
 
     def tell_first_step(self, text: str) -> None:
-        """What its comparison with one process has found, at most 64 characters; see `Beat`."""
+        """What its comparison with one process has found, at most 64 characters; see `Heartbeat`."""
         self._put(_FIRST_STEP_OFFSET, _FIRST_STEP.pack(text.encode("ascii", "replace")))
 
     @property
     def longest_s(self) -> float:
-        """See `Beat`."""
+        """See `Heartbeat`."""
         if self._num_steps > _NUM_STEPS_TO_FORGET:
             return self._longest_s["later"]
         return max(self._longest_s.values())
@@ -216,7 +216,7 @@ class BeatPage:
             self.mark(before)
 
     def pulse(self, collective: int, operation: str) -> None:
-        """Called by the pulse thread alone; see `Beat`."""
+        """Called by the pulse thread alone; see `Heartbeat`."""
         name = operation.encode("ascii", "replace")[:_NAME_BYTES]
         self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, name))
 
@@ -225,7 +225,7 @@ class BeatPage:
         self._memory[offset : offset + len(data)] = data
 
 
-def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:
+def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Heartbeat]:
     """The latest beat of every rank that has made its page; it outlives the rank."""
     found = {}
     for path in Path(run_dir).glob("beat_rank_*"):
@@ -235,7 +235,7 @@ def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:
     return found
 
 
-def _parse(data: bytes) -> Beat:
+def _parse(data: bytes) -> Heartbeat:
     step, phase, micro_batch, progress_s, longest_s = _MAIN.unpack_from(data, 0)
     alive_s, collective, name = _PULSE.unpack_from(data, _PULSE_OFFSET)
     operation = name.rstrip(b"\0").decode("ascii")
@@ -244,10 +244,10 @@ def _parse(data: bytes) -> Beat:
     texts += _FIRST_STEP.unpack_from(data, _FIRST_STEP_OFFSET)
     told = (text.rstrip(b"\0").decode("ascii") for text in texts)
     times_s = (progress_s, alive_s)
-    return Beat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *told)
+    return Heartbeat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *told)
 
 
-class BeatReader:
+class HeartbeatReader:
     """Reads the pages of one machine's ranks again and again, in microseconds.
 
     Args:
@@ -260,7 +260,7 @@ class BeatReader:
         self._num_ranks = num_ranks
         self._pages: dict[int, mmap.mmap] = {}
 
-    def read(self) -> dict[int, Beat]:
+    def read(self) -> dict[int, Heartbeat]:
         """As `read_beats`."""
         if len(self._pages) < self._num_ranks:
             for path in self._run_dir.glob("beat_rank_*"):

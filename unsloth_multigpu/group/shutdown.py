@@ -23,7 +23,7 @@ _QUIET_S = 5.0
 _LEFT = "left"
 
 
-class Farewell:
+class ShutdownBarrier:
     """Says which ranks have left the store, and lets rank 0 stay for them.
 
     Args:
@@ -34,7 +34,7 @@ class Farewell:
     def __init__(self, board: Board, world_size: int) -> None:
         self._board = board
         self._others = range(1, world_size)
-        board.publish(f"farewell/{board.rank}", json.dumps([platform.node(), os.getpid()]))
+        board.publish(f"shutdown/{board.rank}", json.dumps([platform.node(), os.getpid()]))
 
     def leave(self, limit_s: float) -> None:
         """This rank needs the store no more. Rank 0 waits until that is true of all, or their processes are gone.
@@ -44,7 +44,7 @@ class Farewell:
         """
         if self._board.rank > 0:
             try:
-                self._board.publish(f"farewell/{self._board.rank}", _LEFT)
+                self._board.publish(f"shutdown/{self._board.rank}", _LEFT)
             except RuntimeError as gone:
                 logger.debug("rank 0 has left before: %s", gone)
             return
@@ -67,7 +67,7 @@ class Farewell:
 
     def _present(self) -> list[int]:
         """Ranks that may need the store still, also those that have not come to it yet."""
-        return [rank for rank in self._others if not self._is_gone(self._board.read(f"farewell/{rank}"))]
+        return [rank for rank in self._others if not self._is_gone(self._board.read(f"shutdown/{rank}"))]
 
     @staticmethod
     def _is_gone(told: str | None) -> bool:

@@ -14,24 +14,24 @@ import time
 import pytest
 import torch.distributed as dist
 
-from unsloth_multigpu.group import farewell as module
 from unsloth_multigpu.group import manager as manager_module
+from unsloth_multigpu.group import shutdown as module
 from unsloth_multigpu.group.board import Board
-from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shutdown import ShutdownBarrier
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
 
-def seconds_to_leave(farewell: Farewell, limit_s: float) -> float:
+def seconds_to_leave(barrier: ShutdownBarrier, limit_s: float) -> float:
     begin_s = time.monotonic()
-    farewell.leave(limit_s)
+    barrier.leave(limit_s)
     return time.monotonic() - begin_s
 
 
 def test_rank_0_stays_until_the_others_have_left(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
-    first, *others = (Farewell(Board(rank, store), 3) for rank in range(3))
+    first, *others = (ShutdownBarrier(Board(rank, store), 3) for rank in range(3))
     has_left = threading.Event()
 
     def stay() -> None:
@@ -52,20 +52,20 @@ def test_dead_process_of_this_machine_is_not_waited_for() -> None:
     store = dist.HashStore()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    Board(1, store).publish("farewell/1", json.dumps([platform.node(), child.pid]))
-    assert seconds_to_leave(Farewell(Board(0, store), 2), 60.0) < 30.0
+    Board(1, store).publish("shutdown/1", json.dumps([platform.node(), child.pid]))
+    assert seconds_to_leave(ShutdownBarrier(Board(0, store), 2), 60.0) < 30.0
     # The same number on another machine says nothing.
-    Board(1, store).publish("farewell/1", json.dumps(["elsewhere", child.pid]))
-    assert seconds_to_leave(Farewell(Board(0, store), 2), 0.2) >= 0.2
+    Board(1, store).publish("shutdown/1", json.dumps(["elsewhere", child.pid]))
+    assert seconds_to_leave(ShutdownBarrier(Board(0, store), 2), 0.2) >= 0.2
 
 
 def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_QUIET_S", 0.05)
     store = dist.HashStore()
-    Board(1, store).publish("farewell/1", json.dumps([platform.node(), os.getpid()]))
+    Board(1, store).publish("shutdown/1", json.dumps([platform.node(), os.getpid()]))
     # Rank 2 has not come yet.
     with caplog.at_level(logging.INFO):
-        assert 0.2 <= seconds_to_leave(Farewell(Board(0, store), 3), 0.2) < 20.0
+        assert 0.2 <= seconds_to_leave(ShutdownBarrier(Board(0, store), 3), 0.2) < 20.0
     stays, leaves = (record.getMessage() for record in caplog.records)
     assert "stays until rank(s) 1, 2 have left, at most 0.2 s (timeout_s)" in stays
     assert "rank(s) 1, 2 have not left within 0.2 s" in leaves
@@ -92,7 +92,7 @@ def test_only_a_store_that_goes_with_rank_0_is_left(
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
     left: list[float] = []
-    monkeypatch.setattr(Farewell, "leave", lambda _, limit_s: left.append(limit_s))
+    monkeypatch.setattr(ShutdownBarrier, "leave", lambda _, limit_s: left.append(limit_s))
     manager.leave_store(1.0)  # Nobody has met there.
     assert left == []
     manager.publish("key")

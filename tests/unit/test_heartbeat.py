@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.wire.beat import Beat, BeatPage, Phase, read_beats
+from unsloth_multigpu.wire.heartbeat import Heartbeat, HeartbeatPage, Phase, read_beats
 
 
 def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
-    pages = [BeatPage(tmp_path, rank) for rank in (0, 11)]
+    pages = [HeartbeatPage(tmp_path, rank) for rank in (0, 11)]
     pages[0].mark(Phase.COMPUTE, step=7, micro_batch=3)
     begin = time.monotonic()
     pages[1].mark(step=2**40)
@@ -29,7 +29,7 @@ def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
 
 
 def test_what_a_mark_leaves_out_stays(tmp_path: Path) -> None:
-    page = BeatPage(tmp_path, 0)
+    page = HeartbeatPage(tmp_path, 0)
     page.mark(Phase.COMPUTE, step=7, micro_batch=3)
     before = read_beats(tmp_path)[0].progress_s
     page.mark()
@@ -39,7 +39,7 @@ def test_what_a_mark_leaves_out_stays(tmp_path: Path) -> None:
 
 
 def test_phase_ends_with_its_block(tmp_path: Path) -> None:
-    page = BeatPage(tmp_path, 0)
+    page = HeartbeatPage(tmp_path, 0)
     page.mark(Phase.UPDATE, step=3)
     with page.within(Phase.AGREE):
         assert read_beats(tmp_path)[0].phase == Phase.AGREE
@@ -52,7 +52,7 @@ def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch
     """A device may have all of a step still to do where the main thread reads its first number of it."""
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    page = BeatPage(tmp_path, 0)
+    page = HeartbeatPage(tmp_path, 0)
 
     def after(seconds: float, *phase: Phase, **place: Any) -> float:
         clock[0] += seconds
@@ -82,16 +82,16 @@ def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch
 
 
 def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
-    first = BeatPage(tmp_path, 0)
+    first = HeartbeatPage(tmp_path, 0)
     first.mark(Phase.COMPUTE, step=7)
     first.pulse(9, "barrier")
-    BeatPage(tmp_path, 0)
+    HeartbeatPage(tmp_path, 0)
     beat = read_beats(tmp_path)[0]
-    assert beat == Beat(progress_s=beat.progress_s, pid=os.getpid())
+    assert beat == Heartbeat(progress_s=beat.progress_s, pid=os.getpid())
 
 
 def test_page_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
-    BeatPage(tmp_path, 0)
+    HeartbeatPage(tmp_path, 0)
     (tmp_path / "beat_rank_1").touch()
     assert set(read_beats(tmp_path)) == {0}
 
@@ -99,22 +99,24 @@ def test_page_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
 def test_page_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        BeatPage(tmp_path, 0)
+        HeartbeatPage(tmp_path, 0)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "beat_rank_0").stat().st_mode) == 0o600
 
 
 def test_page_without_a_supervisor_is_written_as_well() -> None:
-    page = BeatPage(None, 0)
+    page = HeartbeatPage(None, 0)
     page.mark(Phase.SAVE, step=3)
     assert (page.phase, page.step) == (Phase.SAVE, 3)
 
 
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:
     # Another process, as in a run: a thread of this one would be held by the interpreter's lock.
-    writes = "page = BeatPage(sys.argv[1], 0)\nwhile True: page.mark(Phase.COMPUTE, step=5); page.pulse(2, 'barrier')"
-    source = f"import sys\nfrom unsloth_multigpu.wire.beat import BeatPage, Phase\n{writes}"
+    writes = (
+        "page = HeartbeatPage(sys.argv[1], 0)\nwhile True: page.mark(Phase.COMPUTE, step=5); page.pulse(2, 'barrier')"
+    )
+    source = f"import sys\nfrom unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase\n{writes}"
     writer = subprocess.Popen([sys.executable, "-c", source, tmp_path])
     try:
         deadline_s = time.monotonic() + 30.0
