@@ -10,7 +10,6 @@ from unsloth_multigpu.notebook.cell import (
     is_python,
     is_rank_0_magic,
     kept_value,
-    log_header,
     names_broken_group,
     parse_ranks,
     split_at,
@@ -149,7 +148,3 @@ def test_ranks_are_read() -> None:
 def test_a_broken_group_is_known_by_its_words() -> None:
     assert names_broken_group(RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:1"))
     assert not names_broken_group(ValueError("3"))
-
-
-def test_the_header_of_a_log_holds_the_cell() -> None:
-    assert log_header(7, "x = 1") == "---- cell 7\nx = 1\n----\n"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import linecache
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -22,7 +20,6 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import (
     ConfigError,
     DistributedError,
-    DivergenceError,
     LaunchError,
     SetupError,
 )
@@ -52,31 +49,6 @@ def test_channel_carries_whole_messages_of_any_size():
     one.close()
     assert other.receive() is None
     other.close()
-
-
-def test_all_that_has_come_is_heard_before_the_end():
-    ours, theirs = socket.socketpair()
-    kernel, worker = Channel(ours, 5.0), Channel(theirs)
-    worker.send("waits", cell_number=1)
-    worker.send("ended", cell_number=1, source="x" * 10_000)
-    worker.close()
-    assert [message["kind"] for message in kernel.receive()] == ["waits", "ended"]
-    assert kernel.receive() is None
-    kernel.close()
-
-
-def test_channel_is_json_and_nothing_else():
-    ours, theirs = socket.socketpair()
-    with theirs:
-        channel = Channel(ours)
-        channel.send("cell", source="1")
-        data = theirs.recv(1000)
-        assert struct.unpack("!Q", data[:8])[0] == len(data) - 8
-        assert json.loads(data[8:]) == {"kind": "cell", "source": "1"}
-        theirs.sendall(struct.pack("!Q", 9) + b"\x80\x04no json")
-        with pytest.raises(ValueError, match="can't decode"):
-            channel.receive()
-        channel.close()
 
 
 def test_reader_that_does_not_read_ends_the_wait():
@@ -151,15 +123,6 @@ def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
     assert "hello from the worker" in worker.describe_death()
 
 
-def test_worker_that_does_not_end_is_killed_with_what_it_started(start_worker):
-    worker = start_worker("pass")
-    worker.channel.receive()
-    os.kill(worker.pid, signal.SIGSTOP)
-    worker.end(0.05)
-    assert worker.exit_code == -signal.SIGKILL
-    assert "was ended by SIGKILL" in worker.describe_death()
-
-
 def test_worker_that_reads_nothing_is_killed_and_said_so(start_worker, monkeypatch):
     monkeypatch.setattr(process, "_SEND_LIMIT_S", 0.05)
     worker = start_worker()
@@ -178,65 +141,10 @@ def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_cell_ends_when_all_workers_have_ended_it(watched):
-    kernel = watched(ANSWER, ANSWER)
-    for _ in range(3):
-        kernel.begin("x = 1", {})
-        assert kernel.finish(None) is None
-    assert not kernel.is_broken
-    assert kernel.cell is None
-
-
-def test_worker_that_dies_in_a_cell_is_named(watched):
-    kernel = watched("os.kill(os.getpid(), 9)")
-    kernel.begin("x = 1", {})
-    told = kernel.finish(None)
-    assert isinstance(told, DistributedError)
-    assert "was ended by SIGKILL" in str(told)
-    assert "save it" in told.hint
-    # And of a cell after it.
-    cell = kernel.begin("x = 2", {})
-    assert cell.failure == "died"
-    assert isinstance(kernel.finish(None), DistributedError)
-
-
-def test_worker_that_dies_while_it_starts_is_named(start_worker, tmp_path):
-    kernel = Kernel([start_worker()], lambda: -1)
-    monitor = Monitor(kernel, tmp_path, 0.0, lambda: None)
-    os.kill(kernel.workers[0].pid, signal.SIGKILL)
-    kernel.workers[0].is_ready = False
-    with pytest.raises(DistributedError, match="While starting the workers: rank 1"):
-        kernel.wait_until_ready(30.0)
-    monitor.close()
-
-
 def test_wait_for_a_worker_has_a_limit(watched):
     kernel = watched("pass")
     with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
         kernel.replay("x = 1", 0.1)
-
-
-def test_the_same_error_on_all_ranks_breaks_nothing(watched):
-    failing = ANSWER.replace('error=""', 'error="ValueError: one", traceback=""')
-    kernel = watched(failing, failing)
-    for error, is_common in ((ValueError("one"), True), (ValueError("two"), False), (KeyError("one"), False)):
-        kernel.begin("x = 1", {})
-        kernel.finish(error)
-        assert kernel.is_broken is not is_common, error
-
-
-def test_failure_is_raised_in_the_main_thread_and_only_while_it_runs_the_cell(watched):
-    failing = ANSWER.replace('error=""', 'error="ValueError: one", traceback=""')
-    kernel = watched(failing)
-    kernel.begin("x = 1", {})
-    with pytest.raises(DistributedError, match="rank 1 raised ValueError: one") as caught:
-        signal.sigtimedwait([signal.SIGUSR2], 20.0)  # A sleep that a signal ends.
-    assert caught.value.__suppress_context__
-    assert kernel.finish(caught.value) is None
-    assert kernel.is_broken
-    # The main thread has left: nothing is raised, the error is told.
-    kernel.begin("x = 1", {})
-    assert "rank 1 raised ValueError: one" in str(kernel.finish(None))
 
 
 def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
@@ -316,17 +224,6 @@ def test_outcome_names_the_cause_and_not_its_echo():
     assert outcome(asyncio.CancelledError(), "ValueError: one", **failed) is failure
 
 
-def test_outcome_of_stop_is_an_interrupt():
-    assert isinstance(outcome(None, "KeyboardInterrupt: ", stop_s=1.0), KeyboardInterrupt)
-    assert isinstance(outcome(RuntimeError("Connection reset by peer"), "", stop_s=1.0), KeyboardInterrupt)
-    assert outcome(KeyboardInterrupt(), "KeyboardInterrupt: ", stop_s=1.0) is None
-
-
-def test_outcome_of_ranks_that_took_different_ways_is_an_error():
-    assert isinstance(outcome(None, "alone"), DivergenceError)
-    assert "different numbers of collectives in this cell: [4, 5]" in str(outcome(None, "", own=5))
-
-
 WELL = KernelState()
 
 
@@ -348,11 +245,6 @@ def test_kernel_that_cannot_become_rank_0_is_refused(state, options, reason):
     with pytest.raises(ConfigError if options else SetupError, match=reason) as caught:
         refuse(state, replace(MultiGPUConfig(), **options), 2, replay=False)
     assert caught.value.hint
-
-
-def test_kernel_that_can_become_rank_0_is_not_refused():
-    refuse(replace(WELL, num_devices=2), MultiGPUConfig(), 2, replay=False)
-    refuse(replace(WELL, has_model=True), MultiGPUConfig(), 2, replay=True)
 
 
 def test_line_of_a_cell_is_named_in_a_hang():
@@ -401,12 +293,6 @@ def test_connection_that_is_closed_meanwhile_is_passed_over():
         _shut(file.fileno(), here, there)  # A file has it.
         assert file.read() == ""
     other.close()
-
-
-def test_connections_of_a_process_that_has_ended_are_none():
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert _connections(ended.pid) == []
 
 
 def test_worker_that_cannot_listen_ends():

@@ -12,7 +12,6 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.program import ScriptProgram, find_worker_program
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -39,12 +38,6 @@ def receiver() -> Receiver:
 def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram:
     monkeypatch.setattr("unsloth_multigpu.notebook.program.open_session", opener)
     return WorkerProgram(receiver)
-
-
-def test_a_script_counts_each_training_as_it_begins() -> None:
-    program = ScriptProgram()
-    assert [program.begin_training() for _ in range(3)] == [0, 1, 2]
-    assert program.can_exchange()
 
 
 def test_a_training_that_was_cut_off_is_the_same_when_its_cell_runs_again(worker: WorkerProgram) -> None:
@@ -114,7 +107,3 @@ def test_rank_0_trains_in_a_cell_of_all_ranks_only() -> None:
         program.begin_training()
     kernel.current = object()
     assert program.begin_training() == 0
-
-
-def test_a_process_that_is_no_worker_has_no_program() -> None:
-    assert find_worker_program() is None

@@ -18,16 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
+from unsloth_multigpu.errors import DistributedError, DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.group import store_of_group
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import Steered
-from unsloth_multigpu.session import Session
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -173,15 +171,6 @@ def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -
     assert not trainings, "it is no Trainer"
 
 
-def test_trainer_of_a_group_that_is_gone_asks_for_a_new_one() -> None:
-    trainer, trainings = Stepping(), Trainings()
-    note_ended(trainings, 0, trainer)
-    assert trainer.train() == "alone"
-    trainings.retire()
-    with pytest.raises(SetupError, match="Make a new Trainer"):
-        trainer.train()
-
-
 def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
     trainings, first, second = Trainings(), Stepping(), Stepping()
     assert not trainings
@@ -256,16 +245,6 @@ def _send(manager: DDPManager) -> Any:
     }
 
 
-def test_all_ranks_get_the_weights_of_rank_0_to_the_bit(ranks: list[list[Any]]) -> None:
-    zero, one = (results[0] for results in ranks)
-    assert one["held"] == zero["held"]
-    assert one["count"] == 7
-    assert one["in place"], "the model's own tensors are written"
-    assert (one["table"], zero["table"]) == ([0, 0], [1, 1]), "what each rank computes for itself is left alone"
-    assert one["frozen"] != zero["frozen"]
-    assert not one["noted"], "a later group has Trainers of its own"
-
-
 def _different(manager: DDPManager) -> None:
     trainer, trainings = Stepping(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
     note_ended(trainings, 0, trainer)
@@ -322,19 +301,6 @@ def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None
     assert manager.wait_for("there", "what is there", timeout_s=LIMIT_S) == "value"
     with pytest.raises(DistributedError, match="rank 1 waits for a file, and rank 0 has left the cell"):
         manager.wait_for("file", "a file", timeout_s=LIMIT_S)
-
-
-def test_session_reads_nothing_of_an_earlier_one_in_the_same_process(one_store: None) -> None:
-    identity = RankIdentity(1, 1, 2, 2, "torchrun")  # A notebook's groups have a store each.
-    first, second = (Session(MultiGPUConfig(device="cpu"), identity, Console()) for _ in "12")
-    try:
-        first.manager().publish("saves/0", "of the first")
-        assert not second.manager().is_published("saves/0")
-        assert first.open_manager() is first.manager()
-    finally:
-        second.close()
-        first.close()
-    assert first.open_manager() is None
 
 
 def _draws() -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import getpass
-import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -140,27 +139,11 @@ def test_what_is_no_cell_of_the_user_is_none_of_the_ranks(rank_0: Rank0) -> None
     assert rank_0.kernel.begun == rank_0.kernel.finished == []
 
 
-@pytest.mark.parametrize("source", ["%%capture\nx = 1", "%%time\nx = 1", "get_ipython().run_cell('x = 1', True)"])
-def test_a_cell_in_a_cell_is_part_of_it(rank_0: Rank0, source: str) -> None:
-    rank_0.run(source)
-    assert rank_0.kernel.begun == [source]
-    assert rank_0.kernel.finished == [None]
-    assert rank_0.shell.user_ns["x"] == 1
-
-
 def test_a_cell_goes_on_behind_a_cell_in_it(rank_0: Rank0) -> None:
     running = []
     rank_0.shell.user_ns["note"] = lambda: running.append(rank_0.kernel.current is not None)
     rank_0.run("get_ipython().run_cell('x = 1', True); note()")
     assert running == [True]
-
-
-def test_the_ranks_number_their_cells_alike(rank_0: Rank0) -> None:
-    numbers = []
-    rank_0.shell.user_ns["note"] = lambda: numbers.append(rank_0.kernel.current.execution_count)
-    for _ in range(2):
-        rank_0.run("note()")
-    assert numbers == [1, 2]
 
 
 def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,21 +156,6 @@ def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatc
     monkeypatch.setattr("torch.cuda.get_rng_state", fail)
     assert rank_0.run("x = 2").success
     assert ["device" in state for state in rank_0.kernel.states] == [True, False]
-
-
-def test_an_await_cell_gives_its_task(rank_0: Rank0) -> None:
-    tasks = []
-    rank_0.shell.user_ns["note"] = lambda: tasks.append(rank_0.kernel.current.task)
-    rank_0.run("note()  # await")
-    rank_0.run("def f(:  # async")
-    assert tasks == [None]
-    assert isinstance(rank_0.kernel.finished[-1], SyntaxError)
-
-
-def test_an_error_is_shown_once_and_told_to_all(rank_0: Rank0) -> None:
-    result = rank_0.run("1 / 0")
-    assert isinstance(result.error_in_exec, ZeroDivisionError)
-    assert rank_0.shown == rank_0.kernel.finished == [result.error_in_exec]
 
 
 def test_a_failure_of_another_rank_is_the_failure_of_the_cell(rank_0: Rank0) -> None:
@@ -243,85 +211,12 @@ def test_an_error_in_a_cell_in_a_cell_is_known_and_the_cell_goes_on(rank_0: Rank
     assert isinstance(rank_0.kernel.finished[0], ZeroDivisionError)
 
 
-@pytest.mark.parametrize(
-    ("source", "key", "value"),
-    [
-        ("!exit 3", "!exit 3/0", 3),
-        ("x = !echo a; echo b", "x = !echo a; echo b/0", ["a", "b"]),
-        ("name = 'v'\n!echo {name} $name $$HOME > out", "!echo {name} $name $$HOME > out/0", 0),
-        ("%%bash --out x\nexit 0", "%%bash --out x/0", None),
-        ("%%bash\nexit 2", "%%bash/0", "CalledProcessError: "),
-        ("%sx echo a", "%sx echo a/0", ["a"]),
-        ("%%writefile file.txt\ntext", "%%writefile file.txt/0", None),
-        ("%timeit -n1 -r1 x = 1", "%timeit -n1 -r1 x = 1/0", None),
-        ("%nosuchmagic", "%nosuchmagic/0", "UsageError: Line magic function `%nosuchmagic` not found."),
-        ("int?", "%pinfo int/0", None),
-    ],
-)
-def test_what_rank_0_does_for_all_is_sent(
-    rank_0: Rank0, source: str, key: str, value: object, capfd: pytest.CaptureFixture[str]
-) -> None:
-    rank_0.run(source)
-    capfd.readouterr()
-    (found,) = rank_0.kernel.values.items()
-    if isinstance(value, str):
-        assert found[0] == key
-        assert found[1].startswith(value)
-    else:
-        assert found == (key, value)
-
-
-@pytest.mark.parametrize("source", ["%cd .", "%env HOME", "%%time\nx = 1", "%who_ls", "x = 1"])
-def test_what_all_ranks_do_is_not_sent(rank_0: Rank0, source: str) -> None:
-    assert rank_0.run(source).success
-    assert rank_0.kernel.values == {}
-
-
-def test_variables_of_a_command_are_those_of_the_code_around_it(rank_0: Rank0) -> None:
-    source = """
-name, command, make, key = "global", "c", "m", "k"
-def f(name):
-    !echo {name} {command} {make} {key} > out
-    x = !echo {name} {key}
-    %writefile_of_line $name
-    return x
-x = f("local")
-"""
-    seen = []
-    rank_0.shell.register_magic_function(seen.append, "line", "writefile_of_line")
-    rank_0.run(source)
-    assert Path("out").read_text() == "local c m k\n"
-    assert rank_0.shell.user_ns["x"] == ["local k"]
-    assert seen == ["local"]
-
-
 @pytest.mark.parametrize("name", ["timeit", "time"])
 def test_a_measured_function_sees_its_local_variables(rank_0: Rank0, name: str) -> None:
     options = " -n1 -r1" if name == "timeit" else ""
     assert rank_0.run(
         f"def f():\n    a = [1]\n    %{name}{options} a.append(2)\n    return a\nassert f()[-1] == 2"
     ).success
-
-
-def test_programs_do_not_take_themselves_for_a_rank(rank_0: Rank0) -> None:
-    rank_0.run("x = !echo [$RANK]")
-    rank_0.run("%%bash --out y\necho [$RANK]")
-    rank_0.run("import os\n%timeit -n1 -r1 os.environ['RANK']")
-    assert rank_0.shown == []
-    assert (rank_0.shell.user_ns["x"], rank_0.shell.user_ns["y"]) == (["[]"], "[]\n")
-    assert os.environ["RANK"] == "0"
-
-
-def test_the_user_is_asked_once(rank_0: Rank0, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins, "input", lambda prompt="": f"answer to {prompt}")
-    monkeypatch.setattr(getpass, "getpass", lambda _prompt="": "secret")
-    kept = builtins.input
-    rank_0.run("from getpass import getpass as ask\na = input('q')")
-    assert builtins.input is kept
-    rank_0.run("b = ask()")
-    assert rank_0.kernel.values == {"input('q')/0": "answer to q", "getpass()/0": "secret"}
-    rank_0.steering.close()
-    assert rank_0.shell.user_ns["ask"]() == "secret"
 
 
 @pytest.mark.parametrize("name", ["rerun", "macro"])
@@ -331,54 +226,10 @@ def test_magics_of_the_history_are_refused(rank_0: Rank0, name: str) -> None:
     assert rank_0.kernel.values == {}
 
 
-def test_a_program_that_stop_has_ended_ends_the_cell(rank_0: Rank0) -> None:
-    def system(_command: str) -> None:
-        rank_0.kernel.current.stop_s = 1.0  # IPython takes the KeyboardInterrupt for itself.
-
-    rank_0.steering.close()
-    rank_0.shell.system = system
-    rank_0.steering.open()
-    for source in ("!sleep 60\nx = 1", "%%rank0\n!sleep 60\nx = 1"):
-        assert isinstance(rank_0.run(source).error_in_exec, KeyboardInterrupt)
-    assert "x" not in rank_0.shell.user_ns
-    assert rank_0.kernel.values == {}
-
-
-def test_one_rank_may_run_a_cell_alone(rank_0: Rank0) -> None:
-    rank_0.run("%%rank0\nx = 1\n!true")
-    rank_0.run("%%rank 0\n2")
-    assert (rank_0.shell.user_ns["x"], rank_0.shell.user_ns["_2"]) == (1, 2)
-    rank_0.kernel.workers = [SimpleNamespace(rank=1, log=Path("rank_1.log"))]
-    Path("rank_1.log").touch()
-    rank_0.run("%%rank 1\nx = 5")
-    assert rank_0.shell.user_ns["x"] == 1
-    assert rank_0.kernel.values == {}
-    result = rank_0.run("%%rank 0\n1/0")
-    assert rank_0.shown == [result.error_in_exec]
-
-
 def test_a_wrong_rank_is_said(rank_0: Rank0) -> None:
     result = rank_0.run("%%rank 1\nx = 1")
     assert type(result.error_in_exec).__name__ == "UsageError"
     assert str(result.error_in_exec).startswith("%%rank: '1' names no ranks: 0 .. 0")
-
-
-def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
-    def state(shell: Any) -> tuple[Any, ...]:
-        magics = {kind: set(found) for kind, found in shell.magics_manager.magics.items()}
-        events = {name: list(found) for name, found in shell.events.callbacks.items()}
-        return magics, events, list(shell.ast_transformers), shell.custom_exceptions, shell.CustomTB, set(vars(shell))
-
-    rank_0.steering.close()
-    fresh, once = make_shell(), state(rank_0.shell)
-    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), None)  # type: ignore[arg-type]
-    before = state(fresh)
-    steering.open()
-    assert state(fresh) != before
-    steering.close()
-    assert state(fresh) == before
-    assert not {"system", "getoutput", "run_line_magic", "run_cell_magic"} & once[-1]
-    assert not {"rank", "rank0"} & once[0]["cell"]
 
 
 def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0: Rank0) -> None:
@@ -423,40 +274,6 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     shell = make_worker_shell(waits)
     with done_by_rank_0(shell, waits, RankVariables({}, {"RANK": None})):
         yield SimpleNamespace(shell=shell, waits=waits)
-
-
-def test_a_worker_waits_for_what_rank_0_does(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    source = """
-!exit 3
-x = !echo no
-%pip install nothing
-%nosuchmagic
-y = input("q")
-s = x.s
-breakpoint()
-"""
-    assert worker.shell.run_cell(source).success
-    assert worker.shell.run_cell("%%bash\nexit 1").success
-    assert worker.shell.run_cell("exit").success
-    assert worker.waits.kinds == [
-        "(!exit 3)",
-        "x = !echo no",
-        "(%pip install nothing)",
-        "(%nosuchmagic)",
-        "input('q')",
-        "(%%bash)",
-    ]
-    names = worker.shell.user_ns
-    assert (names["_exit_code"], names["x"], names["s"], names["y"]) == (3, ["a"], "a", "typed")
-    capfd.readouterr()
-
-
-def test_a_worker_that_is_alone_does_it_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    worker.waits.is_detached = True
-    assert worker.shell.run_cell("x = !echo [$RANK]\n%timeit -n1 -r1 x = 1").success
-    assert worker.shell.user_ns["x"] == ["[]"]
-    assert worker.waits.kinds == []
-    capfd.readouterr()
 
 
 def test_a_worker_notes_errors_that_ipython_keeps_to_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:

@@ -53,11 +53,6 @@ def pair() -> Pair:
     return pair
 
 
-def test_values_of_one_kind_come_in_order_and_kinds_are_apart(pair: Pair) -> None:
-    assert [pair.publisher.make(kind, lambda v=v: v) for v, kind in enumerate(["a", "b", "a"])] == [0, 1, 2]
-    assert [pair.receiver.wait_for(kind) for kind in ("a", "a", "b")] == [0, 2, 1]
-
-
 def test_a_value_of_an_earlier_cell_is_none_of_this_one(pair: Pair) -> None:
     pair.publisher.make("a", lambda: "old")  # Nobody asks for it.
     pair.begin(2)
@@ -72,12 +67,6 @@ def test_only_the_outermost_of_two_values_is_sent(pair: Pair) -> None:
     with pair.publisher.detached():
         pair.publisher.make("!", lambda: 6)
     assert pair.sent == ["%pip/0"]
-
-
-def test_outside_a_cell_nothing_is_sent(pair: Pair) -> None:
-    pair.kernel.current = None
-    assert pair.publisher.make("a", lambda: 1) == 1
-    assert pair.sent == []
 
 
 @pytest.mark.parametrize(("value", "plain"), [(SList("ab"), ["a", "b"]), (3, 3), ("text", "text"), ({1}, None)])
@@ -115,19 +104,6 @@ def test_stop_is_no_error_of_the_value(pair: Pair) -> None:
     assert pair.sent == ["b/0"]
 
 
-def test_a_stop_that_the_program_swallowed_ends_the_cell(pair: Pair) -> None:
-    def make() -> None:
-        pair.kernel.current.stop_s = 2.0
-
-    for call in (make, lambda: pair.publisher.make("b", make)):
-        pair.kernel.current.stop_s = None
-        with pytest.raises(KeyboardInterrupt):
-            pair.publisher.make("a", call)
-    assert pair.sent == []
-    # A cell that has caught it may clean up here.
-    assert pair.publisher.make("rm", lambda: 0) == 0
-
-
 def test_a_cell_does_not_inherit_what_an_earlier_one_was_in(pair: Pair) -> None:
     alone = pair.publisher.detached()
     alone.__enter__()  # Left by force.
@@ -137,27 +113,6 @@ def test_a_cell_does_not_inherit_what_an_earlier_one_was_in(pair: Pair) -> None:
     alone.__exit__(None, None, None)
     pair.publisher.make("a", lambda: 2)
     assert pair.sent == ["a/0", "a/1"]
-
-
-def test_a_long_command_is_named_in_one_line(pair: Pair) -> None:
-    pair.receiver.note_left(1)
-    with pytest.raises(LeftAloneError, match=r"without !a b{117}\.\.\."):
-        pair.receiver.wait_for("!a\n" + "b" * 500)
-
-
-def test_a_value_is_waited_for_and_a_long_wait_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_multigpu.notebook.value._TELL_AFTER_S", 0.01)
-
-    def later() -> None:
-        assert pair.has_told.wait(10)
-        pair.send("value", key="a/0", cell_number=1, value="x" * 5_000_000, error=None)
-
-    thread = threading.Thread(target=later)
-    thread.start()
-    value = pair.receiver.wait_for("a")
-    thread.join()
-    assert len(value) == 5_000_000
-    assert [fields["collective"] is None for _, fields in pair.told] == [False, True]
 
 
 def test_a_worker_is_not_left_alone_for_ever(pair: Pair) -> None:
