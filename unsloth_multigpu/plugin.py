@@ -141,7 +141,7 @@ def enable_multi_gpu(
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
     """What `enable_multi_gpu` does with the options that were given."""
-    global _session
+    global _session  # noqa: PLW0603  # The one mutable global of the package.
     context = RunContext.read(os.environ)
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))

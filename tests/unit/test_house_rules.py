@@ -209,7 +209,7 @@ def tool_violations(source: str, module: str) -> list[str]:
 
 
 def style_violations(source: str, module: str) -> list[str]:
-    """Print, broad except, length and emoji."""
+    """Length and emoji; ruff has the other rules of style."""
     lines = source.splitlines()
     docstring = ast.get_docstring(ast.parse(source)) or ""
     says_why = any(re.match(rf"{LONG_BECAUSE} \w", line) for line in docstring.splitlines())
@@ -218,107 +218,7 @@ def style_violations(source: str, module: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > MAX_FUNCTION_LINES:
             found.append(f"{node.name} has {code_lines(node)} lines")
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "print"
-            and not module.startswith(("cli.", "tools."))
-        ):
-            found.append(f"print in line {node.lineno}")
-        if isinstance(node, ast.ExceptHandler) and is_broad(node.type) and not isinstance(node.body[-1], ast.Raise):
-            found.append(f"broad except goes on in line {node.lineno}")
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(is_broad, node.args)):
-            found.append(f"broad suppress in line {node.lineno}")
     return [f"{module}: {fact}" for fact in found]
-
-
-def state_violations(source: str, module: str) -> list[str]:
-    """State of a module or of a class, which outlives the session and which two sessions would share.
-
-    Not found, because it is none: tables that are made once and never written, caches of what cannot change while the
-    process lives (`functools.cache`), a logger, sentinels, and the state of an object.
-    """
-    tree = ast.parse(source)
-    owned = dict(module_values(tree.body))
-    scopes = {node.name: dict(module_values(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
-    found = []
-    for name, (value, is_read_only) in [*owned.items(), *(item for held in scopes.values() for item in held.items())]:
-        if isinstance(value, ast.Call) and STATEFUL.fullmatch(kind := ast.unparse(value.func).split(".")[-1]):
-            found.append(f"{kind}: {name}")
-        elif is_empty(value) and not is_read_only:
-            found.append(f"begins empty: {name}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
-            found += [f"global {name}" for name in node.names if (module, name) != STATE]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found += [f"writes {fact} in {node.name}" for fact in sorted(written(node, owned, scopes))]
-    return [f"{module}: {fact}" for fact in found]
-
-
-# The one mutable global.
-STATE = ("plugin", "_session")
-# What these make is there to be changed.
-STATEFUL = re.compile(
-    "Event|R?Lock|Condition|(Bounded)?Semaphore|Barrier|local|ContextVar|(Simple|Lifo|Priority)?Queue|count|cycle|iter|"
-    "deque|defaultdict|Counter|OrderedDict|bytearray|Weak(Set|KeyDictionary|ValueDictionary)|SimpleNamespace"
-)
-WRITES = re.compile(
-    "append(left)?|extend|insert|pop(left|item)?|remove|discard|clear|add|update|setdefault|sort|reverse|__(set|del)item__"
-)
-
-
-def module_values(body: list[ast.stmt]) -> Iterator[tuple[str, tuple[ast.expr, bool]]]:
-    """Yields (name, (value, is its type one without methods that write)) of a module's or a class's own names."""
-    for node in body:
-        if isinstance(node, ast.Assign):
-            yield from ((t.id, (node.value, False)) for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
-            kind = ast.unparse(node.annotation).split("[")[0].split(".")[-1]
-            yield node.target.id, (node.value, kind in ("Mapping", "Sequence", "Set", "tuple", "frozenset"))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from module_values([*node.body, *node.orelse])
-
-
-def is_empty(value: ast.expr) -> bool:
-    if isinstance(value, ast.Call):
-        return ast.unparse(value) in ("list()", "dict()", "set()")
-    return (isinstance(value, ast.List | ast.Set) and not value.elts) or (
-        isinstance(value, ast.Dict) and not value.keys
-    )
-
-
-def written(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-    owned: dict[str, tuple[ast.expr, bool]],
-    scopes: dict[str, dict[str, tuple[ast.expr, bool]]],
-) -> set[str]:
-    """Names of the module, of its classes and of functions that a function writes into."""
-    own_names = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
-    own_names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    instances = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    tables = {name for held in scopes.values() for name, (value, _) in held.items() if is_display(value)}
-    found = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-            target: ast.expr | None = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and WRITES.fullmatch(node.func.attr):
-            target = node.func.value
-        else:
-            target = None
-        if isinstance(target, ast.Name) and target.id in owned and target.id not in own_names:
-            found.add(target.id)
-        if isinstance(target, ast.Attribute) and target.attr in tables - instances:
-            found.add(target.attr)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            of = ast.unparse(node.value)
-            if of in scopes or of in ("cls", "type(self)", "self.__class__"):
-                found.add(f"{node.attr} of the class")
-            elif of == function.name:
-                found.add(f"{node.attr} of the function")
-    return found
-
-
-def is_display(value: ast.expr) -> bool:
-    return isinstance(value, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp)
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -328,11 +228,6 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         return length
     docstring = node.body[0]
     return length - ((docstring.end_lineno or 0) - docstring.lineno + 1)
-
-
-def is_broad(caught: ast.expr | None) -> bool:
-    names = caught.elts if isinstance(caught, ast.Tuple) else [caught]
-    return any(name is None or ast.unparse(name).split(".")[-1] in ("Exception", "BaseException") for name in names)
 
 
 def has_emoji(text: str) -> bool:
@@ -356,33 +251,23 @@ def test_module_respects_the_layers(path: Path) -> None:
         ("utils", ""),
         ("core.new_file", ""),
         ("errors", "from unsloth_multigpu.patching import Patch"),
-        ("errors", "import wrapt"),
         ("errors", "def f():\n    import torch"),
         ("launch.__init__", "from unsloth_multigpu.launch import launcher"),
-        ("launch.__init__", "from . import launcher"),
         ("wire.identity", "from ..group.manager import DDPManager"),
         ("step.plan", '"""Plans. Pure."""\nimport torch'),
         ("step.plan", '"""Plans. Pure."""\nfrom unsloth_multigpu.step.feed import StepFeed'),
         ("group.manager", "def f():\n    from unsloth_multigpu.train.trainer import DDPTrainer"),
         ("group.manager", "import transformers"),
-        ("group.manager", "from unsloth_multigpu.step.sampler import StepLoader"),
-        ("group.manager", "from unsloth_multigpu.launch.engine import start_ranks"),
         ("train.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
         ("train.trainer", "from unsloth_multigpu import enable_multi_gpu"),
         ("train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
         ("hooks.trainer", "import unsloth_multigpu.train.trainer"),
         ("hooks.trainer", "from . import saving"),
-        ("hooks.trainer", "class A:\n    import torch"),
         ("notebook.start", "from unsloth_multigpu.notebook.recovery import Trainings"),
-        ("hooks.trainer", "def f():\n    from unsloth_multigpu.notebook import start"),
         ("notebook.start", "def f():\n    from unsloth_multigpu.plugin import active_session"),
-        ("launch.launcher", "def f():\n    from unsloth_multigpu import plugin"),
-        ("session", "def f():\n    from unsloth_multigpu.notebook.start import open_notebook"),
         ("plugin", "import importlib\nx = importlib.import_module('datasets')"),
         ("plugin", "from unsloth_multigpu.launch.launcher import DDPLauncher"),
-        ("plugin", "from unsloth_multigpu.cli import main"),
         ("plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
-        ("plugin", "if not TYPE_CHECKING:\n    import torch"),
         ("cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
         ("strategies.local", "from unsloth_multigpu.legacy.replica import copy_of"),
         ("__init__", "from .plugin import enable_multi_gpu"),
@@ -436,11 +321,6 @@ def test_module_keeps_the_style(path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "fact"),
     [
-        ("print('x')", "print"),
-        ("try: f()\nexcept Exception: pass", "broad except"),
-        ("try: f()\nexcept: pass", "broad except"),
-        ("try: f()\nexcept (OSError, BaseException) as e:\n    if e: raise\n    g()", "broad except"),
-        ("with contextlib.suppress(Exception): f()", "broad suppress"),
         ("x = '\U0001f680'", "emoji"),
         ("x = 1\n" * (MAX_MODULE_LINES + 1), "501 lines"),
         ('"""A fact. Long because it is."""\n' + "x = 1\n" * MAX_MODULE_LINES, "501 lines"),
@@ -456,8 +336,6 @@ def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None
 @pytest.mark.parametrize(
     "source",
     [
-        "try: f()\nexcept OSError: pass",
-        "try: f()\nexcept Exception as e:\n    g()\n    raise Named(e) from e",
         'def f():\n    """' + "A long docstring.\n" * MAX_FUNCTION_LINES + '    """\n    return 1',
         '"""A table.\n\nLong because it has a row for each option.\n"""\n' + "x = 1\n" * MAX_MODULE_LINES,
     ],
@@ -531,68 +409,6 @@ def test_accelerator_check_catches_a_planted_violation(source: str) -> None:
     assert accelerator_violations(source, "accelerator") == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_has_no_state(path: Path) -> None:
-    assert state_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "fact"),
-    [
-        ("def f():\n    global _x\n    _x = 1", "global _x"),
-        ("_known = []", "begins empty: _known"),
-        ("_known: dict[str, int] = {}", "begins empty: _known"),
-        ("_known = set()", "begins empty: _known"),
-        ("TABLE = {'a': 1}\ndef f():\n    TABLE['b'] = 2", "writes TABLE"),
-        ("TABLE = {'a': 1}\ndef f():\n    del TABLE['a']", "writes TABLE"),
-        ("TABLE = [1]\ndef f(x):\n    TABLE.append(x)", "writes TABLE"),
-        ("TABLE = sorted({1, 2})\nclass A:\n    def f(self):\n        TABLE.sort()", "writes TABLE"),
-        ("if True:\n    TABLE = {1}\ndef f():\n    for x in ():\n        TABLE.add(x)", "writes TABLE"),
-        ("TABLE = {1}\ndef f():\n    global TABLE\n    TABLE |= {2}", "global TABLE"),
-        ("import threading\n_has_failed = threading.Event()", "Event"),
-        ("from threading import Lock\n_lock: Lock = Lock()", "Lock"),
-        ("from contextvars import ContextVar\n_depth: ContextVar[int] = ContextVar('depth')", "ContextVar"),
-        ("import itertools\nclass A:\n    ids = itertools.count()", "count"),
-        ("import collections\n_counts = collections.Counter()", "Counter"),
-        ("class A:\n    seen = {}", "begins empty: seen"),
-        ("class A:\n    seen: list[int] = [1]\n    def f(self):\n        self.seen.append(2)", "writes seen"),
-        ("class A:\n    num = 0\n    def f(self):\n        type(self).num += 1", "writes num of the class"),
-        ("class A:\n    num = 0\ndef f():\n    A.num = 1", "writes num of the class"),
-        ("def f():\n    f.num = 1", "writes num of the function"),
-    ],
-)
-def test_state_check_catches_a_planted_violation(source: str, fact: str) -> None:
-    (violation,) = state_violations(source, "launch.rank")
-    assert fact in violation
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "TABLE = {'a': 1}\ndef f():\n    return {**TABLE, 'b': 2}",
-        "KNOWN_WRONG: Mapping[str, str] = {}",
-        "TABLE = {'a': 1}\ndef f(TABLE):\n    TABLE['b'] = 2",
-        "TABLE = {'a': 1}\ndef f():\n    TABLE = {}\n    TABLE['b'] = 2",
-        "@dataclass\nclass A:\n    x: list[int] = field(default_factory=list)",
-        "class A:\n    x: int = 0\n    def f(self):\n        self.x, self.seen = 1, []\n        self.seen.append(1)",
-        "import functools\n@functools.cache\ndef f(path): return path.resolve()",
-        "def f():\n    import threading\n    return threading.Event()",
-    ],
-)
-def test_state_check_lets_the_allowed_pass(source: str) -> None:
-    assert state_violations(source, "launch.rank") == []
-
-
-def test_session_is_the_only_state() -> None:
-    source = "def f():\n    global _session\n    _session = 1"
-    assert state_violations(source, "plugin") == []
-    assert len(state_violations(source, "session")) == 1
-
-
-def test_print_is_allowed_on_the_command_line() -> None:
-    assert style_violations("print('x')", "cli.main") == []
-
-
 def test_texts_hold_no_emoji() -> None:
     texts = [*OWN_FILES, *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     assert [str(path) for path in texts if has_emoji(path.read_text(encoding="utf-8"))] == []
@@ -609,6 +425,8 @@ def test_ruff_finds_nothing() -> None:
     [
         (["check"], "print('x')\n", "T201"),
         (["check"], "import os\n", "F401"),
+        (["check"], "try:\n    x = 1\nexcept Exception:\n    pass\n", "BLE001"),
+        (["check"], "def f():\n    global X\n    X = 1\n", "PLW0603"),
         (["check"], f"x = '{'a' * 120}'\n", "E501"),
         (["format", "--diff"], "x  =  'single'\n", '+x = "single"'),
     ],

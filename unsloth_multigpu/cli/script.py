@@ -60,7 +60,7 @@ def main() -> None:
             loader = SourceFileLoader("__main__", path)
             vars(program).update(__file__=path, __loader__=loader)
             exec(loader.source_to_code(loader.get_data(path), path), vars(program))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # It ends the process.
         # As the interpreter ends a program, without the frames below the program's own.
         traceback = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
