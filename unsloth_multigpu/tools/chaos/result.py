@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.text_table import markdown_table
 
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
 ROUNDING = 1e-5
@@ -60,10 +59,6 @@ class RunTrace:
         before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
         return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
 
-    def has_stepped(self, fault: Mapping[str, Any]) -> bool:
-        """True if the process that met the fault had made a step before."""
-        return any(r["pid"] == fault["pid"] and r["time_s"] < fault["time_s"] for r in self.of("step"))
-
     def samples(self) -> dict[tuple[int, int], Counter[str]]:
         """Samples of each (training, step) over all ranks. A step that was made again counts as it was made last."""
         latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
@@ -111,16 +106,13 @@ class FaultRow:
     """One fault, and what came of it.
 
     Args:
-        fault: Its name.
         told: What the user reads.
         ended_s: Seconds from the fault until the last process was gone; None where the run was restarted or continued.
         code: Exit code of the run that met the fault.
-        num_orphans: Processes that were left behind.
         from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost: Samples that did not count, against the run without faults; None where the run did not resume.
-        repeated: Samples that counted once too often.
-        difference: See `compare_weights`; None where the run did not resume.
+        lost, repeated: Samples that did not count, and that counted once too often, against the run without faults.
+        difference: See `compare_weights`.
         reasons: Why the row is not as it should be.
         note: Why the fault could not be planted.
     """
@@ -150,11 +142,6 @@ class FaultRow:
         told = told if len(told) <= _TOLD_CHARACTERS else told[:_TOLD_CHARACTERS] + " ..."
         step = "-" if self.from_step is None else str(self.from_step)
         return [self.fault, told or "-", times[0], code, str(self.num_orphans), step, times[1], samples, weights]
-
-
-def markdown(rows: Sequence[FaultRow]) -> str:
-    """The table in Markdown."""
-    return markdown_table(_COLUMNS, [row.cells() for row in rows])
 
 
 def show(rows: Sequence[FaultRow], screen: Screen) -> None:
