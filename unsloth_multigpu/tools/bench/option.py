@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import CommandOption, flag
+from unsloth_multigpu.row import CommandOption, did_you_mean, flag
 
 # What is compared: the names of the options that say of which, too.
 ARMS, STRATEGIES = "arms", "strategies"
@@ -156,11 +156,12 @@ class BenchOptions:
         for name, value in given.items():
             words, least = table[name].words, 0 if name in ("seed", "warmup") else 1
             if words and value not in words:
-                raise _wrong(name, value, f"one of {', '.join(words)}")
+                raise _wrong(name, value, f"one of {', '.join(words)}", words)
             if type(value) is int and value < least:
                 raise _wrong(name, value, f"at least {least}")
         if self.model_size not in MODEL_SIZES and not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x\d+)?", self.model_size):
-            raise _wrong("model_size", self.model_size, f"{', '.join(MODEL_SIZES)}, or HIDDENxLAYERS as in 192x4")
+            expected = f"{', '.join(MODEL_SIZES)}, or HIDDENxLAYERS as in 192x4"
+            raise _wrong("model_size", self.model_size, expected, tuple(MODEL_SIZES))
         hidden, _, vocabulary = self.model_shape
         if hidden % HEAD_SIZE or vocabulary < 256:
             expected = f"a multiple of {HEAD_SIZE} as hidden size, and a vocabulary of at least 256"
@@ -189,8 +190,9 @@ def options_table() -> dict[str, CommandOption]:
     return table
 
 
-def _wrong(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(f"{flag(name)} {value}: expected {expected}.", hint="See unsloth-multigpu bench --help.")
+def _wrong(name: str, value: Any, expected: str, words: Sequence[str] = ()) -> ConfigError:
+    meant = did_you_mean(str(value), {word: word for word in words})
+    return ConfigError(f"{flag(name)} {value}: expected {expected}.", hint=f"{meant}See --help for what it takes.")
 
 
 def _check_lengths(text: str) -> None:
