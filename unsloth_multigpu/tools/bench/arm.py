@@ -153,8 +153,10 @@ STRATEGIES: Mapping[str, Arm] = {
 }
 
 # Variables that a launcher sets for its ranks: an arm must get them from its own launcher only.
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-_OF_LAUNCHERS += ("SLURM_", "OMPI_", "PMI_", "PMIX_")
+_OF_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
+    *("SLURM_", "OMPI_", "PMI_", "PMIX_"),
+)
 
 
 def find_arm(name: str) -> Arm:

@@ -120,24 +120,23 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
     """One result per arm, in the order of `runs`."""
     measures = {name: [measure_run(ranks, options) for ranks in rounds] for name, rounds in runs.items()}
     speeds = {name: [measure["tokens_per_s"] for measure in rounds] for name, rounds in measures.items()}
-    return [
-        ArmResult(
-            name=name,
-            **{figure: Spread.of(measure[figure] for measure in rounds) for figure in rounds[0]},
-            times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
-            peak_bytes=max(rank.peak_bytes for ranks in runs[name] for rank in ranks),
-            largest_tokens=max(
-                rows * longest
-                for ranks in runs[name]
-                for rank in ranks
-                for step in rank.steps
-                for rows, longest, _ in step.micro_batches
-            ),
-            **_compared(runs[name], runs.get(REFERENCE), options),
-            **(_learned(runs[name]) if options.is_learning else {}),
+    results = []
+    for name, rounds in measures.items():
+        spreads: dict[str, Any] = {figure: Spread.of(measure[figure] for measure in rounds) for figure in rounds[0]}
+        ranks = [rank for ranks in runs[name] for rank in ranks]
+        sizes = [size for rank in ranks for step in rank.steps for size in step.micro_batches]
+        results.append(
+            ArmResult(
+                name=name,
+                **spreads,
+                times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
+                peak_bytes=max(rank.peak_bytes for rank in ranks),
+                largest_tokens=max(rows * longest for rows, longest, _ in sizes),
+                **_compared(runs[name], runs.get(REFERENCE), options),
+                **(_learned(runs[name]) if options.is_learning else {}),
+            )
         )
-        for name, rounds in measures.items()
-    ]
+    return results
 
 
 def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str, float]:

@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,12 +62,12 @@ def run_rounds(
                 folder.mkdir(parents=True)
             try:
                 if is_together:
-                    done = timed(f"{label}, all arms in turns", lambda folders=folders: _in_turns(folders, options))
+                    done = timed(f"{label}, all arms in turns", partial(_in_turns, folders, options))
                 else:
-                    done = {}
-                    for name, folder in folders.items():
-                        run = lambda name=name, folder=folder: run_arm(find_arm(name), options, folder)  # noqa: E731
-                        done[name] = timed(f"{label}, {name}", run)
+                    done = {
+                        name: timed(f"{label}, {name}", partial(run_arm, find_arm(name), options, folder))
+                        for name, folder in folders.items()
+                    }
             except LaunchError as failed:
                 return records, failed
             for name, ranks in done.items():

@@ -21,6 +21,8 @@ from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
 if TYPE_CHECKING:
     import torch
 
+    from unsloth_multigpu.tools.bench.meter import Meter
+
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
 _LORA: dict[str, Any] = {
@@ -58,7 +60,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
     import torch
     from datasets import Dataset
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
     from unsloth_multigpu.plugin import get_multi_gpu_status
     from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
@@ -84,28 +86,13 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
                 turn.wait()
                 meter.mark_begin()
 
-    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            meter.extend_step()  # The ranks have waited for each other in it.
-            return super().evaluate(*args, **kwargs)
-
     # Samplers that need lengths find them here without reading the rows.
     data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})
     values = training_values(arm, options)
     if options.library == UNSLOTH:
         trainer = make_trainer(model, tokenizer, values, options, max_length, data, [MarkSteps()])
     else:
-        pad = functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0)
-        trainer = TimedTrainer(
-            model=model,
-            args=TrainingArguments(**values),
-            train_dataset=data,
-            eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-            data_collator=end_to_end if options.padding_free else pad,
-            compute_metrics=mean_scores if test_rows else None,
-            preprocess_logits_for_metrics=score_rows if test_rows else None,
-            callbacks=[MarkSteps()],
-        )
+        trainer = _make_trainer(model, values, options, data, test_rows, meter, MarkSteps())
     trainer.train()
     history, report = trainer.state.log_history, get_multi_gpu_status().report
     sent_bytes = 0 if not arm.uses_all_devices else None if report is None else report.ranks[rank].sent_bytes
@@ -118,6 +105,36 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         "sent_bytes": sent_bytes,
         "planner": {} if report is None else dict(report.planner),
     }
+
+
+def _make_trainer(
+    model: Any,
+    values: Mapping[str, Any],
+    options: BenchOptions,
+    rows: Any,
+    test_rows: list[list[int]],
+    meter: Meter,
+    callback: Any,
+) -> Any:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            meter.extend_step()  # The ranks have waited for each other in it.
+            return super().evaluate(*args, **kwargs)
+
+    pad = functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0)
+    return TimedTrainer(
+        model=model,
+        args=TrainingArguments(**values),
+        train_dataset=rows,
+        eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
+        data_collator=end_to_end if options.padding_free else pad,
+        compute_metrics=mean_scores if test_rows else None,
+        preprocess_logits_for_metrics=score_rows if test_rows else None,
+        callbacks=[callback],
+    )
 
 
 def make_model(options: BenchOptions, max_length: int) -> Any:
