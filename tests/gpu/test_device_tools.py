@@ -63,6 +63,7 @@ def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     assert found["one_process_s"] > 0 < found["ranks_s"]
 
 
+@pytest.mark.thorough
 @needs_device
 def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4)

@@ -98,6 +98,7 @@ def test_sharded_ranks_train_as_one_process(tmp_path):
     assert distance(one, two) < 1e-4
 
 
+@pytest.mark.thorough
 def test_hung_rank_is_named_and_the_run_ends(tmp_path):
     """The other rank waits in a collective, which NCCL would do for ever."""
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
@@ -125,10 +126,10 @@ def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
-BF16 = pytest.param("bf16", marks=pytest.mark.thorough)
+OF_NCCL = [pytest.param(name, marks=pytest.mark.thorough) for name in ("bf16", "powersgd") if BACKEND == "nccl"]
 
 
-@pytest.mark.parametrize("compression", ["fp16", *([BF16, "powersgd"] if BACKEND == "nccl" else [])])
+@pytest.mark.parametrize("compression", ["fp16", *OF_NCCL])
 def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]
@@ -170,6 +171,7 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
+@pytest.mark.thorough
 def test_notebook_trains_as_one_card(tmp_path):
     pytest.importorskip("jupyter_client", reason="needs jupyter_client and ipykernel")
     pytest.importorskip("ipykernel", reason="needs jupyter_client and ipykernel")
@@ -192,6 +194,7 @@ def test_notebook_trains_as_one_card(tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_ranks_may_see_one_card_each(tmp_path):
     """As srun binds them: both ranks' card is number 0, and the local rank of one is 1."""
     port = free_port()
