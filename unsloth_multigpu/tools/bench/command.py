@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,9 +125,6 @@ def _check_output(file: str | None) -> None:
         return
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        # Tried, since what the permissions say does not hold for root, nor on every file system.
-        tempfile.TemporaryFile(dir=Path(file).parent).close()
+        Path(file).open("a", encoding="utf-8").close()
     except OSError as error:
-        raise ConfigError(f"--json: {error}", hint="Name a folder that can be written.") from error
-    if Path(file).is_dir():
-        raise ConfigError(f"--json {file}: this is a folder.", hint="Name a file.")
+        raise ConfigError(f"--json: {error}", hint="Name a file in a folder that can be written.") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.cli.screen import Progress, Screen
-from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
@@ -77,7 +77,9 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         devices = probe.outcome()
         yield "", [*found.driver_rows(devices), *found.device_rows(devices)]
         yield "adds up a tensor on all ranks", found.copy_rows(devices)
-        environment = _reduce_environment(num_gpus, folder, limit_s)
+        # The limit ends a stuck collective with its own message, before the whole check is ended.
+        options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
+        environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
         yield "imports the libraries, and tries every patch", found.reduce_rows(reduced, devices)
         landed = seams.outcome()
@@ -98,14 +100,3 @@ def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
     if hidden := len(rows) - len(shown):
         lines.append((f"  ok    {hidden} seams are as tested; --json lists them", None))
     return lines
-
-
-def _reduce_environment(num_gpus: int | None, folder: Path, limit_s: float) -> dict[str, str]:
-    options = {
-        "LOG_DIR": str(folder / "logs"),
-        # Ends a stuck collective with its own message, before the whole check is ended.
-        "TIMEOUT_S": str(limit_s / 2),
-        "MAX_RESTARTS": "0",
-        **({} if num_gpus is None else {"NUM_GPUS": str(num_gpus)}),
-    }
-    return {ENV_PREFIX + name: value for name, value in options.items()}
