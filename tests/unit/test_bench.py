@@ -30,11 +30,9 @@ from unsloth_multigpu.tools.bench.result import (
     MeasuredStep,
     RankRecord,
     Spread,
-    measure_run,
     norm_difference,
     ratios,
     summarize,
-    waiting_share,
 )
 from unsloth_multigpu.tools.bench.run import run_arm
 from unsloth_multigpu.tools.bench.table import epoch_row, result_row
@@ -48,19 +46,6 @@ def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), sam
 
 def rank(number: int, *steps: MeasuredStep, norms=None, **more) -> RankRecord:
     return RankRecord(number, steps, tuple([1.0] * len(steps) if norms is None else norms), 100, "cpu", **more)
-
-
-def test_waiting_is_counted_step_by_step() -> None:
-    # In each step another rank waits one of two seconds, half the ranks' time; over the whole run they did the same.
-    assert waiting_share([[2.0, 1.0], [1.0, 2.0]]) == 0.25
-    assert waiting_share([[3.0], [1.0]]) == 0.0
-
-
-def test_rank_that_is_late_in_one_step_makes_it_late_where_ranks_meet() -> None:
-    ranks = [rank(0, step(wall_s=3.0), step(wall_s=1.0)), rank(1, step(wall_s=2.0), step(wall_s=2.0))]
-    once = measure_run(ranks, COLD)["tokens_per_s"]
-    in_turns = measure_run(ranks, BenchOptions(warmup=0, interleave="steps"))["tokens_per_s"]
-    assert once * 4.0 == pytest.approx(in_turns * 5.0)
 
 
 def test_ratios_are_taken_within_each_round() -> None:
@@ -280,14 +265,6 @@ def test_test_counts_tokens_that_are_to_be_predicted() -> None:
     assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float32))
     means = worker.mean_scores(SimpleNamespace(predictions=scores.numpy()))
     assert means == pytest.approx({"token_loss": (math.log(2) + 2 * math.log(5)) / 3, "accuracy": 2 / 3})
-
-
-def test_numbers_of_rows_are_not_learned() -> None:
-    rows = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [7, 8, 3]}]
-    batch = worker.collate(rows, num_given=2)
-    assert batch["input_ids"].tolist() == [[7, 7, 1, 2], [7, 8, 3, 0]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-    assert batch["labels"].tolist() == [[-100, -100, 1, 2], [-100, -100, 3, -100]]
 
 
 def test_epochs_are_told_apart() -> None:

@@ -47,14 +47,6 @@ def test_parts_fit_into_their_calls() -> None:
     assert all(step.num_cards == 1 for step in STEPS if step.part <= 5)
 
 
-def test_what_is_worth_most_fits_into_half_an_hour() -> None:
-    assert 3 * PART_LIMIT_S <= 27 * 60
-    names = [step.name for step in STEPS]
-    assert names[:6] == ["device", "doctor", "shared_lora", "parity", "unsloth_lora", "unsloth_4bit"]
-    assert {"shard", "faults", "fp16", "waits"} <= {step.name for step in STEPS if step.part <= 3}
-    assert names[-2:] == ["line", "tools"]
-
-
 def test_each_test_of_nccl_is_in_one_step() -> None:
     module = ast.parse((kit.ROOT / "tests" / "gpu" / "test_nccl.py").read_text(encoding="utf-8"))
     tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]

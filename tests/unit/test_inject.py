@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
@@ -24,7 +23,7 @@ from unsloth_multigpu.tools.chaos import run as chaos_run
 from unsloth_multigpu.tools.chaos.command import Judge
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.inject import _ACTIONS
-from unsloth_multigpu.tools.chaos.result import FaultRow, RunTrace, compare_samples, compare_weights, show
+from unsloth_multigpu.tools.chaos.result import FaultRow, RunTrace, compare_samples, show
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
@@ -181,15 +180,6 @@ def test_samples_of_a_step_that_was_made_again_count_once():
     assert compare_samples(whole, RunTrace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
     assert compare_samples(whole, RunTrace(first)) == (2, 0)
     assert whole.samples()[0, 1] == Counter(a=1, b=1)
-
-
-def test_weights_are_compared_by_bits_and_by_size(tmp_path):
-    folders = [tmp_path / name for name in ("whole", "same", "off", "none")]
-    for folder, value in zip(folders, (2.0, 2.0, 2.5, 0.0), strict=True):
-        folder.mkdir()
-        if value:
-            save_file({"w": torch.tensor([1.0, value])}, folder / "weights_0.safetensors")
-    assert [compare_weights(folders[0], folder) for folder in folders] == [0.0, 0.0, 0.25, None]
 
 
 def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
