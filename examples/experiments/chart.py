@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from unsloth_multigpu.tools.plot_style import house_style, png_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,8 +17,22 @@ if TYPE_CHECKING:
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")
 MARKS = "osD^vP*X"
 DASHES = ("-", "--", ":", "-.")
-# Several panels share a picture here, so their texts are smaller than those of a tool's plot.
-_SIZES: Any = {"font.size": 10, "axes.titlesize": 11, "axes.titlepad": 6, "legend.fontsize": 9}
+_STYLE: Any = {
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E7EB",
+    "axes.edgecolor": "#8A8F98",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
 
 
 @contextmanager
@@ -27,8 +40,10 @@ def style() -> Iterator[None]:
     """Draw and save inside of it: the user's settings of matplotlib neither matter nor change."""
     import matplotlib
 
-    with house_style():
-        matplotlib.rcParams.update(_SIZES)
+    # Figures without pyplot need no window; the context restores the user's settings.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
         yield
 
 
@@ -42,7 +57,9 @@ def new_figure(width: float, height: float, num_rows: int = 1, num_columns: int 
 
 def save(figure: Figure, path: Path) -> None:
     """Writes the PNG file. Through memory: only one rank calls it, and `savefig` to a path is shared by all ranks."""
-    path.write_bytes(png_of(figure))
+    target = io.BytesIO()
+    figure.savefig(target, format="png", metadata={"Software": None})  # The same picture from every version.
+    path.write_bytes(target.getvalue())
 
 
 def draw_points(axes: Axes, rows: Mapping[str, tuple[float, float]], colors: Sequence[str] = ()) -> None:

@@ -58,7 +58,6 @@ def test_doctor_finds_this_machine_ready(tmp_path):
     # A second, small message tells latency from bandwidth.
     assert reduced["small_num_bytes"] == 2**20
     assert 0 < reduced["small_seconds"] < 10
-    assert reduced["num_ranks"] == 1 or reduced["ring_gb_per_s"] > 0
     if reduced["device"] == "cpu":
         assert (reduced["num_ranks"], reduced["backend"]) == (2, "gloo")
     assert rows["imports", "transformers"]["state"] == "ok"
@@ -88,9 +87,10 @@ def test_doctor_finds_every_planted_fault(tmp_path):
     assert "2 x cpu (all-reduce)" in last
     # Patches that are well are counted.
     assert "ok    transformers.trainer:Trainer.train" not in run.out
-    assert "seams are as tested; --verbose lists them" in run.out
+    assert "seams are as tested; --json lists them" in run.out
 
 
+@pytest.mark.thorough
 def test_stuck_all_reduce_names_its_rank(tmp_path):
     options = {"LOG_DIR": str(tmp_path / "logs"), "TIMEOUT_S": "10", "NUM_GPUS": "2", "DEVICE": "cpu"}
     variables = {**plant_fault(tmp_path, "stuck"), **{f"UNSLOTH_MULTIGPU_{n}": v for n, v in options.items()}}
@@ -113,15 +113,14 @@ def test_ended_all_reduce_leaves_no_rank(tmp_path):
     assert orphans(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stopped_doctor_leaves_no_process(tmp_path, number, code):
+def test_stopped_doctor_leaves_no_process(tmp_path):
     process = start(DOCTOR, tmp_path, {"TMPDIR": str(tmp_path)})
     wait_until(lambda: len(orphans(str(tmp_path))) >= 2, 60, "two probes")
     # What is known by then has been shown.
     assert process.stdout.readline() == "versions\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     run = finish(process, 30)
-    assert (run.code, run.err) == (code, "")
+    assert (run.code, run.err) == (143, "")
     assert "\nall-reduce\n" not in run.out
     # The kernel ends the ranks of a launcher that was ended; on a busy machine that takes a moment.
     wait_until(lambda: not orphans(str(tmp_path)), 30, "the end of every process")

@@ -26,11 +26,12 @@ SCRIPT = Path(__file__).parent / "scripts" / "other_transformers.py"
             "Trainer.compute_loss(self, model, inputs",
             ["compute_loss", "not called"],
         ),
-        (
+        pytest.param(
             1,
             "epoch_iterator: Iterator, num_batches",
             "iterator: Iterator, num_batches",
             ["no parameter epoch_iterator"],
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -5,32 +5,20 @@ Each fact stands alone: one that fails is recorded with its error, the others go
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
-import random
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.trained import beyond_vocabulary, host_waits, loss_scale, out_of_memory, processes
+from tests.gpu.trained import beyond_vocabulary, host_waits, loss_scale, out_of_memory
 
 DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
 IS_TINY = os.environ.get("GPU_KIT_TINY") == "1"
-LIBRARIES = (
-    *("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "wrapt", "unsloth", "unsloth_zoo"),
-    *("bitsandbytes", "torchao", "cut_cross_entropy", "xformers", "flash_attn"),
-)
-# First imports of a process; Unsloth last, because it changes the others.
-IMPORTED = ("unsloth_multigpu", "torch", "transformers", "datasets", "bitsandbytes", "unsloth")
-IMPORT_LIMIT_S = 100
-
 Fact = Callable[[], Any]
 
 
@@ -51,40 +39,6 @@ def collect(path: Path, facts: Iterable[Fact]) -> int:
     return code
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def imports() -> dict[str, float]:
-    """Seconds that each library takes in a new process."""
-    code = "import sys, time; t = time.perf_counter(); __import__(sys.argv[1]); print(time.perf_counter() - t)"
-    found = {}
-    for name in IMPORTED:
-        run = subprocess.run(
-            [sys.executable, "-c", code, name], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
-        )
-        if run.returncode:
-            raise RuntimeError(f"import {name}: {run.stderr[-500:]}")
-        found[name] = round(float(run.stdout.split()[-1]), 2)
-    return found
-
-
-def torch_build() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    return {
-        "cuda": torch.version.cuda,
-        "num_cards": torch.cuda.device_count(),
-        "nccl": torch.cuda.nccl.version() if has_nccl else None,
-    }
-
-
 def rank() -> dict[str, Any]:
     """What a rank that our launcher started and watches finds on the card; see `supervised.py`."""
     folder = Path.cwd()
@@ -93,23 +47,6 @@ def rank() -> dict[str, Any]:
     if run.returncode:
         raise RuntimeError(f"exit code {run.returncode}: {run.stderr[-900:]}")
     return dict(json.loads(out.read_text()))
-
-
-def gloo() -> list[str]:
-    """Collectives of gloo that work on tensors of the device: ranks that share a card need them."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        tensor = torch.ones(8, device=DEVICE)
-        dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        dist.all_gather([torch.empty_like(tensor)], tensor)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    return ["all_reduce", "broadcast", "all_gather", "barrier"]
 
 
 def stopwatch() -> dict[str, float]:
@@ -146,56 +83,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def micro_batch() -> dict[str, Any]:
-    """Milliseconds of micro-batches by their shape, and what the planner would find in them."""
-    return _costs(has_checkpointing=False)
-
-
-def micro_batch_with_checkpointing() -> dict[str, Any]:
-    return _costs(has_checkpointing=True)
-
-
-def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
-    import torch
-
-    from unsloth_multigpu.step.cost import ANY_COST, CostModel, fit_cost
-    from unsloth_multigpu.step.measure import attention_of
-    from unsloth_multigpu.tools.bench.option import BenchOptions
-    from unsloth_multigpu.tools.bench.worker import make_model
-
-    size, dtype = ("tiny", "fp32") if IS_TINY else ("1b", "bf16")
-    options = BenchOptions(model_size=size, dtype=dtype, train="lora")
-    model = make_model(options, 1024).to(DEVICE).train()
-    if has_checkpointing:
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    shapes = [(1, 16), (2, 16), (4, 64)]
-    if not IS_TINY:
-        shapes = [(r, n) for r in (1, 2, 4, 8, 16) for n in (16, 64, 256, 1024) if r * n <= 8192]
-    draw = random.Random(0)
-    times: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
-    for number in range(4):
-        draw.shuffle(shapes)
-        for shape in shapes:
-            ids = torch.randint(16, options.vocab_size, shape, device=DEVICE)
-            synchronize()
-            begin_s = time.perf_counter()
-            with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=not IS_TINY):
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            synchronize()
-            if number:  # The first one of a shape is no usual one.
-                times[shape].append(time.perf_counter() - begin_s)
-    q = attention_of(model)
-    samples = [(r * (n + q * n * n), s) for (r, n), seconds in times.items() for s in seconds]
-    found = fit_cost(CostModel(128.0, 512.0, attention=q, possible=ANY_COST), samples)
-    by_size = sorted(times, key=lambda shape: shape[0] * shape[1])
-    return {
-        **{name: getattr(found, name) for name in ("overhead_tokens", "floor_tokens", "attention")},
-        "ms of rows x tokens:": {f"{r} x {n}": [round(1e3 * s, 3) for s in times[r, n]] for r, n in by_size},
-    }
-
-
 def recompiled() -> dict[str, Any]:
     """Graphs compiled at each number of rows: as Unsloth marks them, and as a plan hands them to the model."""
     import torch
@@ -221,15 +108,12 @@ def recompiled() -> dict[str, Any]:
 
 
 GROUPS: dict[str, tuple[Fact, ...]] = {
-    "libraries": (versions, imports, torch_build),
-    "device": (rank, gloo, stopwatch),
-    "costs": (micro_batch, micro_batch_with_checkpointing),
+    "device": (rank, stopwatch),
     "recompiled": (recompiled,),
     "waits": (host_waits,),
     "fp16": (loss_scale,),
     "beyond_vocabulary": (beyond_vocabulary,),
     "out_of_memory": (out_of_memory,),
-    "processes": (processes,),
 }
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ def run_steps(chosen: Sequence[Step], options: argparse.Namespace, record: dict[
         missing, note = place_step(step, record["machine"])
         if missing:
             outcome: dict[str, Any] = {"skipped": missing}
-        elif not options.steps and has_passed(record["steps"].get(step.name)):
+        elif not options.steps and has_passed(before := record["steps"].get(step.name)) and "skipped" not in before:
             print(f"== {step.name}: passed before", flush=True)
             continue
         else:
             print(f"== {step.name} (part {step.part}, at most {step.limit_s} s): {step.text}", flush=True)
-            outcome = {**run_step(step, options, deadline_s), "note": note}
+            outcome = {"note": note, **run_step(step, options, deadline_s)}
         record["steps"][step.name] = {"part": step.part, "text": step.text, **outcome}
         write_record(options.out, record)
         if options.pack is not None:
@@ -100,11 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=int, choices=PARTS, action="append", help=f"[all] {parts}")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help="[build/gpu/result.json]")
     parser.add_argument("--limit-s", type=float, metavar="S", help=f"of the call [{PART_LIMIT_S}, without a part none]")
-    parser.add_argument("--patience", type=float, metavar="X", help="limits of steps, times X [1; in a rehearsal 2]")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: a rehearsal, whose figures say nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny only")
     parser.add_argument("--site", type=Path, metavar="DIR", help="a folder of packages that this Python lacks")
-    parser.add_argument("--nccl", type=Path, metavar="FILE", help="a libnccl.so.2 in the place of torch's")
     parser.add_argument(
         "--pack", type=Path, metavar="FILE", help="a .tgz of the results and logs so far, written after each step"
     )
@@ -115,11 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.limit_s is None:
         options.limit_s = PART_LIMIT_S if options.part else float("inf")
     options.cache = None
-    if options.patience is None:
-        options.patience = 2.0 if options.tiny else 1.0
     options.out = options.out.resolve()
-    if options.nccl is not None and not options.nccl.is_file():
-        parser.error(f"--nccl {options.nccl}: there is no such file")
     return options
 
 
@@ -182,7 +176,7 @@ def pack(record: Path, archive: Path) -> None:
 
 
 def has_passed(outcome: Mapping[str, Any] | None) -> bool:
-    """True also for what needs more cards."""
+    """True also for what was left out."""
     return outcome is not None and ("skipped" in outcome or (outcome.get("rc") == 0 and not outcome["problems"]))
 
 
@@ -210,8 +204,6 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
         # What one step has compiled the next ones find.
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         variables |= {name: os.path.join(options.cache, folder) for name, folder in caches.items()}
-    if options.nccl is not None:
-        variables["LD_PRELOAD"] = " ".join(filter(None, [str(options.nccl.resolve()), os.environ.get("LD_PRELOAD")]))
     # Where packages were unpacked and not compiled, each of a step's processes would compile them again.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     if options.device == "cpu":
@@ -224,7 +216,7 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
 
 def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Runs it; its output goes to a file beside the record, its result and the end of a failure into the record."""
-    limit_s = min(step.limit_s * options.patience, deadline_s - time.monotonic() - END_LIMIT_S)
+    limit_s = min(step.limit_s * (2 if options.tiny else 1), deadline_s - time.monotonic() - END_LIMIT_S)
     if limit_s < LEAST_S:
         return {"rc": None, "seconds": 0.0, "problems": ["no time left; call the part again"]}
     log = options.out.parent / f"{step.name}.log"
@@ -247,6 +239,9 @@ def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict
                 problems.append(f"its result cannot be read: {type(error).__name__}: {error}")
         elif "{json}" in step.command and not rc:
             problems.append("it left no result")
+    reason = skipped_reason(text) if "pytest" in step.command and not problems else ""
+    if reason:
+        return {"skipped": reason}
     outcome = {
         "rc": rc,
         "seconds": round(time.monotonic() - begin_s, 1),
@@ -257,6 +252,15 @@ def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict
         "result": result,
     }
     return {**outcome, "tail": text.splitlines()[-TAIL_LINES:]} if problems else outcome
+
+
+def skipped_reason(text: str) -> str:
+    """Why pytest has skipped all tests, from its output with `-rs`; "" = some have run."""
+    lines = text.splitlines()
+    if not lines or " passed" in lines[-1]:
+        return ""
+    reasons = dict.fromkeys(line.partition(": ")[2] for line in lines if line.startswith("SKIPPED "))
+    return f"all tests skipped: {'; '.join(reasons)}"
 
 
 def run_command(

@@ -10,30 +10,18 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.gpu.step import PARTS
+from unsloth_multigpu.text_table import markdown_table
 from unsloth_multigpu.tools.bench.result import ArmResult, Spread
-from unsloth_multigpu.tools.bench.table import memory_text, norm_text, spread_text
+from unsloth_multigpu.tools.bench.table import result_row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin; written by python -m tests.gpu.page -->", "<!-- gpu: end -->"
 NOTHING = (
     "No card was measured yet: the maintainers had none. `make gpu` measures one, or several, and writes its figures\n"
     "here; [CONTRIBUTING.md](../CONTRIBUTING.md#on-a-gpu) says how."
-)
-COLUMNS = (
-    "arm",
-    "tokens/s",
-    "x one_process",
-    "x torchrun",
-    "step, of one_process",
-    "padding",
-    "peak memory of a rank",
-    "norm difference",
-    "samples",
-    "compiled: warm-up + timed",
 )
 # What of the planner's measurements a reader can use.
 PLANNED = ("overhead_tokens", "floor_tokens", "speeds")
@@ -98,51 +86,34 @@ def detail(name: str, result: Mapping[str, Any] | None) -> list[str]:
         return []
     if "results" not in result:
         return ["", *(f"- {name}: {fact_text(value)}" for name, value in result.items())]
-    rows = [arm_row(ArmResult(**arm_values(arm)), result["ratios"][arm["name"]]) for arm in result["results"]]
+    rows = [arm_row(arm, result["ratios"][arm["name"]]) for arm in result["results"]]
     planner = [
         f"- planner of {name}: {fact_text({n: v for n, v in found.items() if n in PLANNED})}"
         for name, found in result["planner"].items()
     ]
     return [
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|" + "---|" * len(COLUMNS),
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
+        markdown_table(list(rows[0]), [list(row.values()) for row in rows]),
         *(f"- {line}" for line in result["conditions"] if line.startswith(("model:", "samples:", "batch:", "steps:"))),
         *planner,
     ]
 
 
-def arm_values(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `ArmResult`, from JSON."""
+def arm_row(arm: Mapping[str, Any], ratio: float) -> dict[str, str]:
+    """The row of the benchmark's own table, from its JSON, and how long a step takes of one of one process."""
+    norm = arm["norm_difference"]
+    values = {name: Spread(**value) for name, value in arm.items() if isinstance(value, Mapping) and name != "times"}
     times = {name: Spread(**value) for name, value in arm["times"].items()}
-    spreads = {name: Spread(**value) for name, value in arm.items() if isinstance(value, Mapping) and name != "times"}
-    return {**arm, **spreads, "times": times}
-
-
-def arm_row(arm: ArmResult, ratio: float) -> tuple[str, ...]:
-    difference = arm.norm_difference
-    return (
-        arm.name,
-        spread_text(arm.tokens_per_s, "{:,.0f}".format),
-        spread_text(arm.times.get("one_process"), "{:.2f}".format),
-        spread_text(arm.times.get("torchrun"), "{:.2f}".format),
-        f"{ratio:.3f}",
-        f"{arm.padding_share.median:.1%}",
-        memory_text(arm),
-        difference if isinstance(difference, str) else norm_text(arm),
-        {True: "same", False: "other", None: "-"}[arm.has_same_samples],
-        " + ".join(map(str, arm.num_compiled)),
-    )
+    # What JSON has no number for is text.
+    norm = None if norm is None else float(norm)
+    row = result_row(ArmResult(**{**arm, **values, "times": times, "norm_difference": norm}))
+    return {**row, "step, of one_process": f"{ratio:.3f}"}
 
 
 def fact_text(value: Any) -> str:
-    """A fact in one line: medians of lists of times, and pairs."""
+    """A fact in one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {fact_text(inner)}" for name, inner in value.items())
-    if isinstance(value, list) and value and all(isinstance(item, float) for item in value):
-        return f"{median(value):g}"
     if isinstance(value, list):
         return " ".join(map(fact_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

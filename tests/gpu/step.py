@@ -19,7 +19,7 @@ PARTS = {
     2: "Unsloth, fp16, sharding, and where the host waits",
     3: "Faults, and what the user sees of them",
     4: "The planner",
-    5: "Unsloth in one process and with padded rows; versions",
+    5: "Unsloth in one process and with padded rows",
     6: "How much sooner several cards are done",
     7: "What the line costs; commands, notebooks, clients and plain loops on two cards",
 }
@@ -78,16 +78,7 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
         is_tiny: Sizes with which everything ends within minutes on two cores, and shows nothing but that it runs.
     """
     bench = _Bench(device, is_tiny)
-    tools = (*PYTEST, "tests/gpu/test_device_tools.py")
-    steps = (
-        Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
-        *_basic_steps(bench),
-        *_unsloth_steps(bench),
-        *_test_steps(),
-        *_planner_steps(bench),
-        *_small_steps(bench),
-        *_speed_steps(bench),
-    )
+    steps = (*_basic_steps(bench), *_bench_steps(bench), *_test_steps(), *_small_steps(bench))
     return tuple(sorted(steps, key=lambda step: step.part))
 
 
@@ -103,7 +94,6 @@ def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
             judge=judge_device(bench.device == "cuda"),
         ),
         Step("doctor", 1, "what the doctor says", 80, doctor, prints=True),
-        Step("libraries", 5, "versions, and seconds that imports take", 130, _fact("libraries")),
         bench.step(
             "line",
             7,
@@ -118,167 +108,139 @@ def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
 
 
 def _test_steps() -> tuple[Step, ...]:
-    """Those of test_nccl.py, each in one of these steps."""
+    """Those of test_nccl.py, each in one of these steps, and those of test_device_tools.py."""
     rows = (
         ("parity", 1, "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too", 230, "two_ranks", 2),
         ("shard", 2, "all weights, sharded by FSDP2", 80, "sharded", 2),
         ("faults", 3, "a rank is killed, hangs, finds NaN", 130, "killed or hung or nan", 2),
-        (
-            "ways",
-            3,
-            "notebook, srun's cards, compression",
-            130,
-            "notebook or see_one or compressed",
-            2,
-        ),
+        ("ways", 3, "notebook, srun's cards, compression", 130, "notebook or see_one or compressed", 2),
         ("parity_4", 3, "four ranks, uneven steps too", 100, "four_ranks", 4),
     )
-    return tuple(
-        Step(name, part, text, limit_s, (*TESTS, chosen), num_ranks=ranks, only_nccl=name == "shard")
-        for name, part, text, limit_s, chosen, ranks in rows
+    tools = (*PYTEST, "tests/gpu/test_device_tools.py")
+    return (
+        *(
+            Step(name, part, text, limit_s, (*TESTS, chosen), num_ranks=ranks, only_nccl=name == "shard")
+            for name, part, text, limit_s, chosen, ranks in rows
+        ),
+        Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
     )
 
 
 def _small_steps(bench: _Bench) -> tuple[Step, ...]:
     """Trainings of a minute: see trained.py."""
-    is_cuda = bench.device == "cuda"
-    return (
-        Step(
+    rows: tuple[tuple[str, int, str, int, Judge], ...] = (
+        (
             "waits",
             2,
             "where the host waits for the device in a step, without the line and in rank 0 of two",
             60,
-            _fact("waits"),
-            num_ranks=2,
-            judge=judge_waits(is_cuda),
+            judge_waits(bench.device == "cuda"),
         ),
-        Step("fp16", 2, "two ranks skip the steps of one process", 60, _fact("fp16"), num_ranks=2, judge=judge_fp16),
-        Step(
+        ("fp16", 2, "two ranks skip the steps of one process", 60, judge_fp16),
+        (
             "beyond_vocabulary",
             3,
             "what the user sees of a device-side assert",
             45,
-            _fact("beyond_vocabulary"),
-            num_ranks=2,
-            judge=judge_failure("beyond_vocabulary", ("device-side assert", "index out of range")),
+            judge_failure("beyond_vocabulary", ("device-side assert", "index out of range")),
         ),
-        Step(
+        (
             "out_of_memory",
             3,
             "what the user sees where a rank is out of memory",
             45,
-            _fact("out_of_memory"),
-            num_ranks=2,
-            judge=judge_failure("out_of_memory", ("ran out of memory",)),
-        ),
-        Step(
-            "processes",
-            3,
-            "processes on the cards, by the driver",
-            45,
-            _fact("processes"),
-            num_ranks=2,
-            needs_driver=True,
-            judge=judge_processes(is_cuda),
-        ),
-        Step(
-            "recompiled",
-            4,
-            "what torch compiles again for another number of rows",
-            50,
-            _fact("recompiled"),
-            needs_driver=True,
-            judge=judge_recompiled,
+            judge_failure("out_of_memory", ("ran out of memory",)),
         ),
     )
-
-
-def _planner_steps(bench: _Bench) -> tuple[Step, ...]:
+    recompiled = "what torch compiles again for another number of rows"
     return (
         *(
-            bench.step(
-                f"shared_{train}",
-                part,
-                f"two ranks on one card over gloo train as one process, {train}",
-                limit_s,
-                f"--ranks 2 --train {train} --arms {arms}",
-                small=True,
-                only_cards=1,
-                judge=judge_arms(FP32_BOUND, ("ours",), is_expandable=bench.device == "cuda" or None),
-            )
-            for train, part, limit_s, arms in (
-                ("lora", 1, 120, "one_process,ours,ours_off,torchrun"),
-                ("full", 4, 80, "one_process,ours"),
-            )
+            Step(name, part, text, limit_s, _fact(name), num_ranks=2, judge=judge)
+            for name, part, text, limit_s, judge in rows
         ),
-        *(
-            bench.step(
-                f"planner_{accumulation}",
-                4,
-                f"the planner against no plan and batch_rebalance, accumulation {accumulation}",
-                limit_s,
-                f"--ranks 1 --accumulation {accumulation} --arms one_process,ours_one,rebalance",
-                judge=judge_arms(BF16_BOUND, ("ours_one",), than=None if bench.is_tiny else "one_process"),
-            )
-            for accumulation, limit_s in ((1, 130), (4, 170))
-        ),
-        Step("costs", 4, "time of a micro-batch by its size", 70, _fact("costs")),
+        Step("recompiled", 4, recompiled, 50, _fact("recompiled"), needs_driver=True, judge=judge_recompiled),
     )
 
 
-def _unsloth_steps(bench: _Bench) -> tuple[Step, ...]:
-    common = "--library unsloth --gradient-checkpointing"
+def _bench_steps(bench: _Bench) -> tuple[Step, ...]:
+    tiny, is_cpu = bench.is_tiny, bench.device == "cpu"
+    unsloth = "--library unsloth --gradient-checkpointing"
     # Unsloth's CPU backend, which a rehearsal has, always pads.
-    end_to_end = "" if bench.device == "cpu" else "--padding-free"
+    flat = f"{unsloth}{'' if is_cpu else ' --padding-free'}"
     # Not torchrun: ranks of its own that share a card wait on cards that there are not.
-    two = f"{common} --ranks 2 --arms one_process,ours,ours_off"
-    four_bit = f"{two} {end_to_end} --four-bit --optim adamw_8bit"
-    one = f"{common} {end_to_end} --ranks 1 --arms one_process,line_one,ours_one"
-    is_expandable = None if bench.device == "cpu" else True
-    rows = (
-        ("unsloth_lora", 2, "two ranks, rows end to end", f"{two} {end_to_end}", ("ours",), "ours_off"),
-        ("unsloth_4bit", 2, "two ranks, 4-bit weights and adamw_8bit", four_bit, ("ours",), "ours_off"),
-        ("unsloth_line", 5, "one process: with the line, and planned", one, ("line_one", "ours_one"), "one_process"),
-        ("unsloth_padded", 5, "two ranks, padded rows", two, ("ours",), "ours_off"),
-    )
-    return tuple(
-        bench.step(
-            name,
-            part,
-            f"Unsloth, LoRA, its gradient checkpointing: {text}",
+    two = "--ranks 2 --arms one_process,ours,ours_off"
+    planned = "--ranks 1 --arms one_process,ours_one,rebalance"
+    three = "--arms one_process,ours,torchrun"
+    small = "two ranks on one card over gloo train as one process"
+    cards = "cards against one"
+    # Name, part, text, seconds, arguments, what is judged, against which arm it may not be slower.
+    rows: tuple[tuple[str, int, str, int, str, tuple[str, ...], str | None], ...] = (
+        (
+            "shared_lora",
+            1,
+            f"{small}, LoRA",
+            120,
+            "--ranks 2 --arms one_process,ours,ours_off,torchrun",
+            ("ours",),
+            None,
+        ),
+        ("unsloth_lora", 2, "Unsloth, LoRA, two ranks, rows end to end", 142, f"{flat} {two}", ("ours",), "ours_off"),
+        (
+            "unsloth_4bit",
+            2,
+            "Unsloth, two ranks, 4-bit weights and adamw_8bit",
             142,
-            arguments,
-            warmup=8,
-            steps=12,
-            judge=judge_arms(BF16_BOUND, arms, than=None if bench.is_tiny else than, is_expandable=is_expandable),
+            f"{flat} {two} --four-bit --optim adamw_8bit",
+            ("ours",),
+            "ours_off",
+        ),
+        ("shared_full", 4, f"{small}, full", 80, "--train full --ranks 2 --arms one_process,ours", ("ours",), None),
+        ("planner_1", 4, "the planner against no plan and batch_rebalance", 130, planned, ("ours_one",), "one_process"),
+        (
+            "planner_4",
+            4,
+            "the planner against no plan and batch_rebalance, accumulation 4",
+            170,
+            f"{planned} --accumulation 4",
+            ("ours_one",),
+            "one_process",
+        ),
+        (
+            "unsloth_line",
+            5,
+            "Unsloth, LoRA, one process: with the line, and planned",
+            142,
+            f"{flat} --ranks 1 --arms one_process,line_one,ours_one",
+            ("line_one", "ours_one"),
+            "one_process",
+        ),
+        ("unsloth_padded", 5, "Unsloth, LoRA, two ranks, padded rows", 142, f"{unsloth} {two}", ("ours",), "ours_off"),
+        ("speed_lora", 6, f"2 {cards}, LoRA", 115, f"--ranks 2 {three},rebalance", ("ours",), "torchrun"),
+        ("speed_full", 6, f"2 {cards}, all weights", 110, f"--ranks 2 --train full {three}", ("ours",), "torchrun"),
+        ("speed_unsloth", 6, f"2 {cards}, Unsloth's LoRA", 110, f"--ranks 2 {flat} {three}", ("ours",), "torchrun"),
+        ("speed_lora_4", 6, f"4 {cards}, LoRA", 90, f"--ranks 4 {three}", ("ours",), "torchrun"),
+        ("speed_lora_8", 6, f"8 {cards}, LoRA", 90, f"--ranks 8 {three}", ("ours",), "torchrun"),
+    )
+    steps = []
+    for name, part, text, limit_s, arguments, arms, than in rows:
+        is_shared, is_unsloth = name.startswith("shared"), name.startswith("unsloth")
+        bound = FP32_BOUND if is_shared else BF16_BOUND
+        steps.append(
+            bench.step(
+                name,
+                part,
+                text,
+                limit_s,
+                arguments,
+                small=is_shared,
+                warmup=8 if is_unsloth else 20,
+                steps=12 if is_unsloth else 20,
+                num_cards=int(arguments.split()[1]) if name.startswith("speed") else 1,
+                only_cards=1 if is_shared else None,
+                judge=judge_arms(bound, arms, than=None if tiny else than),
+            )
         )
-        for name, part, text, arguments, arms, than in rows
-    )
-
-
-def _speed_steps(bench: _Bench) -> tuple[Step, ...]:
-    arms = "--arms one_process,ours,torchrun"
-    unsloth = "--library unsloth --gradient-checkpointing" + ("" if bench.device == "cpu" else " --padding-free")
-    judge = judge_arms(BF16_BOUND, ("ours",), than=None if bench.is_tiny else "torchrun")
-    rows = (
-        ("speed_lora", "LoRA", 2, 115, f"{arms},rebalance"),
-        ("speed_full", "all weights", 2, 110, f"--train full {arms}"),
-        ("speed_unsloth", "Unsloth's LoRA", 2, 110, f"{unsloth} {arms}"),
-        ("speed_lora_4", "LoRA", 4, 90, arms),
-        ("speed_lora_8", "LoRA", 8, 90, arms),
-    )
-    return tuple(
-        bench.step(
-            name,
-            6,
-            f"{count} cards against one, {text}",
-            limit_s,
-            f"--ranks {count} {more}",
-            num_cards=count,
-            judge=judge,
-        )
-        for name, text, count, limit_s, more in rows
-    )
+    return tuple(steps)
 
 
 def _fact(group: str) -> tuple[str, ...]:
@@ -321,7 +283,7 @@ class _Bench:
         command = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", self.device, *size, *train, *given, *counts]
         # A run that hangs is to be ended by the benchmark, which says more than the limit of the step.
         command += ["--timeout-s", str(limit_s - 20), "--json", "{json}"]
-        seen = only_cards or max(num_cards, 2 if "--ranks 2" in arguments else num_cards)
+        seen = only_cards or max(num_cards, 2 if "--ranks 2" in arguments else 1)
         return Step(name, part, text, limit_s, tuple(command), num_cards, seen, judge=judge)
 
 
@@ -385,15 +347,12 @@ def judge_line(is_tiny: bool) -> Judge:
     return judge
 
 
-def judge_arms(
-    bound: float, arms: Sequence[str], *, than: str | None = None, is_expandable: bool | None = None
-) -> Judge:
+def judge_arms(bound: float, arms: Sequence[str], *, than: str | None = None) -> Judge:
     """These arms have the samples and gradients of one process.
 
     Args:
         bound: Of gradient norms, relative.
         than: None of them takes clearly longer than this arm; None = times are not judged.
-        is_expandable: What the allocator has to have; None = anything.
     """
 
     def judge(result: Result) -> list[str]:
@@ -405,8 +364,6 @@ def judge_arms(
                 problems.append(f"{name}: other samples in a step than one process has")
             elif not float(arm["norm_difference"]) < bound:
                 problems.append(f"{name}: gradient norms differ by {arm['norm_difference']}, bound {bound:g}")
-            if is_expandable is not None and arm["is_expandable"] is not is_expandable:
-                problems.append(f"{name}: expandable segments: {arm['is_expandable']}")
             if than is not None:
                 slowdown = found[than]["tokens_per_s"]["median"] / arm["tokens_per_s"]["median"]
                 problems += [f"{name}: {slowdown:.2f} times as long as {than}"] if slowdown > MAX_SLOWDOWN else []
@@ -437,12 +394,11 @@ def judge_waits(is_cuda: bool) -> Judge:
 
 
 def judge_fp16(result: Result) -> list[str]:
-    """The same scales, the same steps skipped, and the norms of the others."""
+    """The same scales, which fall behind each step that is skipped, and the norms of the others."""
     one, ours = result["loss_scale"]["one_process"], result["loss_scale"]["ours"]
     problems = []
-    for name in ("scales", "skipped"):
-        if one[name] != ours[name]:
-            problems.append(f"{name}: {ours[name]}, in one process {one[name]}")
+    if one["scales"] != ours["scales"]:
+        problems.append(f"scales: {ours['scales']}, in one process {one['scales']}")
     pairs = [(float(a), float(b)) for a, b in zip(one["norms"], ours["norms"], strict=True)]
     largest = max((abs(a - b) / a for a, b in pairs if isfinite(a) and isfinite(b)), default=inf)
     if not largest < FP16_BOUND or any(isfinite(a) != isfinite(b) for a, b in pairs):
@@ -460,22 +416,6 @@ def judge_failure(name: str, reasons: Sequence[str]) -> Judge:
         if not any(reason in message for reason in reasons):
             problems.append(f"its message lacks the reason: {' or '.join(map(repr, reasons))}")
         return problems
-
-    return judge
-
-
-def judge_processes(is_cuda: bool) -> Judge:
-    """Each rank is on one card, and the supervisor on none."""
-
-    def judge(result: Result) -> list[str]:
-        found = result["processes"]
-        if found["listed"] is None:
-            return ["there is no nvidia-smi"] if is_cuda else []
-        counts = {pid: found["listed"].count(pid) for pid in found["ranks"]}
-        if not any(counts.values()):
-            return ["the driver lists none of the ranks; it may number processes in another way than this machine"]
-        problems = [f"rank process {pid} is listed {count} times" for pid, count in counts.items() if count != 1]
-        return problems + (["the supervisor is on a card"] if found["supervisor"] in found["listed"] else [])
 
     return judge
 

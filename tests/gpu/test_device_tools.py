@@ -38,6 +38,7 @@ HANG_TIMEOUT_S = 8.0
 # Commands.
 
 
+@pytest.mark.thorough
 def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
     # It imports what it finds. Unsloth takes as long as all the rest.
     run = run_python([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})
@@ -62,6 +63,7 @@ def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     assert found["one_process_s"] > 0 < found["ranks_s"]
 
 
+@pytest.mark.thorough
 @needs_device
 def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4)
@@ -81,22 +83,6 @@ def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None
 # A rank that is late, and then does not come.
 
 
-@pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run says whose rank 1 sleeps before it computes gradients, and what `top` shows once rank 0 is stuck."""
-    folder = tmp_path_factory.mktemp("late")
-    script = folder / "hang.py"  # The folder's name in the command line marks the processes of this run.
-    script.write_text((SCRIPTS / "hang.py").read_text())
-    process = start([script, HANG_TIMEOUT_S, "late"], folder, {**BARE, **VISIBLE})
-    top = ["top", "--once", str(process.pid)]
-    wait_until(lambda: any(run.pid == process.pid for run in find_runs()), 60.0, "the run's folder")
-    wait_until(lambda: '"is_stuck": true' in said(*top, "--json"), 120.0, "a rank that is stuck")
-    ranks, table = json.loads(said(*top, "--json"))["ranks"], said(*top)
-    run = finish(process)
-    left = orphans(str(folder))
-    return {"ranks": ranks, "table": table, "code": run.code, "out": run.out, "err": run.err, "left": left}
-
-
 def said(*arguments: str) -> str:
     """What a command prints, in this process: one of its own would come behind the end of what hangs."""
     with contextlib.redirect_stdout(io.StringIO()) as screen:
@@ -104,28 +90,31 @@ def said(*arguments: str) -> str:
     return screen.getvalue()
 
 
-def test_top_shows_the_devices_of_a_running_job(late: dict[str, Any]) -> None:
-    for rank in late["ranks"]:
+def test_late_rank_is_shown_by_top_and_named_with_the_pending_collective(tmp_path: Path) -> None:
+    """Rank 1 sleeps before it computes gradients, and then does not come; rank 0 is stuck in a collective."""
+    script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
+    script.write_text((SCRIPTS / "hang.py").read_text())
+    process = start([script, HANG_TIMEOUT_S, "late"], tmp_path, {**BARE, **VISIBLE})
+    top = ["top", "--once", str(process.pid)]
+    wait_until(lambda: any(run.pid == process.pid for run in find_runs()), 60.0, "the run's folder")
+    wait_until(lambda: '"is_stuck": true' in said(*top, "--json"), 120.0, "a rank that is stuck")
+    ranks, table = json.loads(said(*top, "--json"))["ranks"], said(*top)
+    run = finish(process)
+    for rank in ranks:
         assert not (rank["device"] or "cpu").startswith("cpu"), rank
         # Of a card: what torch has allocated there, and not the size of the process.
         assert 0 < rank["memory_bytes"] <= rank["peak_bytes"] < 2**27, rank
-        assert rank["device"] in late["table"]
-
-
-def test_hang_is_told_with_the_pending_collective_and_its_sizes(late: dict[str, Any]) -> None:
-    assert [rank["collective"] for rank in late["ranks"]] == ["all_reduce [4]", None]
+        assert rank["device"] in table
+    assert [rank["collective"] for rank in ranks] == ["all_reduce [4]", None]
     # A cell may be broken into lines.
-    assert re.search(r"in\b.*all_reduce\b.*\[4\].*no\b.*progress\b.*for", late["table"], re.DOTALL), late["table"]
-    assert late["code"] == 124, late["err"]
+    assert re.search(r"in\b.*all_reduce\b.*\[4\].*no\b.*progress\b.*for", table, re.DOTALL), table
+    assert run.code == 124, run.err
     hang = r"rank 1 hangs: no progress for \d+ s in step 4, computing \(hang\.py:\d+ in forward\)"
-    assert re.search(hang, late["err"]), late["err"]
-    assert late["left"] == []
-
-
-def test_rank_that_sleeps_before_a_collective_lets_the_other_wait(late: dict[str, Any]) -> None:
-    """By events: the host of rank 0 does not stand still in the exchange, but later."""
-    lines = re.findall(r"waiting ([\d.]+) slowest (\d)", late["out"])
-    assert len(lines) == 3, late["out"]
+    assert re.search(hang, run.err), run.err
+    assert orphans(str(tmp_path)) == []
+    # By events: the host of rank 0 does not stand still in the exchange, but later.
+    lines = re.findall(r"waiting ([\d.]+) slowest (\d)", run.out)
+    assert len(lines) == 3, run.out
     for waiting, slowest in lines[1:]:
         assert (float(waiting) > 0.1, slowest) == (True, "1"), lines
 

@@ -24,11 +24,11 @@ pytestmark = NEEDS_CARD
 BACKEND = place_of(2).backend
 # Interpreted, Unsloth's kernels are too slow for these sizes: tests/e2e/test_gpu_path.py has smaller ones.
 LIBRARIES = light("unsloth", "unsloth_zoo") if IS_FAKE else {}
-# Rows x batch size x accumulation: the second shape divides neither by the step nor by the ranks.
-KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo")
+# Rows x batch size x accumulation: the last shape divides neither by the step nor by the ranks.
+EVEN, UNEVEN = "24x4x2", "26x3x3"
 JOBS = {
-    num: [f"{kind}:{shape}" for kind in kinds for shape in ("24x4x2", "26x3x3")]
-    for num, kinds in ((2, KINDS), (4, KINDS[:1]))
+    2: [f"trainer_peft:{EVEN}", *(f"{kind}:{UNEVEN}" for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo"))],
+    4: [f"trainer_peft:{EVEN}", f"trainer_peft:{UNEVEN}"],
 }
 # Unsloth's kernels compute in the card's own precision.
 BOUNDS = {"trainer_peft": 1e-4, "sft_lora": 1e-2, "sft_full": 1e-2, "dpo": 1e-2}
@@ -98,6 +98,7 @@ def test_sharded_ranks_train_as_one_process(tmp_path):
     assert distance(one, two) < 1e-4
 
 
+@pytest.mark.thorough
 def test_hung_rank_is_named_and_the_run_ends(tmp_path):
     """The other rank waits in a collective, which NCCL would do for ever."""
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
@@ -125,10 +126,10 @@ def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
-BF16 = pytest.param("bf16", marks=pytest.mark.thorough)
+OF_NCCL = [pytest.param(name, marks=pytest.mark.thorough) for name in ("bf16", "powersgd") if BACKEND == "nccl"]
 
 
-@pytest.mark.parametrize("compression", ["fp16", *([BF16, "powersgd"] if BACKEND == "nccl" else [])])
+@pytest.mark.parametrize("compression", ["fp16", *OF_NCCL])
 def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]
@@ -170,6 +171,7 @@ if os.environ.get("RANK", "0") == "0":
 """
 
 
+@pytest.mark.thorough
 def test_notebook_trains_as_one_card(tmp_path):
     pytest.importorskip("jupyter_client", reason="needs jupyter_client and ipykernel")
     pytest.importorskip("ipykernel", reason="needs jupyter_client and ipykernel")
@@ -192,6 +194,7 @@ def test_notebook_trains_as_one_card(tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_ranks_may_see_one_card_each(tmp_path):
     """As srun binds them: both ranks' card is number 0, and the local rank of one is 1."""
     port = free_port()

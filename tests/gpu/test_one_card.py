@@ -12,7 +12,7 @@ from tests.gpu.step import steps_of
 
 pytestmark = [NEEDS_CARD, pytest.mark.slow]
 STEPS = {s.name: s for s in steps_of("cpu" if IS_REHEARSAL else "cuda", is_tiny=IS_REHEARSAL)}
-SMALL = ("fp16", "beyond_vocabulary", "out_of_memory", "recompiled", "waits", "processes")
+SMALL = ("fp16", "beyond_vocabulary", "out_of_memory", "recompiled", "waits")
 
 
 def result_of(name, folder):

@@ -1,16 +1,17 @@
-"""Facts of whole trainings, which `training.py` runs: waits, loss scales, faults, processes. See `fact.py`."""
+"""Facts of whole trainings, which `training.py` runs: waits, loss scales, faults. See `fact.py`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.card import of_ranks
 from tests.helpers.run import PLAIN, Finished, run_python
 
-SCRIPT = Path(__file__).with_name("training.py")
+SCRIPT, SCALED = (Path(__file__).with_name(name) for name in ("training.py", "scaled.py"))
 MESSAGE_CHARACTERS = 1500
 
 
@@ -20,8 +21,8 @@ def host_waits() -> dict[str, Any]:
 
 
 def loss_scale() -> dict[str, Any]:
-    """fp16: scales, skipped steps and gradient norms of one process and of two ranks."""
-    return {"one_process": finished(0, "fp16"), "ours": finished(2, "fp16")}
+    """fp16: scales and gradient norms of one process and of two ranks; see `scaled.py`."""
+    return {name: finished(num, "fp16", [SCALED, str(num)]) for name, num in (("one_process", 1), ("ours", 2))}
 
 
 def beyond_vocabulary() -> dict[str, Any]:
@@ -34,13 +35,8 @@ def out_of_memory() -> dict[str, Any]:
     return failed("out_of_memory")
 
 
-def processes() -> dict[str, Any]:
-    """Which processes the driver lists on the cards while two ranks train."""
-    return finished(2, "processes")
-
-
-def finished(num_ranks: int, kind: str) -> dict[str, Any]:
-    run, out = train(num_ranks, kind)
+def finished(num_ranks: int, kind: str, command: Sequence[Any] = ()) -> dict[str, Any]:
+    run, out = train(num_ranks, kind, command)
     if run.code:
         raise RuntimeError(f"{kind}, {num_ranks} rank(s): exit code {run.code}: {run.err[-900:]}")
     return dict(json.loads(out.read_text()))
@@ -53,8 +49,10 @@ def failed(kind: str) -> dict[str, Any]:
     return {"code": run.code, "message": "\n".join(lines)[-MESSAGE_CHARACTERS:]}
 
 
-def train(num_ranks: int, kind: str) -> tuple[Finished, Path]:
+def train(num_ranks: int, kind: str, command: Sequence[Any] = ()) -> tuple[Finished, Path]:
+    """Runs the command, else `training.py`; 0 ranks = without the line."""
     out = Path.cwd() / f"{kind}_{num_ranks}.json"
-    run = run_python([SCRIPT, str(num_ranks), kind, out], Path.cwd(), {**PLAIN, **of_ranks(max(1, num_ranks))})
+    started = [*(command or [SCRIPT, str(num_ranks), kind]), out]
+    run = run_python(started, Path.cwd(), {**PLAIN, **of_ranks(max(1, num_ranks))})
     sys.stderr.write(run.err)
     return run, out

@@ -1,4 +1,4 @@
-"""Writes what came of a row of the matrix: tools/doctor/matrix.json, and docs/compatibility.md from all rows.
+"""Writes what came of a row of the matrix: tests/matrix/results.json, and docs/compatibility.md from all rows.
 
 Usage, in the row's environment: python -m tests.matrix.record ROW JUNIT_XML. Exit code 1 = a test of the row failed.
 """
@@ -23,7 +23,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.toml")
-RESULTS = ROOT / "unsloth_multigpu" / "tools" / "doctor" / "matrix.json"
+RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "compatibility.md"
 # In the order in which a reader looks for them.
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "wrapt", "unsloth", "unsloth_zoo")
@@ -74,7 +74,7 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
         "it (`tests/matrix/core.txt`): launching, parity with one process, saving once, resuming, a killed rank, the",
         "planner, the doctor, a cell of a notebook, and where Unsloth is installed its GPU code. All rows run on CPU",
         "ranks over gloo. Releases between two rows are expected to work, newer ones than the newest row are tried",
-        "with one warning. `unsloth-multigpu doctor` says which row an installation is nearest to.",
+        "with one warning.",
         "",
         "| Row | " + " | ".join(columns) + " | passed | failed | skipped | seconds | date |",
         "|---|" + "---|" * (len(columns) + 5),

@@ -20,8 +20,8 @@ NUM_STEPS = 3
 RANKS = {"one": 1, "two": 2}
 
 
-def train(folder, arm, did, meet):
-    turn = Turn(str(folder), arm)
+def train(folder, arm, rank, did, meet):
+    turn = Turn(str(folder), arm, rank)
     turn.wait()
     for step in range(NUM_STEPS):
         did.append((arm, step, "begin"))
@@ -33,7 +33,7 @@ def train(folder, arm, did, meet):
 def in_threads(num_ranks, rank):
     """Runs `rank` as often as there are ranks; the first error of one is raised."""
     with ThreadPoolExecutor(num_ranks) as pool:
-        for one in [pool.submit(rank) for _ in range(num_ranks)]:
+        for one in [pool.submit(rank, number) for number in range(num_ranks)]:
             one.result()
 
 
@@ -42,7 +42,7 @@ def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) 
 
     def run(arm, check):
         meet = threading.Barrier(RANKS[arm])
-        in_threads(RANKS[arm], lambda: train(tmp_path, arm, did, meet))
+        in_threads(RANKS[arm], lambda rank: train(tmp_path, arm, rank, did, meet))
         check()
         return arm.upper()
 
@@ -57,34 +57,33 @@ def test_ranks_hear_that_another_arm_has_failed(tmp_path) -> None:
 
     def run(arm, check):
         if arm == "one":
-            Turn(str(tmp_path), arm)._socket.close()  # Its only rank ends in its first step.
+            Turn(str(tmp_path), arm, 0)  # Its only rank ends in its first step.
             raise LaunchError("its reason", hint="Look.")
         with pytest.raises(LaunchError, match="benchmark has ended"):
-            in_threads(2, lambda: train(tmp_path, arm, [], threading.Barrier(2)))
+            in_threads(2, lambda rank: train(tmp_path, arm, rank, [], threading.Barrier(2)))
         heard.append(arm)
 
     with pytest.raises(LaunchError, match="its reason"):
         run_together(RANKS, NUM_STEPS, tmp_path, 10.0, run)
     assert heard == ["two"]
     with pytest.raises(LaunchError, match="benchmark has ended"):
-        Turn(str(tmp_path), "two")
+        Turn(str(tmp_path), "two", 0)
 
 
 def test_arm_that_does_not_end_its_step_is_named(tmp_path) -> None:
     def slow(arm, check):
-        turn = Turn(str(tmp_path), arm)
+        turn = Turn(str(tmp_path), arm, 0)
         turn.wait()
-        turn._socket.recv(1)  # Until the benchmark is over: no word of the end of its step.
+        turn._go.read(1)  # Until the benchmark is over: no word of the end of its step.
 
     with pytest.raises(LaunchError, match=r"No end of a step within 0.3 s: one\."):
         run_together({"one": 1}, NUM_STEPS, tmp_path, 0.3, slow)
 
 
-@pytest.mark.parametrize("ends", ["raise SystemExit(3)", ""])
-def test_arm_that_fails_ends_the_others(monkeypatch, tmp_path, capsys, ends) -> None:
-    for name, code in (("ours", "import time; time.sleep(600)"), ("torchrun", f"print('its reason'); {ends}")):
+def test_arm_that_fails_ends_the_others(monkeypatch, tmp_path, capsys) -> None:
+    for name, code in (("ours", "import time; time.sleep(600)"), ("torchrun", "raise SystemExit('its reason')")):
         command = [sys.executable, "-c", code]
-        monkeypatch.setitem(ARMS, name, Arm(name, "planted", lambda _, command=command: command))
+        monkeypatch.setitem(ARMS, name, Arm(name, "planted", launcher=lambda _, command=command: command))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     begin_s = time.monotonic()

@@ -20,7 +20,7 @@ def run(folder: Path, source: str, **options: str) -> Finished:
     return run_python([script], folder, {**PLAIN, **cards(2, **options)})
 
 
-def test_device_is_torchs_own_cuda(tmp_path):
+def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):
     done = run(
         tmp_path,
         """
@@ -49,16 +49,7 @@ def test_device_is_torchs_own_cuda(tmp_path):
         torch.save(x, "x.pt")
         assert torch.load("x.pt", map_location="cpu").device.type == "cpu"
         assert torch.load("x.pt").device == torch.device("cuda:1")
-        """,
-        capability="8.0",
-    )
-    assert done.code == 0, done.err
-
-
-def test_generators_are_the_devices_own(tmp_path):
-    done = run(
-        tmp_path,
-        """
+        # Generators are the devices' own.
         torch.manual_seed(1)
         before, of_cpu = torch.cuda.get_rng_state(0), torch.get_rng_state()
         assert before.numel() == 16 and of_cpu.numel() != 16
@@ -72,17 +63,10 @@ def test_generators_are_the_devices_own(tmp_path):
         assert torch.randn(4, device="cuda", generator=generator).equal(
             torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
         )
-        """,
-    )
-    assert done.code == 0, done.err
-
-
-def test_memory_is_counted_and_has_an_end(tmp_path):
-    done = run(
-        tmp_path,
-        """
+        # Memory is counted, and has an end.
+        before = torch.cuda.memory_allocated(1)
         x = torch.empty(1000, 1000, device="cuda:1")
-        assert torch.cuda.memory_allocated(1) == 4_000_256 and torch.cuda.memory_allocated(0) == 0
+        assert torch.cuda.memory_allocated(1) - before == 4_000_256
         try:
             torch.empty(2_000_000, device="cuda:1")
         except torch.OutOfMemoryError as error:
@@ -91,8 +75,9 @@ def test_memory_is_counted_and_has_an_end(tmp_path):
             raise AssertionError("no limit")
         torch.empty(2_000_000, device="cuda:0")
         del x
-        assert torch.cuda.memory_allocated(1) == 0 and torch.cuda.max_memory_allocated(1) == 4_000_256
+        assert torch.cuda.memory_allocated(1) == before and torch.cuda.max_memory_allocated(1) >= 4_000_256
         """,
+        capability="8.0",
         memory="1=10000000",
     )
     assert done.code == 0, done.err
@@ -138,7 +123,7 @@ def ranks(folder: Path, source: str, visible: str = "0,1") -> list[Finished]:
     return [finish(process, 60.0) for process in started]
 
 
-def test_collective_runs_behind_the_hosts_back(tmp_path):
+def test_collective_runs_behind_the_hosts_back_and_refuses_what_nccl_refuses(tmp_path):
     done = ranks(
         tmp_path,
         """
@@ -167,17 +152,19 @@ def test_collective_runs_behind_the_hosts_back(tmp_path):
         half = torch.empty(2, device="cuda")
         dist.reduce_scatter_tensor(half, torch.arange(4.0, device="cuda"), op=dist.ReduceOp.AVG)
         assert half.tolist() == [2.0 * rank, 2.0 * rank + 1]
-        dist.destroy_process_group()
-        """,
-    )
-    assert [rank.code for rank in done] == [0, 0], [rank.err for rank in done]
-
-
-def test_abort_leaves_data_unreduced_without_an_error(tmp_path):
-    done = ranks(
-        tmp_path,
-        """
+        for tensor, message in (
+            (torch.ones(1), "No backend type associated with device type cpu"),
+            (torch.ones(1, device=1 - rank), "NCCL would open a second communicator"),
+        ):
+            try:
+                dist.all_reduce(tensor)
+            except RuntimeError as error:
+                assert message in str(error)
+            else:
+                raise AssertionError("not refused")
+        # Aborted, a collective leaves its data unreduced, without an error.
         if rank == 0:
+            x.fill_(3.0)
             dist.all_reduce(x)
             threading.Timer(0.5, dist.group.WORLD._get_backend(torch.device("cuda")).abort).start()
             assert x[0].item() == 3.0
@@ -190,14 +177,7 @@ def test_abort_leaves_data_unreduced_without_an_error(tmp_path):
     assert [rank.code for rank in done] == [0, 0], [rank.err for rank in done]
 
 
-@pytest.mark.parametrize(
-    ("source", "visible", "message"),
-    [
-        ("dist.all_reduce(torch.ones(1))", "0,1", "No backend type associated with device type cpu"),
-        ("dist.all_reduce(torch.ones(1, device=1 - rank))", "0,1", "NCCL would open a second communicator"),
-        ("", "0", "Duplicate GPU detected"),
-    ],
-)
-def test_collective_refuses_what_nccl_refuses(tmp_path, source, visible, message):
-    done = ranks(tmp_path, source, visible)
-    assert all(rank.code == 1 and message in rank.err for rank in done), [rank.err for rank in done]
+@pytest.mark.thorough
+def test_two_ranks_of_one_device_are_refused(tmp_path):
+    done = ranks(tmp_path, "", "0")
+    assert all(rank.code == 1 and "Duplicate GPU detected" in rank.err for rank in done), [rank.err for rank in done]

@@ -6,7 +6,6 @@ import argparse
 import ast
 import json
 import math
-import shutil
 import tarfile
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.gpu.step import (
     FP32_BOUND,
     PART_LIMIT_S,
     PARTS,
+    PYTEST,
     TESTS,
     Step,
     judge_arms,
@@ -27,7 +27,6 @@ from tests.gpu.step import (
     judge_failure,
     judge_fp16,
     judge_line,
-    judge_processes,
     judge_recompiled,
     judge_waits,
     short_result,
@@ -48,14 +47,6 @@ def test_parts_fit_into_their_calls() -> None:
     assert all(step.num_cards == 1 for step in STEPS if step.part <= 5)
 
 
-def test_what_is_worth_most_fits_into_half_an_hour() -> None:
-    assert 3 * PART_LIMIT_S <= 27 * 60
-    names = [step.name for step in STEPS]
-    assert names[:6] == ["device", "doctor", "parity", "shared_lora", "unsloth_lora", "unsloth_4bit"]
-    assert {"shard", "faults", "fp16", "waits"} <= {step.name for step in STEPS if step.part <= 3}
-    assert names[-1] == "line"
-
-
 def test_each_test_of_nccl_is_in_one_step() -> None:
     module = ast.parse((kit.ROOT / "tests" / "gpu" / "test_nccl.py").read_text(encoding="utf-8"))
     tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
@@ -70,9 +61,7 @@ def test_each_test_of_nccl_is_in_one_step() -> None:
     [
         (8, [2, 28, 9], "nccl", 2, ""),
         (1, [2, 30, 7], "nccl", 1, "2 ranks shared one card over NCCL 2.30.7"),
-        (1, [3, 0, 1], "nccl", 1, "2 ranks shared one card over NCCL 3.0.1"),
         (1, [2, 29, 7], "gloo", 1, "over gloo, because NCCL can share one from 2.30 on, and here is NCCL 2.29.7"),
-        (1, None, "gloo", 1, "and here is no NCCL"),
     ],
 )
 def test_ranks_share_a_card_over_what_can(
@@ -94,7 +83,7 @@ def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     for step in benches:
         arguments = make_parser(main.find_commands()).parse_args(list(step.command[2:]))
         options = BenchOptions.from_arguments(arguments)
-        assert (options.hidden_size == 64) == is_tiny
+        assert (options.model_shape[0] == 64) == is_tiny
         assert options.timeout_s < step.limit_s
         # They use as many cards as they have ranks, or share one.
         assert step.only_cards in (options.ranks, 1)
@@ -107,7 +96,6 @@ def arm(name: str, **facts: Any) -> dict[str, Any]:
         "has_same_samples": True,
         "norm_difference": 1e-6,
         "tokens_per_s": {"median": 100.0},
-        "is_expandable": True,
     }
     return {"name": name, **usual, **facts}
 
@@ -119,12 +107,11 @@ def arm(name: str, **facts: Any) -> dict[str, Any]:
         ({"norm_difference": 2e-4}, "gradient norms differ by 0.0002"),
         ({"norm_difference": "inf"}, "gradient norms differ by inf"),
         ({"has_same_samples": False, "norm_difference": None}, "other samples"),
-        ({"is_expandable": False}, "expandable segments: False"),
         ({"tokens_per_s": {"median": 80.0}}, "1.25 times as long as torchrun"),
     ],
 )
 def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem: str | None) -> None:
-    judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun", is_expandable=True)
+    judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun")
     problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
     assert [problem in said for said in problems] == [True] if problem else problems == []
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
@@ -157,12 +144,18 @@ def test_waits_of_a_step_have_a_bound() -> None:
 
 
 def test_fp16_has_to_skip_the_steps_of_one_process() -> None:
-    one = {"scales": [8.0, 4.0, 4.0], "skipped": [False, True, False], "norms": ["0.5", "nan", "0.25"]}
+    one = {"scales": [8.0, 4.0, 4.0], "norms": ["0.5", "nan", "0.25"]}
     # The same steps, but at another scale.
     assert judge_fp16({"loss_scale": {"one_process": one, "ours": {**one, "scales": [4.0, 2.0, 2.0]}}}) != []
-    ours = {"scales": [8.0, 4.0, 2.0], "skipped": [False, True, True], "norms": ["0.5", "nan", "inf"]}
+    ours = {"scales": [8.0, 4.0, 2.0], "norms": ["0.5", "nan", "inf"]}
     problems = judge_fp16({"loss_scale": {"one_process": one, "ours": ours}})
-    assert [problem.partition(":")[0] for problem in problems] == ["scales", "skipped", "norms"]
+    assert [problem.partition(":")[0] for problem in problems] == ["scales", "norms"]
+    # Rows of any number use what is compiled for the first.
+    found = {"4": 1, "8": 0, "1": 1}
+    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == []
+    assert judge_recompiled({"recompiled": {"rows that are free": {**found, "2": 1}}}) == [
+        "compiled again: 2 graphs behind 1 of the first shape"
+    ]
 
 
 def test_failure_has_to_be_explained() -> None:
@@ -173,30 +166,6 @@ def test_failure_has_to_be_explained() -> None:
         "it ended well",
         "its message lacks 'rank 1 '",
         "its message lacks the reason: 'device-side assert'",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("listed", "problems"),
-    [
-        ([11, 12, 99], []),
-        ([11, 12, 12], ["rank process 12 is listed 2 times"]),
-        ([10, 11, 12], ["the supervisor is on a card"]),
-        ([5], ["the driver lists none of the ranks; it may number processes in another way than this machine"]),
-        (None, ["there is no nvidia-smi"]),
-    ],
-)
-def test_ranks_are_on_one_card_and_the_supervisor_on_none(listed: list[int] | None, problems: list[str]) -> None:
-    found = {"supervisor": 10, "ranks": [11, 12], "listed": listed}
-    assert judge_processes(True)({"processes": found}) == problems
-
-
-def test_rows_that_are_free_are_not_compiled_again() -> None:
-    found = {"4": 1, "8": 0, "1": 1}
-    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == []
-    found["2"] = 1
-    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == [
-        "compiled again: 2 graphs behind 1 of the first shape"
     ]
 
 
@@ -234,6 +203,20 @@ def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path: Path) 
     assert not kit.has_passed(None)
 
 
+def test_step_whose_tests_are_all_skipped_has_not_passed(tmp_path: Path) -> None:
+    def tested(code: str) -> dict[str, Any]:
+        file = tmp_path / "test_some.py"
+        file.write_text(f"import pytest\n{code}")
+        return kit.run_step(Step("some", 1, "", 60, (*PYTEST, str(file))), options(tmp_path), math.inf)
+
+    skips = "@pytest.mark.skip(reason='needs 2 GPUs')\ndef test_{}(): pass\n"
+    outcome = tested(skips.format("a") + skips.format("b"))
+    assert outcome == {"skipped": "all tests skipped: needs 2 GPUs"}
+    assert kit.said(outcome) == "left out: all tests skipped: needs 2 GPUs"
+    some = tested(skips.format("a") + "def test_b(): pass\n")
+    assert ("skipped" in some, kit.has_passed(some), some["rc"]) == (False, True, 0)
+
+
 def test_step_beyond_its_limit_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "LEAST_S", 0.0)
     ended = run(tmp_path, "import time; time.sleep(60)", limit_s=1)
@@ -255,6 +238,7 @@ def test_part_goes_on_and_names_what_is_missing(
     machine = {"cards": [], "device": "cpu", "is_tiny": True}
     monkeypatch.setattr(kit, "look_at_machine", lambda _: machine)
     arguments = ["--tiny", "--device", "cpu", "--part", "1", "--out", str(tmp_path / "r.json")]
+    arguments += ["--pack", str(tmp_path / "gpu.tgz")]
     assert kit.main(arguments) == 1
     record = json.loads((tmp_path / "r.json").read_text())
     assert [(name, kit.has_passed(step)) for name, step in record["steps"].items()] == [
@@ -264,6 +248,8 @@ def test_part_goes_on_and_names_what_is_missing(
     ]
     assert record["steps"]["wide"]["skipped"] == "needs 16 cards, 2 visible"
     assert "not passed: bad" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "gpu.tgz") as tar:
+        assert tar.getnames() == ["r.json", "bad.log", "good.log"]
     table[0] = Step("bad", 1, "", 20, ("-c", "pass"))
     assert kit.main(arguments) == 0
     assert "== good: passed before" in capsys.readouterr().out
@@ -272,36 +258,12 @@ def test_part_goes_on_and_names_what_is_missing(
         kit.main(arguments)
 
 
-def test_call_goes_on_with_what_an_earlier_one_has_packed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The machine keeps nothing between calls, and the second call ends before its time."""
-    table = (
-        Step("one", 1, "", 20, ("-c", "print('log of one')")),
-        Step("two", 1, "", 20, ("-c", "raise SystemExit(2)")),
-    )
-    monkeypatch.setattr(kit, "steps_of", lambda *_, **__: table)
-    monkeypatch.setattr(kit, "look_at_machine", lambda _: {"cards": [], "device": "cpu", "is_tiny": True})
-    there, archive = tmp_path / "there", tmp_path / "gpu.tgz"
-    arguments = ["--tiny", "--device", "cpu", "--out", str(there / "r.json"), "--pack", str(archive)]
-    assert kit.main([*arguments, "one"]) == 0
-    shutil.rmtree(there)
-    with tarfile.open(archive) as tar:
-        assert tar.getnames() == ["r.json", "one.log"]
-        tar.extractall(there, filter="data")
-    capsys.readouterr()
-    assert kit.main(arguments) == 1
-    assert "== one: passed before" in capsys.readouterr().out
-    with tarfile.open(archive) as tar:
-        assert tar.getnames() == ["r.json", "one.log", "two.log"]
-
-
 def record_of_a_card() -> dict[str, Any]:
     spread = {"median": 1.5, "low": 1.0, "high": 2.0}
     names = ("tokens_per_s", "padding_share", "waiting_share", "cpu_s")
     result = {name: spread for name in names} | {"name": "ours", "peak_bytes": 2**30, "largest_tokens": 9}
     result["times"] = {"one_process": spread, "torchrun": spread}
-    result |= {"norm_difference": 1e-6, "has_same_samples": True, "reserved_bytes": 2**31, "num_compiled": [7, 2]}
+    result |= {"norm_difference": 1e-6, "has_same_samples": True}
     outcome = {"conditions": ["model: small", "device: x"], "results": [result], "ratios": {"ours": 0.5}}
     outcome["planner"] = {"ours": {"overhead_tokens": 128.0, "possible_costs": [1, 2], "speeds": [1.0, 1.0]}}
     passed = {"part": 4, "text": "the planner", "rc": 0, "problems": [], "result": outcome, "last_line": "", "note": ""}
@@ -316,7 +278,7 @@ def record_of_a_card() -> dict[str, Any]:
             "line": {**passed, "part": 7, "problems": ["it costs 2.0%"]},
             "parity": {**passed, "part": 1, "result": None, "last_line": "== 8 passed in 9 s ==", "note": "over gloo"},
             "speed": {"part": 6, "text": "speed", "skipped": "needs 2 cards, 1 visible"},
-            "costs": {**passed, "result": {"plain": {"ms": {"1 x 16": [3.0, 1.0, 2.0]}}}},
+            "waits": {**passed, "result": {"ours": {"per_step": {"a.py:9": 2.0}}}},
         },
     }
 
@@ -326,12 +288,12 @@ def test_section_has_the_cards_name_and_what_was_not_shown() -> None:
     assert "### Card X\n" in text
     assert "1 card(s) of 80 GiB, torch 2.11, CUDA 13, NCCL 2.28.9, commit abc." in text
     assert "| ours | 2 (1-2) | 1.50 (1.00-2.00) |" in text
-    assert "| 0.500 | 150.0% | 1,024 MiB (2,048 reserved) | 1.0e-06 | same | 7 + 2 |" in text
+    assert "| 1,024 MiB | 9 | 1.0e-06 | same | 0.500 |" in text
     assert "planner of ours: overhead_tokens 128, speeds 1" in text
     assert "**not shown: it costs 2.0%**" in text
     assert "`parity`: the planner (over gloo): 8 passed in 9 s." in text
     assert "left out, needs 2 cards, 1 visible" in text
-    assert "- plain: ms 1 x 16 2\n" in text
+    assert "- ours: per_step a.py:9 2\n" in text
     # Parts in order, whatever was measured first.
     assert text.index("do ranks train as one process") < text.index("The planner") < text.index("What the line costs")
 
@@ -360,13 +322,10 @@ def test_steps_see_their_cards_and_download_nothing(tmp_path: Path, monkeypatch:
         "UNSLOTH_MULTIGPU_NUM_GPUS": "3",
     }.items():
         monkeypatch.setenv(name, value)
-    library = tmp_path / "libnccl.so.2"
-    library.touch()
-    on_card = kit.parse(["--site", str(tmp_path), "--nccl", str(library), "--out", str(tmp_path / "r.json")])
+    on_card = kit.parse(["--site", str(tmp_path), "--out", str(tmp_path / "r.json")])
     one, two = (Step("s", 1, "", 9, (), only_cards=count) for count in (1, 2))
     found = kit.environment(on_card, one, {"TMPDIR": "t"})
     assert (found["CUDA_VISIBLE_DEVICES"], found["HF_HUB_OFFLINE"], found["TMPDIR"]) == ("4", "1", "t")
-    assert found["LD_PRELOAD"].split()[0] == str(library)
     assert found["PYTHONPATH"].split(":")[:2] == [str(kit.ROOT), str(tmp_path)]
     assert not {"PYTHONDONTWRITEBYTECODE", "UNSLOTH_MULTIGPU_NUM_GPUS"} & set(found)
     assert kit.environment(on_card, two, {})["CUDA_VISIBLE_DEVICES"] == "4,5"

@@ -68,10 +68,6 @@ ALLOWED = {
     "launch/store.py": {"socket.create_server", "socket.create_connection"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},
-    # A socket of this user's alone, in a private folder.
-    "tools/bench/turn.py": {"socket.*"},
-    # It shuts connections.
-    "tools/chaos/actions.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},

@@ -80,32 +80,21 @@ def _measure_in_rank() -> None:
         limit_s = manager.config.timeout_s
         texts = [manager.wait_for(f"doctor/{r}", f"rank {r}", timeout_s=limit_s) for r in range(identity.world_size)]
         verdicts = [json.loads(text) for text in texts]
-        num_bytes, slowest_s = num_elements * _ELEMENT_BYTES, max(seconds for _, seconds, _ in verdicts)
-        small = (_SMALL_ELEMENTS * _ELEMENT_BYTES, max(seconds for _, _, seconds in verdicts))
+        wrong, seconds, small_seconds = zip(*verdicts, strict=True)
+        num_bytes = num_elements * _ELEMENT_BYTES
         outcome = {
             "num_ranks": identity.world_size,
             "backend": str(dist.get_backend()),
             "device": device.type,
             "num_bytes": num_bytes,
-            "seconds": slowest_s,
-            "algorithm_gb_per_s": num_bytes / slowest_s / 1e9,
-            "small_num_bytes": small[0],
-            "small_seconds": small[1],
-            **_link_of(small, (num_bytes, slowest_s), identity.world_size),
-            "num_wrong_by_rank": [wrong for wrong, _, _ in verdicts],
+            "seconds": max(seconds),
+            "algorithm_gb_per_s": num_bytes / max(seconds) / 1e9,
+            "small_num_bytes": _SMALL_ELEMENTS * _ELEMENT_BYTES,
+            "small_seconds": max(small_seconds),
+            "num_wrong_by_rank": list(wrong),
         }
         Path(sys.argv[1]).write_text(json.dumps(outcome), encoding="utf-8")
     dist.destroy_process_group()
-
-
-def _link_of(small: tuple[float, float], large: tuple[float, float], num_ranks: int) -> dict[str, float]:
-    """Latency and bandwidth of a ring in which messages of two sizes take as long as these; nothing for one rank."""
-    from unsloth_multigpu.step.link import fit_link
-
-    if num_ranks == 1:
-        return {}
-    link = fit_link("ring", small, large, num_ranks)
-    return {"ring_latency_us": 1e6 * link.latency_s, "ring_gb_per_s": link.bytes_per_s / 1e9}
 
 
 def _supervise_ranks() -> dict[str, Any]:

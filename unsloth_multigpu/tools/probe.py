@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.options import ENV_PROBE
@@ -42,7 +42,15 @@ class Probe:
         self._deadline = time.monotonic() + self._limit_s
         command = [sys.executable, "-m", self._module, str(self._outcome)]
         with self._log.open("wb") as log:
-            self._process = _start(command, log, self._environment)
+            # A group of its own: Ctrl-C reaches this process, which then ends the probe and what the probe started.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -85,15 +93,3 @@ def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:
     partial = file.with_suffix(".part")
     partial.write_text(json.dumps(outcome), encoding="utf-8")
     partial.replace(file)
-
-
-def _start(command: list[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # A group of its own: Ctrl-C reaches this process, which then ends the probe and what the probe started.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-    )

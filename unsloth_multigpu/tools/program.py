@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +38,6 @@ def run_program(
     output: BinaryIO,
     marker: str,
     limit_s: float,
-    look: Callable[[], None] | None = None,
 ) -> int:
     """Runs a program to its end, and returns its exit code as a shell shows it.
 
@@ -48,7 +47,6 @@ def run_program(
         output: Where it prints.
         marker: By which its processes are found, ASCII.
         limit_s: After which it is ended.
-        look: Called a few times a second.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
@@ -60,7 +58,6 @@ def run_program(
         marker=marker,
         limit_s=limit_s,
         terminate_limit_s=_TERMINATE_LIMIT_S,
-        look=None if look is None else lambda _: look(),
     )
     if code is None:
         raise RankTimeoutError(

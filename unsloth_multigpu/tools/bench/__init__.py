@@ -15,9 +15,8 @@ class BenchCommand(Command):
     help = "measure one process, this package, torchrun and others side by side"
     description = (
         "Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and gradients. With "
-        "--strategies it compares ways in which gradients meet, on a text that the model learns; with --federated "
-        "processes and threads that train federated clients. Exit code 0 = measured, 1 = an arm failed, 77 = arms "
-        "trained other weights."
+        "--strategies it compares gradient strategies on a text that the model learns. Exit code 0 = measured, "
+        "1 = an arm failed."
     )
 
     def table(self) -> OptionTable:

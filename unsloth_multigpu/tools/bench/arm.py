@@ -13,13 +13,14 @@ from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.row import flag
-from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD
+from unsloth_multigpu.tools.bench.option import ARMS as ARMS_OPTION
+from unsloth_multigpu.tools.bench.option import STRATEGIES as STRATEGIES_OPTION
 from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
 WORKER = "unsloth_multigpu.tools.bench.worker"
 # Other arms are compared with these, in columns of the table.
-REFERENCE, TORCHRUN, UNGUARDED, DDP = BASELINES = ("one_process", "torchrun", "unguarded", "ddp")
+REFERENCE, TORCHRUN, DDP = BASELINES = ("one_process", "torchrun", "ddp")
 
 
 def _python(num_ranks: int) -> list[str]:
@@ -32,13 +33,6 @@ def _torchrun(num_ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", WORKER]
 
 
-def _accelerate(num_ranks: int) -> list[str]:
-    # --multi_gpu also on the CPU: --cpu would start one process; the script itself asks for the CPU.
-    options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    options += ["--num_processes", str(num_ranks), "--main_process_port", "0"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--module", WORKER]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One way to train the same model on the same samples.
@@ -46,26 +40,22 @@ class Arm:
     Args:
         name: What `--arms` calls it.
         text: What it is, in a few words.
-        command: Number of ranks -> the command, without the file of settings that follows it.
         line: Arguments of `enable_multi_gpu()`; None = the script has no such line.
-        training: What it adds to `TrainingArguments`.
-        is_one_gpu_script: The script was written for one GPU: it accumulates what all ranks would compute together.
         has_one_process: Only one process trains.
+        launcher: Number of ranks -> the command, without the file of settings that follows it.
+        training: What it adds to `TrainingArguments`.
         needs: A word that transformers' `training_args.py` must have; without it the arm is skipped.
         note: What a reader must know to compare it.
-        may_save: It saves checkpoints if that is asked for.
     """
 
     name: str
     text: str
-    command: Callable[[int], list[str]]
     line: Mapping[str, Any] | None = None
-    training: Mapping[str, Any] = field(default_factory=dict)
-    is_one_gpu_script: bool = False
     has_one_process: bool = False
-    needs: str | None = None
+    launcher: Callable[[int], list[str]] = _python
+    training: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
     note: str = ""
-    may_save: bool = True
 
     @property
     def uses_all_devices(self) -> bool:
@@ -81,69 +71,63 @@ class Arm:
     def _config(self) -> MultiGPUConfig:
         return MultiGPUConfig.resolve(self.line or {}, {})
 
+    def num_processes(self, options: BenchOptions) -> int:
+        """How many processes train."""
+        return 1 if self.has_one_process else options.ranks
 
-_ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
+    def num_devices(self, options: BenchOptions) -> int:
+        """On how many devices they train."""
+        return options.ranks if self.uses_all_devices else 1
+
+    def num_accumulated(self, options: BenchOptions) -> int:
+        """`gradient_accumulation_steps` of the script: every arm's step then has the same samples."""
+        is_one_gpu_script = self.has_one_process or self.line is not None
+        return options.accumulation * (options.ranks if is_one_gpu_script else 1)
+
+    def command(self, options: BenchOptions) -> list[str]:
+        """The command that trains; the file of settings follows it."""
+        # Our launcher refuses more ranks than cards; ranks that another one started may share.
+        is_shared = options.is_card_shared and self.line is not None and not self.has_one_process
+        return (_torchrun if is_shared else self.launcher)(options.ranks)
+
+
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **_ONE_GPU),
+        Arm(REFERENCE, "Trainer, one process", has_one_process=True),
         Arm(
             "ours",
             "one line: enable_multi_gpu()",
-            line={"balance": "auto"},
-            note="DDP does not search for unused parameters, as it does by default in a Trainer without the line",
-            **_ONE_GPU,
+            {"balance": "auto"},
+            note="DDP does not search for unused parameters, as it does by default in a Trainer without the line; the "
+            "first step is not compared with one process",
         ),
-        Arm(
-            UNGUARDED,
-            "one line, nothing is watched or saved",
-            line={"balance": "auto", "hang_timeout_s": 0.0, "on_nan": "off", "verify_every": 0},
-            may_save=False,
-            note="no watchdog, no look at gradient norms, no comparison of replicas, no checkpoints",
-            **_ONE_GPU,
-        ),
-        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **_ONE_GPU),
-        Arm(TORCHRUN, "torchrun + Trainer", _torchrun),
+        Arm("ours_off", 'one line, balance="off"', {"balance": "off"}),
+        Arm(TORCHRUN, "torchrun + Trainer", launcher=_torchrun),
         Arm(
             "rebalance",
             "torchrun + batch_rebalance",
-            _torchrun,
+            launcher=_torchrun,
             training={"train_sampling_strategy": "batch_rebalance"},
             needs="batch_rebalance",
         ),
-        Arm(
-            "group",
-            "torchrun + group_by_length",
-            _torchrun,
-            training={"train_sampling_strategy": "group_by_length"},
-            note="other samples in a step: it orders them by length",
-        ),
-        Arm("accelerate", "accelerate launch + Trainer", _accelerate),
-        Arm(
-            "ours_one",
-            'one line, one process, balance="tokens"',
-            line={"balance": "tokens"},
-            has_one_process=True,
-            **_ONE_GPU,
-        ),
-        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **_ONE_GPU),
+        Arm("ours_one", 'one line, one process, balance="tokens"', {"balance": "tokens"}, True),
+        Arm("line_one", "one line, one process: what it costs there", {}, True),
+        # With one process the line changes nothing unless a guard is asked for.
         Arm(
             "guarded_one",
             "one line, one process, guarded and fed as a rank is",
-            # With one process the line changes nothing unless a guard is asked for.
-            line={"on_nan": "skip", "balance": "off"},
-            has_one_process=True,
-            **_ONE_GPU,
+            {"on_nan": "skip", "balance": "off"},
+            True,
         ),
     )
 }
-DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one") and name != UNGUARDED)
+DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one"))
 
 
 def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
     # With samples dealt in order, each micro-batch has the same rows as without the line.
-    line = {"balance": "off", **options}
-    return Arm(name, text, line=line, has_one_process=has_one_process, note=note, **_ONE_GPU)
+    return Arm(name, text, {"balance": "off", **options}, has_one_process, note=note)
 
 
 _MEETINGS = "ranks meet every 8 steps and at an epoch's end"
@@ -159,29 +143,19 @@ STRATEGIES: Mapping[str, Arm] = {
             enable_ddp=False,
         ),
         _strategy(DDP, "all-reduce during backward", strategy="ddp"),
-        _strategy("allreduce_each", "all-reduce per parameter, after backward", strategy=AllReduce(bucket_mb=0)),
         _strategy("allreduce", "all-reduce in buckets, after backward", strategy="allreduce"),
         _strategy("parameter_server", "rank 0 steps, the others get its weights", strategy="parameter_server"),
         _strategy(
-            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy=LocalSGD(every_steps=8)
+            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy="local_sgd:every_steps=8"
         ),
-        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy=DiLoCo(every_steps=8)),
+        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=8"),
     )
 }
 
 # Variables that a launcher sets for its ranks: an arm must get them from its own launcher only.
-_LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-_LAUNCHER_PREFIXES = (
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "FSDP_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
+_OF_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
+    *("SLURM_", "OMPI_", "PMI_", "PMIX_"),
 )
 
 
@@ -190,21 +164,21 @@ def find_arm(name: str) -> Arm:
     return ARMS[name] if name in ARMS else STRATEGIES[name]
 
 
-def choose_names(kind: str, text: str, known: Callable[[str], bool], shown: str) -> list[str]:
-    """The names in `text`, with commas between them.
-
-    Args:
-        kind: What is compared; also the name of the option.
-        known: Whether there is something of a name.
-        shown: What there is, for people.
+def choose_names(text: str | None, options: BenchOptions) -> list[str]:
+    """The names in `text`, with commas between them; all usual ones where it is None or "all".
 
     Raises:
         ConfigError: A name that is none, or one given twice.
     """
-    names = [name.strip() for name in text.split(",")]
+    kind, known, usual = ARMS_OPTION, ARMS, DEFAULT_ARMS
+    if options.is_learning:
+        kind, known, usual = STRATEGIES_OPTION, STRATEGIES, tuple(STRATEGIES)
+    if text in (None, "all"):
+        return list(usual)
+    names = [name.strip() for name in str(text).split(",")]
     for name in names:
-        if not known(name):
-            raise ConfigError(f"{flag(kind)}: there is no {name!r}.", hint=f"Choose from {shown}.")
+        if name not in known:
+            raise ConfigError(f"{flag(kind)}: there is no {name!r}.", hint=f"Choose from {', '.join(known)}.")
         if names.count(name) > 1:
             raise ConfigError(f"{flag(kind)}: {name!r} is given twice.", hint="Name each once; see --repeats.")
     return names
@@ -217,38 +191,11 @@ def part_available(names: Sequence[str], options: BenchOptions) -> tuple[list[st
     source = (folder / "training_args.py").read_text(encoding="utf-8")
     missing = {}
     for arm in map(find_arm, names):
-        if arm.needs and arm.needs not in source:
+        if arm.needs not in source:
             missing[arm.name] = f"transformers {installed_version('transformers')} has no {arm.needs}"
         elif options.is_card_shared and arm.has_one_process and arm.uses_all_devices:
             missing[arm.name] = f"one process cannot use one card as {options.ranks}"
     return [name for name in names if name not in missing], [f"{n}: skipped, {why}" for n, why in missing.items()]
-
-
-def num_processes(arm: Arm, options: BenchOptions) -> int:
-    """How many processes of `arm` train."""
-    return 1 if arm.has_one_process else options.ranks
-
-
-def num_devices(arm: Arm, options: BenchOptions) -> int:
-    """On how many devices `arm` trains."""
-    return options.ranks if arm.uses_all_devices else 1
-
-
-def speed_of(arm: Arm, options: BenchOptions, rank: int) -> float:
-    """Speed at which `rank` computes; 1 = its own. One process is never slowed: the others are compared with it."""
-    return 1.0 if arm.has_one_process else options.speed_of(rank)
-
-
-def num_accumulated(arm: Arm, options: BenchOptions) -> int:
-    """`gradient_accumulation_steps` of its script: every arm's step then has the same samples."""
-    return options.accumulation * (options.ranks if arm.is_one_gpu_script else 1)
-
-
-def arm_command(arm: Arm, options: BenchOptions) -> list[str]:
-    """The command that trains; the file of settings follows it."""
-    # Our launcher refuses more ranks than cards; ranks that another one started may share.
-    is_shared = options.is_card_shared and arm.line is not None and not arm.has_one_process
-    return (_torchrun if is_shared else arm.command)(options.ranks)
 
 
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -260,7 +207,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables = {
         name: value
         for name, value in inherited.items()
-        if name not in _LAUNCHER_VARIABLES | INTERNAL_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+        if name not in INTERNAL_VARIABLES and not name.startswith(_OF_LAUNCHERS)
     }
     variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
@@ -270,7 +217,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
         variables |= HIDDEN
-    elif num_devices(arm, options) == 1:
+    elif arm.num_devices(options) == 1:
         # A Trainer alone would spread its batches over all visible cards.
         variables |= only("cuda", 0, inherited)
     if options.library == UNSLOTH:

@@ -38,15 +38,10 @@ class RankRecord:
     Args:
         gradient_norms: One of each step; none where each rank has gradients of its own.
         peak_bytes: The most memory that it held.
-        num_threads: What torch computes with.
         epochs: Where the model was tested: `train_loss`, the mean of the epoch's steps, and `test_loss` and `accuracy`,
             the loss and the share of right guesses per token after it.
         sent_bytes: For gradients and weights, in the whole training; None = not known.
-        reserved_bytes: The most that torch took from the driver; None where there is none.
         planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
-        trainer: Module and name of the trainer's class.
-        num_compiled: Functions that torch had compiled by the end of each step, again for another shape included.
-        is_expandable: Whether torch's allocator has expandable segments; None where there is no card.
     """
 
     rank: int
@@ -54,36 +49,14 @@ class RankRecord:
     gradient_norms: Sequence[float]
     peak_bytes: int
     device: str
-    num_threads: int
     epochs: Sequence[Mapping[str, float]] = ()
     sent_bytes: int | None = None
-    reserved_bytes: int | None = None
     planner: Mapping[str, Any] = field(default_factory=dict)
-    trainer: str = ""
-    num_compiled: Sequence[int] = ()
-    is_expandable: bool | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
         """Reads what the worker left."""
         return cls(**{**values, "steps": [MeasuredStep(**step) for step in values["steps"]]})
-
-
-@dataclass(frozen=True)
-class RunMeasure:
-    """One run of one arm, over its timed steps.
-
-    Args:
-        tokens_per_s: Tokens that are no padding, of all ranks, per second.
-        padding_share: Part of the computed tokens that is padding.
-        waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
-        cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
-    """
-
-    tokens_per_s: float
-    padding_share: float
-    waiting_share: float
-    cpu_s: float
 
 
 @dataclass(frozen=True)
@@ -102,38 +75,25 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a strategy's model has learned, over all rounds.
-
-    Args:
-        epoch_s: Seconds of an epoch without its test, means of a round's epochs.
-        epochs: Of each epoch: `train_loss`, `test_loss` and `accuracy`; see `RankRecord`.
-        sent_bytes_per_step: Of the rank that sends most; None = not known.
-        num_updates: Optimizer steps, one after the other, that the weights have seen at the end.
-    """
-
-    epoch_s: Spread
-    epochs: Sequence[Mapping[str, Spread]]
-    sent_bytes_per_step: float | None
-    num_updates: int
-
-
-@dataclass(frozen=True)
 class ArmResult:
-    """An arm over all rounds.
+    """An arm over all rounds, over its timed steps.
 
     Args:
+        tokens_per_s: Tokens that are no padding, of all ranks, per second.
         times: Name of another arm, one of `BASELINES` -> tokens per second divided by its in the same round.
+        padding_share: Part of the computed tokens that is padding.
+        waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
+        cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
         peak_bytes: The most memory of one rank.
         largest_tokens: Rows x longest row of the largest micro-batch.
         norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None where that
             was not run, where the samples are others, since the gradients are then, too, and where each rank has its
             own.
         has_same_samples: Every step has the samples that it has in one process, over all ranks; None = not known.
-        reserved_bytes: See `RankRecord`, of the rank with most.
-        num_compiled: Functions that torch compiled in the warm-up and in the timed steps, of the rank with most.
-        is_expandable: See `RankRecord`; True if it holds on all ranks.
-        learned: None where the model learns nothing.
+        epoch_s: Of a model that learns: seconds of an epoch without its test, means of a round's epochs.
+        epochs: Of each epoch: `train_loss`, `test_loss` and `accuracy`; see `RankRecord`.
+        sent_bytes_per_step: Of the rank that sends most; None = not known.
+        num_updates: Optimizer steps, one after the other, that the weights have seen at the end.
     """
 
     name: str
@@ -146,10 +106,10 @@ class ArmResult:
     largest_tokens: int
     norm_difference: float | None
     has_same_samples: bool | None
-    reserved_bytes: int | None = None
-    num_compiled: Sequence[int] = (0, 0)
-    is_expandable: bool | None = None
-    learned: Learned | None = None
+    epoch_s: Spread | None = None
+    epochs: Sequence[Mapping[str, Spread]] = ()
+    sent_bytes_per_step: float | None = None
+    num_updates: int = 0
 
 
 # runs[arm][round] = records of its ranks
@@ -159,25 +119,28 @@ Runs = Mapping[str, Sequence[Sequence[RankRecord]]]
 def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
     """One result per arm, in the order of `runs`."""
     measures = {name: [measure_run(ranks, options) for ranks in rounds] for name, rounds in runs.items()}
-    speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
-    return [
-        ArmResult(
-            name=name,
-            tokens_per_s=Spread.of(speeds[name]),
-            times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
-            padding_share=Spread.of(measure.padding_share for measure in rounds),
-            waiting_share=Spread.of(measure.waiting_share for measure in rounds),
-            cpu_s=Spread.of(measure.cpu_s for measure in rounds),
-            **_compared(runs[name], runs.get(REFERENCE), options),
-            **_of_all_ranks([r for ranks in runs[name] for r in ranks], options.warmup),
-            learned=_learned(name, runs[name]) if options.is_learning else None,
+    speeds = {name: [measure["tokens_per_s"] for measure in rounds] for name, rounds in measures.items()}
+    results = []
+    for name, rounds in measures.items():
+        spreads: dict[str, Any] = {figure: Spread.of(measure[figure] for measure in rounds) for figure in rounds[0]}
+        ranks = [rank for ranks in runs[name] for rank in ranks]
+        sizes = [size for rank in ranks for step in rank.steps for size in step.micro_batches]
+        results.append(
+            ArmResult(
+                name=name,
+                **spreads,
+                times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
+                peak_bytes=max(rank.peak_bytes for rank in ranks),
+                largest_tokens=max(rows * longest for rows, longest, _ in sizes),
+                **_compared(runs[name], runs.get(REFERENCE), options),
+                **(_learned(runs[name]) if options.is_learning else {}),
+            )
         )
-        for name, rounds in measures.items()
-    ]
+    return results
 
 
-def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> RunMeasure:
-    """Figures of one run, without its warm-up."""
+def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str, float]:
+    """Figures of one run, without its warm-up; see `ArmResult`."""
     timed = [rank.steps[options.warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step.micro_batches]
@@ -187,12 +150,12 @@ def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> RunMeasur
         wall_s = sum(max(rank.wall_s for rank in step) for step in steps)
     else:
         wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
-    return RunMeasure(
-        tokens_per_s=num_tokens / wall_s,
-        padding_share=1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
-        waiting_share=waiting_share([[rank.compute_s for rank in step] for step in steps]),
-        cpu_s=sum(max(rank.cpu_s for rank in step) for step in steps),
-    )
+    return {
+        "tokens_per_s": num_tokens / wall_s,
+        "padding_share": 1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
+        "waiting_share": waiting_share([[rank.compute_s for rank in step] for step in steps]),
+        "cpu_s": sum(max(rank.cpu_s for rank in step) for step in steps),
+    }
 
 
 def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
@@ -217,7 +180,7 @@ def _compared(
     if reference is None:
         return {"has_same_samples": None, "norm_difference": None}
     pairs = list(zip(rounds, reference, strict=True))
-    is_same = all(samples_of_steps(mine) == samples_of_steps(other) for mine, other in pairs)
+    is_same = all(_samples_of_steps(mine) == _samples_of_steps(other) for mine, other in pairs)
     # Training is chaotic: what rounding changes grows from step to step.
     compared = slice(options.steps if options.is_learning else None)
     norms = [
@@ -228,7 +191,7 @@ def _compared(
     return {"has_same_samples": is_same, "norm_difference": max(norms) if is_same and norms else None}
 
 
-def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
+def _samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
     """The sample numbers of each step over all ranks, sorted: how often each was computed."""
     return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
 
@@ -239,29 +202,14 @@ def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
     return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
-def _of_all_ranks(ranks: Sequence[RankRecord], num_warmup: int) -> dict[str, Any]:
-    """Memory, and what torch compiled, from the records of all rounds."""
-    counts = [(0, *rank.num_compiled) for rank in ranks if rank.num_compiled]
-    warm = [(count[min(num_warmup, len(count) - 1)], count[-1]) for count in counts]
-    expandable = [rank.is_expandable for rank in ranks if rank.is_expandable is not None]
-    sizes = [size for rank in ranks for step in rank.steps for size in step.micro_batches]
-    return {
-        "peak_bytes": max(rank.peak_bytes for rank in ranks),
-        "largest_tokens": max(rows * longest for rows, longest, _ in sizes),
-        "reserved_bytes": max((r.reserved_bytes for r in ranks if r.reserved_bytes is not None), default=None),
-        "num_compiled": max(((first, last - first) for first, last in warm), key=sum, default=(0, 0)),
-        "is_expandable": all(expandable) if expandable else None,
-    }
-
-
-def _learned(name: str, rounds: Sequence[Sequence[RankRecord]]) -> Learned:
+def _learned(rounds: Sequence[Sequence[RankRecord]]) -> dict[str, Any]:
     sent = [rank.sent_bytes / len(rank.steps) for ranks in rounds for rank in ranks if rank.sent_bytes is not None]
     tests = zip(*(ranks[0].epochs for ranks in rounds), strict=True)
-    return Learned(
-        epoch_s=Spread.of(
+    return {
+        "epoch_s": Spread.of(
             max(sum(step.wall_s for step in rank.steps) for rank in ranks) / len(ranks[0].epochs) for ranks in rounds
         ),
-        epochs=[{what: Spread.of(test[what] for test in epoch) for what in epoch[0]} for epoch in tests],
-        sent_bytes_per_step=max(sent) if len(sent) == sum(map(len, rounds)) else None,
-        num_updates=len(rounds[0][0].steps),
-    )
+        "epochs": [{what: Spread.of(test[what] for test in epoch) for what in epoch[0]} for epoch in tests],
+        "sent_bytes_per_step": max(sent) if len(sent) == sum(map(len, rounds)) else None,
+        "num_updates": len(rounds[0][0].steps),
+    }

@@ -1,131 +1,89 @@
-"""Runs one arm of a benchmark once: a process group of its own, with a limit, that leaves nothing behind."""
+"""Runs the arms of a benchmark: each in a process group of its own, with a limit, that leaves nothing behind."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unsloth_multigpu.cli.screen import Progress, about, left_s
+from unsloth_multigpu.cli.screen import Progress, left_s
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.row import flag
-from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, num_processes
-from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.arm import Arm, arm_environment, find_arm
+from unsloth_multigpu.tools.bench.option import ARMS, STRATEGIES, BenchOptions
 from unsloth_multigpu.tools.bench.result import RankRecord
+from unsloth_multigpu.tools.bench.turn import run_together
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end
 from unsloth_multigpu.words import how_ended
 
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def run_rounds(
-    names: Sequence[str], num_rounds: int, run_round: Callable[[Sequence[str], Path, str], Mapping[str, Result]]
-) -> tuple[dict[str, list[Result]], LaunchError | None]:
+    options: BenchOptions, progress: Progress
+) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
     """Runs every arm in every round.
 
-    Args:
-        run_round: Gets the names in the order of the round, an empty folder and what the round is called; returns
-            the results.
-
     Returns:
-        `results[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early.
+        `records[arm][round][rank]` of the rounds in which every arm ran to its end, and what ended the last one early.
     """
-    results: dict[str, list[Result]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        for round_number in range(1, num_rounds + 1):
-            first = (round_number - 1) % len(names)
-            folder = Path(root, str(round_number))
-            folder.mkdir()
-            try:
-                # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
-                this_round = run_round([*names[first:], *names[:first]], folder, f"round {round_number}/{num_rounds}")
-            except LaunchError as failed:
-                return results, failed
-            for name, result in this_round.items():
-                results[name].append(result)
-    return results, None
+    records: dict[str, list[list[RankRecord]]] = {name: [] for name in options.arms}
+    is_together = options.interleave == "steps"
+    total = options.repeats * (1 if is_together else len(options.arms))
+    took_s: list[float] = []
 
-
-def one_by_one(
-    run: Callable[[str, Path], Result], pace: Pace
-) -> Callable[[Sequence[str], Path, str], Mapping[str, Result]]:
-    """A round in which arms run one after the other, each in an empty folder of its own."""
-
-    def run_round(names: Sequence[str], folder: Path, label: str) -> Mapping[str, Result]:
-        results = {}
-        for name in names:
-            with pace.told(label, name):
-                results[name] = run(name, arm_folder(folder, name))
-        return results
-
-    return run_round
-
-
-def arm_folder(folder: Path, name: str) -> Path:
-    """Makes the folder of an arm in that of the round."""
-    # Processes that an arm leaves behind are found by this path, which must not be a prefix of another arm's.
-    made = folder / f"{name.replace(':', '_')}.arm"
-    made.mkdir()
-    return made
-
-
-class Pace:
-    """Says how far a benchmark is, and how long the rest takes: a bar on a terminal, a line behind each run elsewhere.
-
-    Args:
-        names: What runs in a round: arms, or all of them together.
-        num_rounds: Each has all of them.
-    """
-
-    def __init__(self, names: Sequence[str], num_rounds: int) -> None:
-        self._progress = Progress("bench")
-        self._names = names
-        self._num_rounds = num_rounds
-        self._total = len(names) * num_rounds
-        self._took_s: list[float] = []
-
-    def __enter__(self) -> Pace:
-        each = ", one after the other" if self._total > 1 else ""
-        tells = "; the first tells how long they take" if self._total > 1 else ""
-        self._progress.say(
-            f"{self._total} runs{each}: {', '.join(self._names)} in each of {self._num_rounds} round(s){tells}"
-        )
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._progress.clear()
-
-    @contextlib.contextmanager
-    def told(self, label: str, name: str) -> Iterator[None]:
-        """Says how long a run took, if it did not fail."""
-        number = 1 + len(self._took_s)
-        self._progress.show(f"{label}, {name} ({number} of {self._total}{self._left()})", number - 1, self._total)
+    def timed(what: str, run: Callable[[], _Result]) -> _Result:
+        number = 1 + len(took_s)
+        progress.begin(number, total, what, left_s([1.0] * total, took_s) if took_s else None)
         begin_s = time.monotonic()
-        yield
-        self._took_s.append(time.monotonic() - begin_s)
-        took = f"{self._took_s[-1]:6.1f} s with start-up{self._left()}"
-        self._progress.say(f"{number} of {self._total}, {label}  {name:<22} {took}")
+        result = run()
+        took_s.append(time.monotonic() - begin_s)
+        return result
 
-    def _left(self) -> str:
-        if len(self._took_s) in (0, self._total):
-            return ""
-        return f", {about(left_s([1.0] * self._total, self._took_s))} left"
+    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
+        for number in range(options.repeats):
+            # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
+            first = number % len(options.arms)
+            names = [*options.arms[first:], *options.arms[:first]]
+            label = f"round {number + 1}/{options.repeats}"
+            # Processes that an arm leaves behind are found by its path, which is not a prefix of another arm's.
+            folders = {name: Path(root, str(number + 1), f"{name}.arm") for name in names}
+            for folder in folders.values():
+                folder.mkdir(parents=True)
+            try:
+                if is_together:
+                    done = timed(f"{label}, all arms in turns", partial(_in_turns, folders, options))
+                else:
+                    done = {
+                        name: timed(f"{label}, {name}", partial(run_arm, find_arm(name), options, folder))
+                        for name, folder in folders.items()
+                    }
+            except LaunchError as failed:
+                return records, failed
+            for name, ranks in done.items():
+                records[name].append(ranks)
+    return records, None
 
 
-def tell(line: str) -> None:
-    """Says how far it is."""
-    print(line, file=sys.stderr, flush=True)
+def _in_turns(folders: Mapping[str, Path], options: BenchOptions) -> dict[str, list[RankRecord]]:
+    """All arms at once, of which one trains at a time."""
+    turns = next(iter(folders.values())).parent
+    num_ranks = {name: find_arm(name).num_processes(options) for name in folders}
+
+    def run(name: str, check: Callable[[], None]) -> list[RankRecord]:
+        return run_arm(find_arm(name), options, folders[name], turns, check)
+
+    return run_together(num_ranks, options.warmup + options.steps, turns, options.timeout_s, run)
 
 
 def run_arm(
@@ -147,14 +105,14 @@ def run_arm(
     """
     records = run_worker(
         f"{arm.name} ({arm.text})",
-        arm_command(arm, options),
+        arm.command(options),
         {"arm": arm.name, "options": dataclasses.asdict(options), "turns": None if turns is None else str(turns)},
         folder,
         arm_environment(arm, options, folder, os.environ),
         # In turns the conductor sets the limits.
         options.timeout_s if turns is None else options.timeout_of_turns_s,
-        results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
-        hint=f"Run it alone: unsloth-multigpu bench {flag(options.kind)} {arm.name}",
+        results=[f"rank_{rank}.json" for rank in range(arm.num_processes(options))],
+        hint=f"Run it alone: unsloth-multigpu bench {flag(STRATEGIES if options.is_learning else ARMS)} {arm.name}",
         look=lambda _: check(),
     )
     return list(map(RankRecord.from_json, records))

@@ -1,18 +1,18 @@
 """Arms that take turns step by step: what disturbs the machine for a while then disturbs all of them alike.
 
-All arms of a round are started, and only one computes at a time. Each rank says that its step is done on a socket in
-the folder of the round, which only its owner can open, and continues when it gets a byte.
+All arms of a round are started, and only one computes at a time. Each rank has two named pipes in the folder of the
+round: it writes a byte into one when its step is done, and continues when it reads one from the other.
 """
 
 from __future__ import annotations
 
 import os
-import socket
+import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
@@ -20,7 +20,7 @@ from typing import TypeVar
 from unsloth_multigpu.errors import LaunchError
 
 _LOOK_S = 0.5
-_NAME_BYTES = 64
+_DONE, _GO = "done", "go"
 Result = TypeVar("Result")
 
 
@@ -30,18 +30,18 @@ class Turn:
     Args:
         folder: Of the round.
         arm: The arm's name.
+        rank: Of the process in its arm.
 
     Raises:
         LaunchError: The benchmark has ended.
     """
 
-    def __init__(self, folder: str, arm: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, folder: str, arm: str, rank: int) -> None:
         try:
-            with _address(Path(folder)) as address:
-                self._socket.connect(address)
-            self._socket.sendall(arm.encode().ljust(_NAME_BYTES))
-        except OSError as error:
+            # They are open at the other side as long as they exist, so that this does not wait.
+            self._done = _pipe(Path(folder), arm, rank, _DONE).open("wb", buffering=0)
+            self._go = _pipe(Path(folder), arm, rank, _GO).open("rb", buffering=0)
+        except FileNotFoundError as error:
             raise _ended() from error
 
     def wait(self) -> None:
@@ -51,11 +51,10 @@ class Turn:
             LaunchError: The benchmark has ended.
         """
         try:
-            self._socket.sendall(b".")
-            is_told = bool(self._socket.recv(1))
-        except OSError as error:
+            self._done.write(b".")
+        except BrokenPipeError as error:
             raise _ended() from error
-        if not is_told:
+        if not self._go.read(1):
             raise _ended()
 
 
@@ -86,92 +85,68 @@ def run_together(
 
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(num_ranks)))
-        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with _address(folder) as address:
-            server.bind(address)
-        server.listen()
+        pipes = {
+            (arm, end): [_open(folder, arm, rank, end, stack) for rank in range(count)]
+            for arm, count in num_ranks.items()
+            for end in (_DONE, _GO)
+        }
         stack.callback(stop.set)
         runs = {arm: pool.submit(run, arm, check_stop) for arm in num_ranks}
-        ranks = _meet(server, num_ranks, runs, limit_s, stack)
-        arms = list(ranks)
+
+        def release(arm: str) -> None:
+            for pipe in pipes[arm, _GO]:
+                os.write(pipe, b".")
+
+        arms = list(num_ranks)
+        for arm in arms:
+            _wait_for(arm, pipes[arm, _DONE], runs, limit_s)
         for step in range(num_steps):
             # Each time another arm is first.
             first = step % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
-                _release(ranks[arm])
-                _wait_for(arm, ranks[arm], runs[arm], limit_s)
+                release(arm)
+                _wait_for(arm, pipes[arm, _DONE], runs, limit_s)
         for arm in arms:
-            _release(ranks[arm])
+            release(arm)
         return {arm: one.result() for arm, one in runs.items()}
 
 
-def _meet(
-    server: socket.socket,
-    num_ranks: Mapping[str, int],
-    runs: Mapping[str, Future[Result]],
-    limit_s: float,
-    stack: ExitStack,
-) -> dict[str, list[socket.socket]]:
-    """Waits until all ranks of all arms have come to their first step."""
-    ranks: dict[str, list[socket.socket]] = {arm: [] for arm in num_ranks}
+def _pipe(folder: Path, arm: str, rank: int, end: str) -> Path:
+    return folder / f"{arm}.{rank}.{end}"
+
+
+def _open(folder: Path, arm: str, rank: int, end: str, stack: ExitStack) -> int:
+    """Makes a pipe, which goes when the stack closes: nobody can wait for it then."""
+    path = _pipe(folder, arm, rank, end)
+    os.mkfifo(path, 0o600)
+    # For both directions, so that neither side waits for the other in `open`.
+    pipe = os.open(path, os.O_RDWR)
+    stack.callback(os.close, pipe)
+    stack.callback(path.unlink)
+    return pipe
+
+
+def _wait_for(arm: str, pipes: list[int], runs: Mapping[str, Future[Result]], limit_s: float) -> None:
+    """Waits until all ranks of an arm have done their step."""
     end_s = time.monotonic() + limit_s
-    server.settimeout(_LOOK_S)
-    while missing := [arm for arm, count in num_ranks.items() if len(ranks[arm]) < count]:
-        if time.monotonic() > end_s:
-            raise _too_late(missing, limit_s)
-        for arm, one in runs.items():
-            if one.done():
-                raise _of_ended(arm, one, limit_s)
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            continue
-        stack.enter_context(connection)
-        connection.settimeout(limit_s)
-        ranks[connection.recv(_NAME_BYTES, socket.MSG_WAITALL).decode().strip()].append(connection)
-    for arm, connections in ranks.items():
-        _wait_for(arm, connections, runs[arm], limit_s)
-    return ranks
+    for pipe in pipes:
+        while not select.select([pipe], [], [], min(_LOOK_S, limit_s))[0]:
+            for name, one in runs.items():
+                if one.done():
+                    raise _of_ended(name, one)
+            if time.monotonic() > end_s:
+                what = f"No end of a step within {limit_s:g} s: {arm}."
+                raise LaunchError(what, hint="Give --timeout-s more, or run that arm alone.")
+        os.read(pipe, 1)
 
 
-def _release(ranks: Sequence[socket.socket]) -> None:
-    for connection in ranks:
-        connection.sendall(b".")
-
-
-def _wait_for(arm: str, ranks: Sequence[socket.socket], run: Future[Result], limit_s: float) -> None:
-    for connection in ranks:
-        try:
-            if connection.recv(1):
-                continue
-        except TimeoutError:
-            raise _too_late([arm], limit_s) from None
-        except ConnectionError:
-            pass
-        raise _of_ended(arm, run, limit_s)
-
-
-def _of_ended(arm: str, run: Future[Result], limit_s: float) -> LaunchError:
-    """What an arm says whose rank has ended; its other processes may just be ending."""
-    error = run.exception() if wait_for([run], limit_s).done else None
+def _of_ended(arm: str, run: Future[Result]) -> LaunchError:
+    """What an arm says that has ended before its last step."""
+    wait_for([run])
+    error = run.exception()
     if isinstance(error, LaunchError):
         return error
     return LaunchError(f"The arm {arm} has ended before its last step.", hint="Run it alone.")
-
-
-def _too_late(arms: Sequence[str], limit_s: float) -> LaunchError:
-    what = f"No end of a step within {limit_s:g} s: {', '.join(arms)}."
-    return LaunchError(what, hint="Give --timeout-s more, or run that arm alone.")
-
-
-@contextmanager
-def _address(folder: Path) -> Iterator[str]:
-    """The socket's address by way of /proc: one may have 107 characters, and a folder more."""
-    descriptor = os.open(folder, os.O_PATH)
-    try:
-        yield f"/proc/self/fd/{descriptor}/turns"
-    finally:
-        os.close(descriptor)
 
 
 def _ended() -> LaunchError:

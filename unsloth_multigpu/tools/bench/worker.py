@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import json
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.tools.bench.arm import Arm, find_arm, num_accumulated, num_devices, speed_of
+from unsloth_multigpu.tools.bench.arm import Arm, find_arm
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.turn import Turn
@@ -41,31 +40,30 @@ def main(settings_file: str) -> None:
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
-        enable_multi_gpu(num_gpus=num_devices(arm, options), device=options.device, **arm.line)
+        # What the comparison of the first step computes would be counted as samples of that step.
+        given = {"check_first_step": "off", **arm.line, "device": options.device}
+        enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
-    turn = None if settings["turns"] is None else Turn(settings["turns"], arm.name)
+    turn = None if settings["turns"] is None else Turn(settings["turns"], arm.name, rank)
     record = _train(arm, options, rank, turn)
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
-    _leave_group()
-
-
-def _leave_group() -> None:
-    """Ends the group's threads: left to the interpreter's end they abort a process now and then."""
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # Left to the interpreter's end its threads abort a process now and then.
 
 
 def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dict[str, Any]:
     if options.library == UNSLOTH:
         importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
     import torch
+    from datasets import Dataset
     from transformers import TrainerCallback
 
-    from unsloth_multigpu.tools.bench.meter import Meter, is_expandable, num_compiled, peak_bytes, reserved_bytes
+    from unsloth_multigpu.plugin import get_multi_gpu_status
+    from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
 
     is_cuda = options.device == "cuda"
     rows, test_rows = make_rows(options), make_test_rows(options)
@@ -74,8 +72,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         model, tokenizer = load_model(options, max_length, _LORA)
     else:
         model, tokenizer = make_model(options, max_length), None
-    compiled: list[int] = []
-    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=speed_of(arm, options, rank))
+    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda)
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -85,85 +82,59 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
-            compiled.append(num_compiled())
             if turn is not None:
                 turn.wait()
                 meter.mark_begin()
 
     # Samplers that need lengths find them here without reading the rows.
-    columns: dict[str, list[Any]] = {"input_ids": rows, "length": list(map(len, rows))}
-    trainer = _make_trainer(arm, options, model, tokenizer, meter, columns, test_rows, MarkSteps())
+    data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})
+    values = training_values(arm, options)
+    if options.library == UNSLOTH:
+        trainer = make_trainer(model, tokenizer, values, options, max_length, data, [MarkSteps()])
+    else:
+        trainer = _make_trainer(model, values, options, data, test_rows, meter, MarkSteps())
     trainer.train()
-    history = trainer.state.log_history
-    norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry] if arm.is_synchronous else []
+    history, report = trainer.state.log_history, get_multi_gpu_status().report
+    sent_bytes = 0 if not arm.uses_all_devices else None if report is None else report.ranks[rank].sent_bytes
     return {
         "steps": meter.steps(),
-        "gradient_norms": norms,
+        "gradient_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry and arm.is_synchronous],
         "peak_bytes": peak_bytes(is_cuda),
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
-        "num_threads": torch.get_num_threads(),
         "epochs": epoch_records(history),
-        "sent_bytes": _sent_bytes(arm, rank),
-        "reserved_bytes": reserved_bytes() if is_cuda else None,
-        "planner": _planner(),
-        "trainer": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "num_compiled": compiled,
-        "is_expandable": is_expandable() if is_cuda else None,
+        "sent_bytes": sent_bytes,
+        "planner": {} if report is None else dict(report.planner),
     }
 
 
 def _make_trainer(
-    arm: Arm,
-    options: BenchOptions,
     model: Any,
-    tokenizer: Any,
-    meter: Meter,
-    columns: dict[str, list[Any]],
+    values: Mapping[str, Any],
+    options: BenchOptions,
+    rows: Any,
     test_rows: list[list[int]],
+    meter: Meter,
     callback: Any,
 ) -> Any:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
-
-    rows, values = Dataset.from_dict(columns), _training_values(arm, options)
-    if options.library == UNSLOTH:
-        return make_trainer(model, tokenizer, values, options, max(columns["length"]), rows, [callback])
 
     class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             meter.extend_step()  # The ranks have waited for each other in it.
             return super().evaluate(*args, **kwargs)
 
+    pad = functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0)
     return TimedTrainer(
         model=model,
         args=TrainingArguments(**values),
         train_dataset=rows,
         eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-        data_collator=end_to_end
-        if options.padding_free
-        else functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0),
+        data_collator=end_to_end if options.padding_free else pad,
         compute_metrics=mean_scores if test_rows else None,
         preprocess_logits_for_metrics=score_rows if test_rows else None,
         callbacks=[callback],
     )
-
-
-def _planner() -> dict[str, Any]:
-    """What our planner had measured, empty where it planned nothing."""
-    from unsloth_multigpu.plugin import get_multi_gpu_status
-
-    report = get_multi_gpu_status().report
-    return {} if report is None else dict(report.planner)
-
-
-def _sent_bytes(arm: Arm, rank: int) -> int | None:
-    """What this rank sent for gradients and weights, None where it is not counted."""
-    from unsloth_multigpu.plugin import get_multi_gpu_status
-
-    if not arm.uses_all_devices:
-        return 0
-    report = get_multi_gpu_status().report
-    return None if report is None else report.ranks[rank].sent_bytes
 
 
 def make_model(options: BenchOptions, max_length: int) -> Any:
@@ -172,13 +143,14 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(options.seed)
-    num_heads = options.hidden_size // HEAD_SIZE
+    hidden_size, num_layers, vocab_size = options.model_shape
+    num_heads = hidden_size // HEAD_SIZE
     model: Any = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden_size,
-            intermediate_size=3 * options.hidden_size,
-            num_hidden_layers=options.num_layers,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_heads // 4 if num_heads % 4 == 0 else num_heads,
             max_position_embeddings=max_length,
@@ -193,44 +165,9 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
     return model
 
 
-def _training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
+def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
     """Arguments of `TrainingArguments`."""
-    from transformers import TrainingArguments
-
-    known = {f.name for f in dataclasses.fields(TrainingArguments)}
-    training = dict(arm.training)
-    if training.get("train_sampling_strategy") == "group_by_length" and "train_sampling_strategy" not in known:
-        training = {"group_by_length": True}  # Its name in transformers 4.
-    if options.is_learning:
-        training |= learning_arguments(arm, options)
-    else:
-        training |= {"num_train_epochs": 1, "learning_rate": 1e-5}
-    return {
-        "output_dir": "output",
-        "per_device_train_batch_size": options.batch_size,
-        "gradient_accumulation_steps": num_accumulated(arm, options),
-        "optim": options.optim,
-        "bf16": options.dtype == "bf16",
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
-        "use_cpu": options.device == "cpu",
-        "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
-        "seed": options.seed,
-        "data_seed": _ORDER_SEED,
-        "logging_steps": 1,
-        "save_strategy": "steps" if options.save_steps and arm.may_save else "no",
-        "save_steps": options.save_steps or 500,
-        "save_total_limit": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        **training,
-    }
-
-
-def learning_arguments(arm: Arm, options: BenchOptions) -> dict[str, Any]:
-    """What a training with tests adds to `TrainingArguments`."""
-    return {
+    learning = {
         "num_train_epochs": options.epochs,
         "learning_rate": LEARNING_RATE,
         # The first epochs of a longer run are then those of a shorter one.
@@ -241,6 +178,26 @@ def learning_arguments(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         "label_names": ["labels"],
         # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
         "logging_strategy": "steps" if arm.is_synchronous else "epoch",
+    }
+    return {
+        "output_dir": "output",
+        "per_device_train_batch_size": options.batch_size,
+        "gradient_accumulation_steps": arm.num_accumulated(options),
+        "optim": options.optim,
+        "bf16": options.dtype == "bf16",
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
+        "use_cpu": options.device == "cpu",
+        "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
+        "seed": options.seed,
+        "data_seed": _ORDER_SEED,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        **(learning if options.is_learning else {"num_train_epochs": 1, "learning_rate": 1e-5}),
+        **arm.training,
     }
 
 
@@ -286,13 +243,11 @@ def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
         num_given: The first tokens of a row that are not to be predicted.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        mask[number, : len(row["input_ids"])] = 1
+    each = [torch.tensor(row["input_ids"]) for row in rows]
+    ids = pad_sequence(each, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in each], batch_first=True)
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :num_given] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -15,19 +15,10 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
 from unsloth_multigpu.row import CommandOption
-from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, kinds_text, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.result import (
-    ROUNDING,
-    FaultRow,
-    RunTrace,
-    compare_samples,
-    compare_weights,
-    markdown,
-    show,
-)
+from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, limit_s, parse_fault
+from unsloth_multigpu.tools.chaos.result import ROUNDING, FaultRow, RunTrace, compare_samples, compare_weights, show
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.program import check_is_no_rank
@@ -35,17 +26,14 @@ from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
-# Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
     "faults": CommandOption(
         str,
         '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8. Kinds: '
-        f"{kinds_text()}. [all]",
+        f"{', '.join(KINDS)}. [all]",
         "FAULTS",
     ),
-    "resume": CommandOption(bool, "Start the command again after each fault, to see whether it resumes. [on]"),
     "json": CommandOption(str, "File of the results.", "FILE"),
-    "markdown": CommandOption(str, "File of the table.", "FILE"),
     "limit_s": CommandOption(float, "Limit of each start of the ranks, in seconds. [600]", "SECONDS"),
 }
 # With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
@@ -55,15 +43,14 @@ DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance":
 
 @dataclass(frozen=True)
 class Judge:
-    """The command: what it compares with, and what it lets a run do.
+    """What runs with faults are compared with.
 
     Args:
-        folder: Its private folder.
+        folder: Of the command, private.
         scene: Of the run without faults.
         whole: What that run did.
         cold_s: Seconds from its start to its first step.
         options: Of every run.
-        resumes: The command is started again after each fault.
     """
 
     folder: Path
@@ -71,14 +58,13 @@ class Judge:
     whole: RunTrace
     cold_s: float
     options: Mapping[str, Any]
-    resumes: bool
 
     def try_out(self, fault: Fault) -> FaultRow:
         """Runs the script with a fault, and again without, and judges what came of it."""
         limit_of_runs_s = self.scene.limit_s * (1 + int(self.options["max_restarts"]))
         scene = replace(self.scene, folder=self.folder / "fault", limit_s=limit_of_runs_s)
         shutil.rmtree(scene.folder, ignore_errors=True)
-        options = {**self.options, "resume": "auto" if self.resumes else None}
+        options = {**self.options, "resume": "auto"}
         ended = scene.run((fault,), options)
         trace = RunTrace.read(scene.records)
         row = FaultRow(str(fault), ended.told, None, ended.code, ended.num_orphans)
@@ -89,7 +75,7 @@ class Judge:
                 row.reasons.append(f"ended with {ended.code} before the fault\n{last_lines(ended.output)}")
             return row
         self._judge_end(row, ended, trace)
-        if self.resumes and ended.code != 0:
+        if ended.code != 0:
             again = scene.run((), options)
             trace = RunTrace.read(scene.records)
             row.num_orphans += again.num_orphans
@@ -97,12 +83,15 @@ class Judge:
                 row.reasons.append(f"started again, it ended with {again.code}\n{last_lines(again.output)}")
                 return row
             first_s = trace.first_step_s(again.start_s)
-            if first_s is not None:
-                self._judge_start(row, first_s - again.start_s, 0.0)
+            row.new_step_s = None if first_s is None else first_s - again.start_s
         if row.new_step_s is not None:
             row.from_step = int(trace.of("begin")[-1]["step"])
-        if self.resumes or ended.code == 0:
-            self._judge_work(row, trace, scene.records)
+        row.lost, row.repeated = compare_samples(self.whole, trace)
+        row.difference = compare_weights(self.scene.records, scene.records)
+        if row.lost or row.repeated:
+            row.reasons.append(f"{row.lost} samples lost, {row.repeated} repeated")
+        if row.difference is None or row.difference > ROUNDING:
+            row.reasons.append(f"weights differ from those of the run without faults by {row.difference}")
         return row
 
     def _judge_end(self, row: FaultRow, ended: Ended, trace: RunTrace) -> None:
@@ -111,32 +100,15 @@ class Judge:
         if row.num_orphans:
             row.reasons.append(f"{row.num_orphans} processes were left behind")
         fault = trace.of("planted")[0]
-        hang_timeout_s = self.options["hang_timeout_s"]
-        if not trace.has_stepped(fault):
-            hang_timeout_s *= LONGEST_FACTOR  # Up to its first step a rank may be filling its caches.
-        grace_s = self.whole.of("begin")[0]["config"]["grace_s"]
-        bound_s = limit_s(KINDS[fault["kind"]], hang_timeout_s=hang_timeout_s, grace_s=grace_s)
         step_s = trace.first_step_s(fault["time_s"])
         if step_s is not None:  # The ranks have started again.
-            self._judge_start(row, step_s - fault["time_s"], bound_s or 0.0)
+            row.new_step_s = step_s - fault["time_s"]
             return
         row.ended_s = ended.end_s - fault["time_s"]
+        grace_s = self.whole.of("begin")[0]["config"]["grace_s"]
+        bound_s = limit_s(fault["kind"], hang_timeout_s=self.options["hang_timeout_s"], grace_s=grace_s)
         if bound_s is not None and row.ended_s > bound_s:
             row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
-
-    def _judge_start(self, row: FaultRow, took_s: float, bound_s: float) -> None:
-        row.new_step_s = took_s
-        expected_s = bound_s + 2 * self.cold_s
-        if took_s > expected_s:
-            row.reasons.append(f"first new step after {took_s:.1f} s; at most {expected_s:.1f} s were expected")
-
-    def _judge_work(self, row: FaultRow, trace: RunTrace, records: Path) -> None:
-        row.lost, row.repeated = compare_samples(self.whole, trace)
-        row.difference = compare_weights(self.scene.records, records)
-        if row.lost or row.repeated:
-            row.reasons.append(f"{row.lost} samples lost, {row.repeated} repeated")
-        if row.difference is None or row.difference > ROUNDING:
-            row.reasons.append(f"weights differ from those of the run without faults by {row.difference}")
 
 
 def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -176,12 +148,12 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
             said = f"{last_lines(ended.output)}\nchaos: without a fault the run ended with {ended.code}."
             print(said, file=sys.stderr)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
-        judge = _prepare(folder, scene, ended, run_options, resumes=options.resume is not False)
+        judge = _prepare(folder, scene, ended, run_options)
         rows = _try_all(named or all_faults(judge.whole.num_steps, num_ranks), judge, ended, progress)
-    return _report(rows, judge, options)
+    return _report(rows, judge, options.json)
 
 
-def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any], *, resumes: bool) -> Judge:
+def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
     whole = RunTrace.read(scene.records)
     first_s = whole.first_step_s(ended.start_s)
     if first_s is None:
@@ -201,18 +173,14 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
             f"The script saves in {begun['output_dir']}, where runs would find each other's checkpoints.",
             hint="Its Trainer must take it from TrainingArguments; or write {run} for it in the script's arguments.",
         )
-    return Judge(folder, scene, whole, first_s - ended.start_s, run_options, resumes)
+    return Judge(folder, scene, whole, first_s - ended.start_s, run_options)
 
 
 def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
-    """Tries every fault, and says how long that takes before and meanwhile.
-
-    Args:
-        ended: The run without faults.
-    """
+    """Tries every fault, and says how long that takes before and meanwhile."""
     run_s = ended.end_s - ended.start_s
     # The way to the fault is as long as a run at most, and behind it comes another.
-    expected_s = [(2 if judge.resumes else 1) * run_s] * len(faults)
+    expected_s = [2 * run_s] * len(faults)
     progress.say(
         f"it took {run_s:.1f} s, {judge.cold_s:.1f} s of that to the end of the first step; "
         f"{len(faults)} more with faults take {about(sum(expected_s))}"
@@ -229,14 +197,12 @@ def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Prog
     return rows
 
 
-def _report(rows: Sequence[FaultRow], judge: Judge, options: argparse.Namespace) -> int:
+def _report(rows: Sequence[FaultRow], judge: Judge, file: str | None) -> int:
     bad = [row.fault for row in rows if row.reasons]
-    if options.markdown:
-        Path(options.markdown).write_text(markdown(rows), encoding="utf-8")
-    if options.json:
+    if file:
         facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
-        Path(options.json).write_text(json_text(result), encoding="utf-8")
+        Path(file).write_text(json_text(result), encoding="utf-8")
     screen = Screen()
     show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -12,36 +11,12 @@ from unsloth_multigpu.wire.context import ToolRequest
 _PHASES = ("train", "save", "evaluate")
 # In place of a rank: all ranks.
 ALL_RANKS = -1
-
-
-class End(enum.Enum):
-    """What a fault does to a run that is not started again."""
-
-    DEATH = "a process is gone"
-    ERROR = "a rank says why it ends"
-    HANG = "a rank does nothing any more"
-    STOP = "the run is asked to stop"
-
-
-KINDS: dict[str, End] = {
-    "raise": End.ERROR,
-    "exit": End.ERROR,
-    "os_exit": End.ERROR,
-    "kill": End.DEATH,
-    "segv": End.DEATH,
-    "kill_supervisor": End.DEATH,
-    "stop": End.HANG,
-    "loop": End.HANG,
-    "memory": End.ERROR,
-    "nan": End.ERROR,
-    "disk_full": End.ERROR,
-    "corrupt": End.DEATH,
-    "cut": End.ERROR,
-    "sigterm": End.STOP,
-    "sigusr1": End.STOP,
-    "sigint": End.STOP,
-    "sigint_twice": End.DEATH,
-}
+_DEATHS, _HANGS, _ERRORS = (
+    ("kill", "kill_supervisor", "corrupt"),
+    ("stop", "loop"),
+    ("raise", "exit", "memory", "nan", "disk_full"),
+)
+KINDS = (*_ERRORS, *_DEATHS, *_HANGS, "sigterm")
 # Where all faults are planted, as rank or rank:phase; of the others on the highest rank.
 _PLACES: dict[str, tuple[str, ...]] = {
     "raise": ("0", "last"),
@@ -49,7 +24,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "stop": ("0", "last"),
     "disk_full": ("0:save",),
     "sigterm": ("0", "0:save", "0:evaluate"),
-    **dict.fromkeys(("kill_supervisor", "corrupt", "sigusr1", "sigint", "sigint_twice"), ("0",)),
+    **dict.fromkeys(("kill_supervisor", "corrupt"), ("0",)),
 }
 _DEATH_LIMIT_S = 2.0
 # The supervisor knows at once, but a rank that fails has up to 6 seconds for Python's teardown (launch.watch).
@@ -57,20 +32,11 @@ _ERROR_LIMIT_S = _DEATH_LIMIT_S + 6.0
 _HANG_SLACK_S = 5.0
 
 
-def kinds_text() -> str:
-    """All kinds, by what they do to a run, for `--help`."""
-    ends = {end: [kind for kind, its in KINDS.items() if its is end] for end in End}
-    return "; ".join(f"{', '.join(kinds)} ({end.value})" for end, kinds in ends.items())
-
-
-def limit_s(end: End, *, hang_timeout_s: float, grace_s: float) -> float | None:
+def limit_s(kind: str, *, hang_timeout_s: float, grace_s: float) -> float | None:
     """Seconds from a fault to the end of a run that is not started again; None = no limit of its own."""
-    return {
-        End.DEATH: _DEATH_LIMIT_S,
-        End.ERROR: _ERROR_LIMIT_S,
-        End.HANG: hang_timeout_s + _HANG_SLACK_S if hang_timeout_s else None,
-        End.STOP: grace_s,
-    }[end]
+    if kind in _HANGS:
+        return hang_timeout_s + _HANG_SLACK_S if hang_timeout_s else None
+    return grace_s if kind == "sigterm" else _DEATH_LIMIT_S if kind in _DEATHS else _ERROR_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -78,7 +44,7 @@ class Fault:
     """One fault, planted once.
 
     Args:
-        kind: A key of `KINDS`.
+        kind: One of `KINDS`.
         rank: Where; `ALL_RANKS` = on every rank.
         step: In this optimizer step, counted from 1, or in the first one after it that has the phase.
         attempt: In which start of the ranks, counted from 0.
@@ -92,7 +58,7 @@ class Fault:
     phase: str = "train"
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", tuple(KINDS)), ("phase", _PHASES)):
+        for name, known in (("kind", KINDS), ("phase", _PHASES)):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"A fault of {name}={getattr(self, name)!r}; expected one of: {', '.join(known)}.",

@@ -6,13 +6,16 @@ import dataclasses
 import json
 import os
 import resource
+import signal
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from unsloth_multigpu.group.fingerprint import fingerprints
@@ -21,12 +24,18 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.tools.chaos.actions import ACTIONS, limited, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.process import send_signal
 
 # Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
+_MEMORY_LEFT_BYTES = 2**26
+_MEMORY_ASKED_BYTES = 2**31
+# Kinds that are no action, where they are met.
+_OF_STEPS = (("train", "memory"), ("train", "nan"))
+# The supervisor looks for signals ten times a second.
+_LOOK_S = 0.5
 
 
 class Chaos(Tool):
@@ -94,23 +103,19 @@ class Injector(Part):
 
     def overrides(self) -> dict[str, Override]:
         return {
-            "get_batch_samples": self._get_batch_samples,
             "training_step": self._training_step,
             "compute_loss": self._compute_loss,
             "save_model": self._save_model,
             "_save_checkpoint": self._save_checkpoint,
         }
 
-    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if fault := self._take("loop"):
-            self._act(fault)
-        return original(*args, **kwargs)
-
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._take("memory"):
-            run_out_of_memory(self._trainer.args.device)
-        self._is_poisoned |= self._take("nan") is not None
-        if fault := self._take(*(kind for kind in ACTIONS if kind != "loop")):
+        fault = self._take("train")
+        if fault is not None and fault.kind == "memory":
+            _run_out_of_memory(self._trainer.args.device)
+        elif fault is not None and fault.kind == "nan":
+            self._is_poisoned = True
+        else:
             self._act(fault)
         current = self._steps.current
         if current is None or not current.piece.is_filler:
@@ -125,30 +130,31 @@ class Injector(Part):
         return (result[0] * torch.nan, *result[1:]) if isinstance(result, tuple) else result * torch.nan
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            if self._take("disk_full", phase="save"):
-                # Python ignores SIGXFSZ, so that a write beyond the limit is an OSError as on a full disk.
-                stack.enter_context(limited(resource.RLIMIT_FSIZE, _DISK_LEFT_BYTES))
+        # Python ignores SIGXFSZ, so that a write beyond the limit is an OSError as on a full disk.
+        is_full = self._take("save", "disk_full") is not None
+        with _limited(resource.RLIMIT_FSIZE, _DISK_LEFT_BYTES) if is_full else nullcontext():
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         # Set by the Trainer where it makes a checkpoint: other files of it are still to be written.
-        if kwargs.get("_internal_call") and (fault := self._take(*ACTIONS, phase="save")):
-            self._act(fault)
+        if kwargs.get("_internal_call"):
+            self._act(self._take("save"))
         return result
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        if fault := self._take(*ACTIONS, phase="evaluate"):
-            self._act(fault)
+        self._act(self._take("evaluate"))
 
-    def _take(self, *kinds: str, phase: str = "train") -> Fault | None:
-        """The fault that is due now; each is given once."""
+    def _take(self, phase: str, kind: str | None = None) -> Fault | None:
+        """The fault that is due now; each is given once. A full disk is met at the begin of a checkpoint alone."""
         finished = int(self._trainer.state.global_step)
         # A checkpoint and an evaluation belong to the step that has just been finished.
         step = finished + 1 if phase == "train" else finished
         for fault in self._faults:
-            is_here = fault.kind in kinds and (fault.phase == phase or fault.kind == "disk_full")
+            if kind is None:
+                is_here = fault.phase == phase and (fault.kind in _ACTIONS or (phase, fault.kind) in _OF_STEPS)
+            else:
+                is_here = fault.kind == kind
             has_prey = fault.kind != "corrupt" or newest_checkpoint(self._trainer.args.output_dir) is not None
             if is_here and step >= fault.step and has_prey:
                 self._faults.remove(fault)
@@ -156,8 +162,9 @@ class Injector(Part):
                 return fault
         return None
 
-    def _act(self, fault: Fault) -> None:
-        ACTIONS[fault.kind](self._supervisor_pid, self._trainer.args.output_dir)
+    def _act(self, fault: Fault | None) -> None:
+        if fault is not None:
+            _ACTIONS[fault.kind](self._supervisor_pid, self._trainer.args.output_dir)
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""
@@ -196,3 +203,67 @@ def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
     path = folder / f"rank_{rank}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def newest_checkpoint(output_dir: str) -> Path | None:
+    """The checkpoint of the highest step."""
+    found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
+    return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("planted by unsloth-multigpu chaos")
+
+
+def _loop(*_: Any) -> None:
+    """Keeps the main thread busy without an end."""
+    while True:
+        pass
+
+
+def _corrupt(_pid: int, output_dir: str) -> None:
+    """Cuts the largest file of the newest checkpoint in half, as a crash or a disk may, and ends this process."""
+    checkpoint = newest_checkpoint(output_dir)
+    assert checkpoint is not None
+    largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    _signal(os.getpid(), signal.SIGKILL)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    send_signal(pid, number)
+    # Inside the step: another thread may take the signal, and the supervisor notices one after a moment.
+    time.sleep(_LOOK_S)
+
+
+# Each is given the process id of the supervisor, and the Trainer's output folder.
+_ACTIONS: dict[str, Callable[[int, str], Any]] = {
+    "raise": _raise,
+    "exit": lambda *_: sys.exit(0),
+    "kill": lambda *_: _signal(os.getpid(), signal.SIGKILL),
+    "stop": lambda *_: _signal(os.getpid(), signal.SIGSTOP),
+    "loop": _loop,
+    "corrupt": _corrupt,
+    "kill_supervisor": lambda pid, _: _signal(pid, signal.SIGKILL),
+    "sigterm": lambda pid, _: _signal(pid, signal.SIGTERM),
+}
+
+
+def _run_out_of_memory(device: torch.device) -> None:
+    """Raises what torch raises where a device's memory is not enough."""
+    if device.type != "cpu":
+        torch.empty(2**50, dtype=torch.uint8, device=device)
+    # The limit is lifted afterwards: reporting the error needs memory.
+    with _limited(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_LEFT_BYTES):
+        torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)
+
+
+@contextmanager
+def _limited(kind: int, limit: int) -> Iterator[None]:
+    """Lowers a limit of this process, one of `resource.RLIMIT_*`, while it is open."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))

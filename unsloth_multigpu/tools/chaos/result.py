@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.text_table import markdown_table
 
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
 ROUNDING = 1e-5
-_TOLD_CHARACTERS = 240
-_COLUMNS = (
-    "fault",
-    "what the user reads",
-    "ended after s",
-    "exit code",
-    "orphans",
-    "resumed from step",
-    "new step after s",
-    "samples lost / repeated",
-    "weights",
-)
 
 
 @dataclass(frozen=True)
@@ -60,10 +47,6 @@ class RunTrace:
         before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
         return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
 
-    def has_stepped(self, fault: Mapping[str, Any]) -> bool:
-        """True if the process that met the fault had made a step before."""
-        return any(r["pid"] == fault["pid"] and r["time_s"] < fault["time_s"] for r in self.of("step"))
-
     def samples(self) -> dict[tuple[int, int], Counter[str]]:
         """Samples of each (training, step) over all ranks. A step that was made again counts as it was made last."""
         latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
@@ -89,20 +72,16 @@ def compare_weights(whole: Path, other: Path) -> float | None:
         other: The same of another run.
     """
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     worst = 0.0
     for path in sorted(whole.glob("weights_*.safetensors")):
-        if not (other / path.name).exists():
+        ours, theirs = (load_file(f) if f.exists() else {} for f in (path, other / path.name))
+        if ours.keys() != theirs.keys():
             return None
-        with safe_open(path, "pt") as ours, safe_open(other / path.name, "pt") as theirs:
-            if set(ours.keys()) != set(theirs.keys()):
-                return None
-            for name in ours.keys():  # noqa: SIM118 (no mapping)
-                a, b = ours.get_tensor(name), theirs.get_tensor(name)
-                if not torch.equal(a, b):
-                    difference = (a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30)
-                    worst = max(worst, float(difference.nan_to_num(torch.inf)))
+        for name, value in ours.items():
+            difference = (value.double() - theirs[name].double()).abs().max()
+            worst = max(worst, float((difference / value.double().abs().max().clamp(min=1e-30)).nan_to_num(torch.inf)))
     return worst
 
 
@@ -111,16 +90,13 @@ class FaultRow:
     """One fault, and what came of it.
 
     Args:
-        fault: Its name.
         told: What the user reads.
         ended_s: Seconds from the fault until the last process was gone; None where the run was restarted or continued.
         code: Exit code of the run that met the fault.
-        num_orphans: Processes that were left behind.
         from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost: Samples that did not count, against the run without faults; None where the run did not resume.
-        repeated: Samples that counted once too often.
-        difference: See `compare_weights`; None where the run did not resume.
+        lost, repeated: Samples that did not count, and that counted once too often, against the run without faults.
+        difference: See `compare_weights`.
         reasons: Why the row is not as it should be.
         note: Why the fault could not be planted.
     """
@@ -138,30 +114,25 @@ class FaultRow:
     reasons: list[str] = field(default_factory=list)
     note: str = ""
 
-    def cells(self) -> list[str]:
-        """Texts of the table's columns."""
-        if self.note:
-            return [self.fault, self.note, *["-"] * (len(_COLUMNS) - 2)]
-        samples = "-" if self.lost is None else f"{self.lost} / {self.repeated}"
-        code = "none" if self.code is None else str(self.code)
-        weights = {None: "-", 0.0: "equal"}.get(self.difference, f"off by {self.difference or 0:.1e}")
-        times = ["-" if s is None else f"{s:.1f}" for s in (self.ended_s, self.new_step_s)]
-        told = self.told.removesuffix(" The other ranks were stopped.")
-        told = told if len(told) <= _TOLD_CHARACTERS else told[:_TOLD_CHARACTERS] + " ..."
-        step = "-" if self.from_step is None else str(self.from_step)
-        return [self.fault, told or "-", times[0], code, str(self.num_orphans), step, times[1], samples, weights]
-
-
-def markdown(rows: Sequence[FaultRow]) -> str:
-    """The table in Markdown."""
-    return markdown_table(_COLUMNS, [row.cells() for row in rows])
+    def cells(self) -> dict[str, str]:
+        """The row of the table."""
+        cells = {
+            "fault": self.fault,
+            "ended after s": "-" if self.ended_s is None else f"{self.ended_s:.1f}",
+            "exit code": "none" if self.code is None else str(self.code),
+            "orphans": str(self.num_orphans),
+            "resumed from step": "-" if self.from_step is None else str(self.from_step),
+            "new step after s": "-" if self.new_step_s is None else f"{self.new_step_s:.1f}",
+            "samples lost / repeated": "-" if self.lost is None else f"{self.lost} / {self.repeated}",
+            "weights": {None: "-", 0.0: "equal"}.get(self.difference, f"off by {self.difference or 0:.1e}"),
+        }
+        return {**dict.fromkeys(cells, "-"), "fault": self.fault} if self.note else cells
 
 
 def show(rows: Sequence[FaultRow], screen: Screen) -> None:
     """The table; what the user reads, which is too long for a column, is below it."""
     cells = [row.cells() for row in rows]
-    columns, *short = ([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
-    screen.table(columns, short, num_left=1)
-    for fault, told, *_rest in cells:
-        screen.line(f"{fault}: {told}")
+    screen.table(list(cells[0]), [list(row.values()) for row in cells], num_left=1)
+    for row in rows:
+        screen.line(f"{row.fault}: {row.note or row.told.removesuffix(' The other ranks were stopped.') or '-'}")
     screen.line()

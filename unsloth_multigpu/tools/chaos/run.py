@@ -64,18 +64,13 @@ class Scene:
 
     @property
     def records(self) -> Path:
-        """Where the ranks write down what they do."""
+        """Where the ranks write down what they do. The variables of this row's processes have it, and no others."""
         return self.folder / "records"
 
     @property
     def work(self) -> Path:
         """Where the script's checkpoints and logs go, and what `{run}` stands for in its arguments."""
         return self.folder / "work"
-
-    @property
-    def _marker(self) -> str:
-        """What the variables of this row's processes have, and no others."""
-        return str(self.records)
 
     def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
         """Runs the script to its end.
@@ -88,7 +83,7 @@ class Scene:
             place.mkdir(parents=True, exist_ok=True)
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
         request = ChaosRequest(str(self.records), faults, str(self.work))
-        start_s = time.monotonic()
+        marker, start_s = str(self.records), time.monotonic()
         process = subprocess.Popen(
             self._command(),
             env={**self.environment, **variables, **request.variables()},
@@ -99,17 +94,19 @@ class Scene:
             start_new_session=True,
         )
         printed: list[bytes] = []
-        assert process.stdout is not None
         reader = threading.Thread(target=lambda: printed.extend(process.stdout or ()), daemon=True)
         reader.start()
         code: int | None = None
+        num_orphans = 0
         try:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(self.limit_s)
+            end_s = time.monotonic() + _ORPHAN_LIMIT_S
+            while code is not None and (num_orphans := len(find_marked(marker))) and time.monotonic() < end_s:
+                time.sleep(_POLL_S)
         finally:
-            num_orphans = 0 if process.poll() is None else self._wait_for_end()
             end_s = time.monotonic()
-            kill_marked(self._marker)
+            kill_marked(marker)
             wait_after_kill(process)
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
@@ -125,10 +122,3 @@ class Scene:
             program[0] = os.path.abspath(program[0])
         own = [] if has_own_line(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
         return [sys.executable, *own, *program]
-
-    def _wait_for_end(self) -> int:
-        """Waits for ranks that outlive their supervisor; returns how many have not ended within the limit."""
-        end_s = time.monotonic() + _ORPHAN_LIMIT_S
-        while (alive := len(find_marked(self._marker))) and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
-        return alive

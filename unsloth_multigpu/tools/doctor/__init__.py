@@ -28,7 +28,6 @@ class DoctorCommand(Command):
             "json": (bool, "Print one JSON object."),
             "seams": (bool, "Print only the table of patches, as Markdown."),
             "options": (bool, "Print only the table of options, as Markdown."),
-            "verbose": (bool, "List the patches that are as tested, too."),
             "num_gpus": CommandOption(int, "Ranks of the all-reduce. [all; 2 without a GPU]", "N"),
             "timeout_s": CommandOption(float, f"Limit of each check. [{_LIMIT_S:g}]", "SECONDS"),
         }
@@ -38,7 +37,7 @@ class DoctorCommand(Command):
         from unsloth_multigpu.tools.doctor.options import options_markdown
         from unsloth_multigpu.tools.doctor.seam import seams_markdown
 
-        asked = [name for name in ("json", "seams", "options", "verbose") if getattr(options, name)]
+        asked = [name for name in ("json", "seams", "options") if getattr(options, name)]
         if len(asked) > 1:
             raise ConfigError(f"--{asked[0]} and --{asked[1]} print different things.", hint="Give one of them.")
         if options.options or options.seams:
@@ -47,7 +46,7 @@ class DoctorCommand(Command):
         limit_s = _LIMIT_S if options.timeout_s is None else options.timeout_s
         # The same rules as for the options of a run.
         MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": limit_s}, {})
-        return run_doctor(options.num_gpus, as_json=options.json, limit_s=limit_s, is_verbose=options.verbose)
+        return run_doctor(options.num_gpus, as_json=options.json, limit_s=limit_s)
 
 
 COMMAND = DoctorCommand()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.cli.screen import Progress, Screen
-from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
-# The section of which only faults are shown unless all is asked for.
+# The section of which only faults are shown.
 _FOLDED = "seams"
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
-def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbose: bool = False) -> int:
+def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
     """Checks this machine and prints the result, each section when it is known.
 
     Args:
         num_gpus: Ranks of the all-reduce; None = all visible accelerators, or two where there is none.
         as_json: Print one JSON object in place of text.
         limit_s: Limit of each check that runs in a process of its own, in seconds.
-        is_verbose: Print the seams that are well, too.
 
     Returns:
         0, or 1 if a row failed.
@@ -47,7 +46,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbos
             rows += section
             if section and not as_json:
                 lead = [("", None)] if len(rows) > len(section) else []
-                for text, style in [*lead, *section_lines(section, is_verbose=is_verbose)]:
+                for text, style in [*lead, *section_lines(section)]:
                     screen.line(text, style)
             if what and not as_json:
                 progress.show(what, 0, 1)
@@ -67,41 +66,31 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
     Yields:
         What is checked next ("" at the end), and the rows of a section as soon as they are known.
     """
-    from unsloth_multigpu.tools.doctor.findings import (
-        copy_rows,
-        device_rows,
-        driver_rows,
-        import_rows,
-        reduce_rows,
-        seam_rows,
-        version_rows,
-    )
+    from unsloth_multigpu.tools.doctor import findings as found
     from unsloth_multigpu.tools.probe import Probe
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
         seams = stack.enter_context(Probe(f"{_HERE}.seam", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device", folder, limit_s))
-        yield "looks for devices, and copies between them", version_rows()
+        yield "looks for devices, and copies between them", found.version_rows()
         devices = probe.outcome()
-        yield "", [*driver_rows(devices), *device_rows(devices)]
-        yield "adds up a tensor on all ranks", copy_rows(devices)
-        environment = _reduce_environment(num_gpus, folder, limit_s)
+        yield "", [*found.driver_rows(devices), *found.device_rows(devices)]
+        yield "adds up a tensor on all ranks", found.copy_rows(devices)
+        # The limit ends a stuck collective with its own message, before the whole check is ended.
+        options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
+        environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
-        yield "imports the libraries, and tries every patch", reduce_rows(reduced, devices)
+        yield "imports the libraries, and tries every patch", found.reduce_rows(reduced, devices)
         landed = seams.outcome()
-        yield "", import_rows(landed)
-        yield "", seam_rows(landed)
+        yield "", found.import_rows(landed)
+        yield "", found.seam_rows(landed)
 
 
-def section_lines(rows: Sequence[CheckRow], *, is_verbose: bool = False) -> list[tuple[str, str | None]]:
-    """The rows of one section under its heading, as (aligned text, style).
-
-    Args:
-        is_verbose: With the rows of seams that are well, which are one line otherwise.
-    """
+def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
+    """The rows of one section under its heading, as (aligned text, style). Seams that are well are one line."""
     section = rows[0].section
-    shown = [row for row in rows if is_verbose or section != _FOLDED or row.state == "FAIL"]
+    shown = [row for row in rows if section != _FOLDED or row.state == "FAIL"]
     lines: list[tuple[str, str | None]] = [(section, "bold")]
     for row, line in zip(shown, aligned([f"{r.state:<4}", r.name, r.text] for r in shown), strict=True):
         lines.append((f"  {line}", _STYLES.get(row.state)))
@@ -109,16 +98,5 @@ def section_lines(rows: Sequence[CheckRow], *, is_verbose: bool = False) -> list
             lines.append((f"        Hint: {row.hint}", None))
         lines += [(f"        | {line}", "dim") for line in row.log]
     if hidden := len(rows) - len(shown):
-        lines.append((f"  ok    {hidden} seams are as tested; --verbose lists them", None))
+        lines.append((f"  ok    {hidden} seams are as tested; --json lists them", None))
     return lines
-
-
-def _reduce_environment(num_gpus: int | None, folder: Path, limit_s: float) -> dict[str, str]:
-    options = {
-        "LOG_DIR": str(folder / "logs"),
-        # Ends a stuck collective with its own message, before the whole check is ended.
-        "TIMEOUT_S": str(limit_s / 2),
-        "MAX_RESTARTS": "0",
-        **({} if num_gpus is None else {"NUM_GPUS": str(num_gpus)}),
-    }
-    return {ENV_PREFIX + name: value for name, value in options.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ _NUM_COPIES = 3
 def check_copies(
     devices: Sequence[torch.device],
     num_bytes: int = COPY_BYTES,
-    copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, source: target.copy_(source),
 ) -> list[dict[str, Any]]:
     """Copies random bytes between every ordered pair of devices, and compares what arrives through the host.
 
@@ -25,54 +26,37 @@ def check_copies(
     Args:
         devices: Where the data goes; the CPU may stand for a device, more than once.
         num_bytes: Size of one copy.
-        copy: Called with target and source; None = torch's own copy, which is direct where the driver allows it.
+        copy: Called with target and source. torch's own copy is direct where the driver allows it.
 
     Returns:
         For each pair: `source` and `target`, indices of devices; `num_bytes` of one copy; `num_wrong_bytes`, the most
         that differed from the source after one of the copies; `gb_per_s` of the fastest copy, in 10^9 bytes; and
         `has_peer_access`, whether the driver lets the two reach each other's memory, None = not known.
     """
-    pairs = [(s, t) for s in range(len(devices)) for t in range(len(devices)) if s != t]
-    return [_check_pair(devices, source, target, num_bytes, copy or _copy) for source, target in pairs]
-
-
-def _check_pair(
-    devices: Sequence[torch.device],
-    source: int,
-    target: int,
-    num_bytes: int,
-    copy: Callable[[torch.Tensor, torch.Tensor], object],
-) -> dict[str, Any]:
     import torch
 
-    here, there = devices[source], devices[target]
-    # Other bytes for each pair, so that what an earlier pair left in memory cannot pass for this one's.
-    generator = torch.Generator().manual_seed(1000 * source + target)
-    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
-    original = data.to(here)
-    arrived = torch.empty_like(data, device=there)
-    most_wrong, seconds = 0, float("inf")
-    for _ in range(_NUM_COPIES):
-        # Every byte is wrong until it is delivered.
-        arrived.copy_(~data)
-        _wait(here, there)
-        start = time.perf_counter()
-        copy(arrived, original)
-        _wait(here, there)
-        seconds = min(seconds, time.perf_counter() - start)
-        most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
-    return {
-        "source": source,
-        "target": target,
-        "num_bytes": num_bytes,
-        "num_wrong_bytes": most_wrong,
-        "gb_per_s": num_bytes / seconds / 1e9,
-        "has_peer_access": _has_peer_access(here, there),
-    }
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    found = []
+    for source, target in itertools.permutations(range(len(devices)), 2):
+        here, there = devices[source], devices[target]
+        # Other bytes for each pair, so that what an earlier pair left in memory cannot pass for this one's.
+        generator = torch.Generator().manual_seed(1000 * source + target)
+        data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+        original, arrived = data.to(here), torch.empty_like(data, device=there)
+        most_wrong, seconds = 0, float("inf")
+        for _ in range(_NUM_COPIES):
+            # Every byte is wrong until it is delivered.
+            arrived.copy_(~data)
+            _wait(here, there)
+            start = time.perf_counter()
+            copy(arrived, original)
+            _wait(here, there)
+            seconds = min(seconds, time.perf_counter() - start)
+            most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
+        pair = {"source": source, "target": target, "num_bytes": num_bytes, "num_wrong_bytes": most_wrong}
+        # In the order in which torch asks before it copies.
+        peers = torch.cuda.can_device_access_peer(here, there) if {here.type, there.type} == {"cuda"} else None
+        found.append({**pair, "gb_per_s": num_bytes / seconds / 1e9, "has_peer_access": peers})
+    return found
 
 
 def _wait(*devices: torch.device) -> None:
@@ -83,24 +67,6 @@ def _wait(*devices: torch.device) -> None:
             torch.accelerator.synchronize(device)
 
 
-def _has_peer_access(source: torch.device, target: torch.device) -> bool | None:
-    import torch
-
-    if source.type != "cuda" or target.type != "cuda":
-        return None
-    # In the order in which torch asks before it copies.
-    return torch.cuda.can_device_access_peer(source, target)
-
-
-def _describe(kind: str, index: int) -> dict[str, Any]:
-    import torch
-
-    module = getattr(torch, kind)
-    free_bytes, total_bytes = module.mem_get_info(index)
-    name = module.get_device_properties(index).name
-    return {"name": name, "free_bytes": free_bytes, "total_bytes": total_bytes}
-
-
 def _measure() -> dict[str, Any]:
     import torch
 
@@ -108,23 +74,23 @@ def _measure() -> dict[str, Any]:
     from unsloth_multigpu.start import visible_accelerators
 
     kind, count = visible_accelerators()
-    devices = [torch.device(kind, index) for index in range(count)]
+    described = []
+    for index in range(count):
+        module = getattr(torch, kind)
+        free_bytes, total_bytes = module.mem_get_info(index)
+        name = module.get_device_properties(index).name
+        described.append({"name": name, "free_bytes": free_bytes, "total_bytes": total_bytes})
     return {
         "kind": kind,
         # What torch was built for; None in a build for the CPU.
         **{name: getattr(torch.version, name, None) for name in KINDS},
         "rocm": torch.version.hip,
-        "devices": [_describe(kind, index) for index in range(count)],
-        "copies": check_copies(devices),
+        "devices": described,
+        "copies": check_copies([torch.device(kind, index) for index in range(count)]),
     }
 
 
-def main() -> None:
-    """`python -m unsloth_multigpu.tools.doctor.device OUTCOME.json`."""
+if __name__ == "__main__":
     from unsloth_multigpu.tools.probe import leave_outcome
 
     leave_outcome(_measure)
-
-
-if __name__ == "__main__":
-    main()

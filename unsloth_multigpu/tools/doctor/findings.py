@@ -14,12 +14,10 @@ from typing import Any, Literal
 
 from unsloth_multigpu import versions
 from unsloth_multigpu.accelerator import CHOOSERS, KINDS
-from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, nearest_text, read_rows
 from unsloth_multigpu.words import GIB, gib
 
 State = Literal["ok", "note", "FAIL"]
 
-_MIN_PYTHON = (3, 10)
 _NVIDIA_SMI_LIMIT_S = 20.0
 # NCCL and the workers of a DataLoader pass data through shared memory; Docker gives 64 MiB unless told otherwise.
 _MIN_SHARED_BYTES = GIB
@@ -58,15 +56,11 @@ class CheckRow:
 
 def version_rows() -> list[CheckRow]:
     """Interpreter, system and libraries against what is supported."""
-    python, needed = platform.python_version(), ".".join(map(str, _MIN_PYTHON))
-    rows = [
-        CheckRow("versions", "python", "ok", f"{python} (>={needed})")
-        if sys.version_info >= _MIN_PYTHON
-        else CheckRow("versions", "python", "FAIL", f"{python} (>={needed})", f"Install Python {needed} or newer."),
-        CheckRow("versions", "system", "ok", platform.platform())
-        if sys.platform == "linux"
-        else CheckRow("versions", "system", "FAIL", platform.platform(), "Several ranks need Linux, or WSL2."),
-    ]
+    # pip refuses an older Python.
+    rows = [CheckRow("versions", "python", "ok", platform.python_version())]
+    is_linux = sys.platform == "linux"
+    hint = "" if is_linux else "Several ranks need Linux, or WSL2."
+    rows.append(CheckRow("versions", "system", "ok" if is_linux else "FAIL", platform.platform(), hint))
     for row in versions.version_rows():
         facts = {"installed": row.installed, "supported": row.supported}
         text = f"{row.installed or 'not installed'} ({supported_text(row.supported)})"
@@ -75,7 +69,7 @@ def version_rows() -> list[CheckRow]:
             hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
         state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"
         rows.append(CheckRow("versions", row.name, state, text, hint, facts))
-    return [*rows, _nearest_row()]
+    return rows
 
 
 def supported_text(specifier: str) -> str:
@@ -151,11 +145,6 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
         f"{reduced['num_bytes'] / 2**20:g} MiB over {reduced['backend']} in {1000 * reduced['seconds']:.1f} ms, "
         f"algorithm bandwidth {reduced['algorithm_gb_per_s']:.2f} GB/s"
     )
-    if "ring_gb_per_s" in reduced:  # Of two sizes; not of one rank.
-        speed += (
-            f"; {reduced['small_num_bytes'] / 2**20:g} MiB in {1000 * reduced['small_seconds']:.2f} ms: as a ring of "
-            f"{reduced['ring_gb_per_s']:.2f} GB/s and {reduced['ring_latency_us']:.0f} us a hop"
-        )
     if any(reduced["num_wrong_by_rank"]):
         text = f"wrong sums, by rank {reduced['num_wrong_by_rank']}; {speed}"
         return [CheckRow("all-reduce", name, "FAIL", text, hint, dict(reduced))]
@@ -177,14 +166,6 @@ def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
         hint = "Load whatever replaced it before enable_multi_gpu(), or leave it out."
         rows.append(CheckRow("seams", "verify", "FAIL", landed["verify"], hint))
     return rows
-
-
-def _nearest_row() -> CheckRow:
-    installed = installed_stack()
-    row, differs = nearest_row(read_rows(), installed)
-    hint = "docs/compatibility.md has all rows. A stack between two of them is expected to work." if differs else ""
-    text = nearest_text(row, differs, installed)
-    return CheckRow("versions", "nearest tested row", "ok", text, hint, {"row": row["name"], "differs": differs})
 
 
 def _seam_row(seam: Mapping[str, Any]) -> CheckRow:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
@@ -106,11 +107,12 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
         `imports` = library -> "" or its error; `seams` = one dictionary per patch with its `state`, `error` and
         `hint`; `verify` = "" or the error of the check before each training.
     """
-    refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
+    refused = {patch.target: error for patch in patches if (error := _refusal(partial(_apply_alone, patch)))}
     registry = PatchRegistry(patch for patch in patches if patch.target not in refused)
     registry.apply()
     imports = _import_all(name for name in libraries if check_version(name).installed is not None)
-    modules = _import_all(_modules_to_import(registry))
+    waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
+    modules = _import_all(name for name in dict.fromkeys(waiting) if name.partition(".")[0] not in _EAGER)
     states = {row.target: row.state for row in registry.rows()}
 
     def describe(patch: Patch) -> dict[str, Any]:
@@ -123,19 +125,8 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
     return {
         "imports": {name: _told(error)["error"] for name, error in imports.items()},
         "seams": [describe(patch) for patch in patches],
-        "verify": _told(_verify(registry))["error"],
+        "verify": _told(_refusal(registry.verify))["error"],
     }
-
-
-def main() -> None:
-    """`python -m unsloth_multigpu.tools.doctor.seam OUTCOME.json`."""
-    from unsloth_multigpu.tools.probe import leave_outcome
-
-    def try_all() -> dict[str, Any]:
-        found = try_seams(all_patches())
-        return {**found, "seams": [*found["seams"], *try_instance_seams()]}
-
-    leave_outcome(try_all)
 
 
 def try_instance_seams() -> list[dict[str, Any]]:
@@ -167,19 +158,18 @@ def _not_in_a_run(*args: Any) -> DDPManager:
     raise SetupError("A patch that was only tried out was called.", hint="Start a training with enable_multi_gpu().")
 
 
-def _refusal(patch: Patch) -> MultiGPUError | None:
-    alone = PatchRegistry([patch])
+def _refusal(call: Callable[[], object]) -> MultiGPUError | None:
     try:
-        alone.apply()
+        call()
     except MultiGPUError as error:
         return error
-    alone.undo()
     return None
 
 
-def _modules_to_import(registry: PatchRegistry) -> list[str]:
-    waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
-    return [name for name in dict.fromkeys(waiting) if name.partition(".")[0] not in _EAGER]
+def _apply_alone(patch: Patch) -> None:
+    alone = PatchRegistry([patch])
+    alone.apply()
+    alone.undo()
 
 
 def _import_all(modules: Iterable[str]) -> dict[str, BaseException | None]:
@@ -201,14 +191,6 @@ def _root_of(error: BaseException) -> BaseException:
     return link or error
 
 
-def _verify(registry: PatchRegistry) -> MultiGPUError | None:
-    try:
-        registry.verify()
-    except MultiGPUError as error:
-        return error
-    return None
-
-
 def _told(error: BaseException | None) -> dict[str, str]:
     if error is None:
         return {"error": "", "hint": ""}
@@ -218,4 +200,10 @@ def _told(error: BaseException | None) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    from unsloth_multigpu.tools.probe import leave_outcome
+
+    def _try_all() -> dict[str, Any]:
+        found = try_seams(all_patches())
+        return {**found, "seams": [*found["seams"], *try_instance_seams()]}
+
+    leave_outcome(_try_all)

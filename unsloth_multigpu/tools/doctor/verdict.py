@@ -51,16 +51,12 @@ def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
     place = "the CPU" if is_on_cpu else " and ".join(f"{count} x {name}" for name, count in names.items())
     if config.nnodes != "1":
         return f"A script with the line would run {num_ranks} rank(s) on {place} of this node; nnodes={config.nnodes}."
+    # What decides on the number of ranks: devices, the variables that choose among them, options.
+    reasons = [f"{len(cards)} GPU(s) are visible" if cards else "No GPU is visible"]
+    reasons += [f"{name}={os.environ[name]}" for name in CHOOSERS if name in os.environ]
+    reasons += ["device='cpu'"] if config.device == "cpu" else []
+    reasons += [f"num_gpus={config.num_gpus}"] if config.num_gpus is not None else []
     if num_ranks > 1:
-        return f"{_reason(cards, config)}: a script with the line would run {num_ranks} ranks on {place}."
+        return f"{', '.join(reasons)}: a script with the line would run {num_ranks} ranks on {place}."
     more = "; num_gpus=2 runs 2 CPU ranks" if is_on_cpu and config.num_gpus is None else ""
-    return f"{_reason(cards, config)}: enable_multi_gpu() trains in this process alone, on {place}{more}."
-
-
-def _reason(cards: Sequence[object], config: MultiGPUConfig) -> str:
-    """What decides on the number of ranks: devices, the variables that choose among them, options."""
-    seen = f"{len(cards)} GPU(s) are visible" if cards else "No GPU is visible"
-    chosen = [f"{name}={os.environ[name]}" for name in CHOOSERS if name in os.environ]
-    asked = ["device='cpu'"] if config.device == "cpu" else []
-    asked += [f"num_gpus={config.num_gpus}"] if config.num_gpus is not None else []
-    return ", ".join([seen, *chosen, *asked])
+    return f"{', '.join(reasons)}: enable_multi_gpu() trains in this process alone, on {place}{more}."
