@@ -208,7 +208,7 @@ def test_training_that_was_stopped_goes_on_to_the_same_bits(strategy, tmp_path, 
             assert again.result.evaluate_metrics_clientapp == whole.result.evaluate_metrics_clientapp
             assert [report.server_round for report in again.rounds] == [1, 2, 3, 4]
             assert sorted(os.listdir(folder)) == [".rounds.lock", "round-3.pt", "round-4.pt", "rounds.jsonl"]
-        with pytest.raises(ConfigError, match="holds round-4 of an earlier training"):
+        with pytest.raises(ConfigError, match="holds round-4.pt of an earlier training"):
             server.fit(clients.NUM_CLIENTS, 4, output_dir="raised", **fit)
 
 
