@@ -132,7 +132,7 @@ def test_identity_is_given_back_and_other_versions_of_flower_are_an_error(monkey
 
 
 class FakeProcess:
-    """In place of a slot's process: a thread that takes the app and echoes messages; by its slot's number it may die."""
+    """In place of a slot's process: a thread that takes the app and answers messages; of one slot it dies."""
 
     started = ()
 

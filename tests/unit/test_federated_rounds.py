@@ -369,9 +369,7 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     def with_parts(spent: float) -> Any:
         strategy: Any = FedAvg()
         parts = {"spent": spent}
-        strategy.accountant = SimpleNamespace(
-            parts=parts, state_dict=lambda: dict(parts), load_state_dict=parts.update
-        )
+        strategy.accountant = SimpleNamespace(parts=parts, state_dict=lambda: dict(parts), load_state_dict=parts.update)
         strategy.cache = object()
         strategy.seen = {(1, "a"): b"\x00", 2: np.float32(0.5)}
         return strategy

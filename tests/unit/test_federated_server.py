@@ -313,7 +313,7 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: py
         return {"bias": model.get_parameter("bias").detach().sum(), "list": [1.0, 2.0]}
 
     plan = make_plan(build_frozen)
-    result, trained = run(plan, num_rounds=2, server_evaluate=measure)
+    result, _ = run(plan, num_rounds=2, server_evaluate=measure)
     assert [round(seen[n][1] - seen[0][1], 5) for n in (0, 1, 2)] == [0.0, 1.5, 3.0]
     assert [weight for weight, _ in seen.values()] == [2.0, 2.0, 2.0]
     assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
@@ -466,8 +466,9 @@ def test_share_that_must_succeed_is_met_exactly(share: float, num_asked: int) ->
 
     num_good = round(share * num_asked)
     # A failure names its client once.
-    assert succeed(num_good)[:1] == [f"client {num_good}: left out of train: on slot 1, cpu:1: ValueError: x"][
-        : num_asked - num_good
-    ]
+    assert (
+        succeed(num_good)[:1]
+        == [f"client {num_good}: left out of train: on slot 1, cpu:1: ValueError: x"][: num_asked - num_good]
+    )
     with pytest.raises(FederatedError, match=f"{num_good - 1} of {num_asked} clients succeeded in train"):
         succeed(num_good - 1)
