@@ -31,9 +31,6 @@ def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A tied weight counts once, under its first name. Of a quantised model only running statistics count as buffers: its
     frozen weights are buffers, too.
-
-    Raises:
-        FederatedError: No parameter is trainable.
     """
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if not trainable:

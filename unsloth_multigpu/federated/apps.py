@@ -162,14 +162,7 @@ class _Turn:
 
 
 def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
-    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers.
-
-    Args:
-        source: Name of the function that returned them, for the error.
-
-    Raises:
-        ConfigError: A value is neither a number nor a list of numbers.
-    """
+    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers. `source` = who returned them."""
     try:
         values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
         return MetricRecord({name: int(v) if isinstance(v, bool) else v for name, v in values.items()})

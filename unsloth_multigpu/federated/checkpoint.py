@@ -206,12 +206,10 @@ def pack(value: Any) -> Any:
         return kind, torch.from_numpy(np.array(value, order="C"))
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    if isinstance(value, tuple):
-        return "tuple", tuple(pack(item) for item in value)  # No list: it may be the key of a dict.
     if isinstance(value, list):
         return [pack(item) for item in value]
     if isinstance(value, dict):
-        return {pack(key): pack(item) for key, item in value.items()}
+        return {key: pack(item) for key, item in value.items()}
     if isinstance(value, ArrayRecord):
         return "record", {name: pack(array.numpy()) for name, array in value.items()}
     if has_state(value):
@@ -224,12 +222,10 @@ def unpack(packed: Any) -> Any:
     if isinstance(packed, list):
         return [unpack(item) for item in packed]
     if isinstance(packed, dict):
-        return {unpack(key): unpack(item) for key, item in packed.items()}
+        return {key: unpack(item) for key, item in packed.items()}
     if not isinstance(packed, tuple):
         return packed
     kind, content = packed
-    if kind == "tuple":
-        return tuple(unpack(item) for item in content)
     if kind == "record":  # In the original order: some strategies match arrays by position.
         return ArrayRecord({name: Array(unpack(item)) for name, item in content.items()})
     array = content.numpy().copy()

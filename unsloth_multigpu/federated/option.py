@@ -37,7 +37,7 @@ class FitOptions:
 def check_options(**options: Any) -> None:
     """Raises ConfigError with the name and the value of the first option that cannot be used."""
     for name, value in options.items():
-        is_right, expected = OPTIONS[name]
+        is_right, expected = _OPTIONS[name]
         check(is_right(value), name, value, expected)
 
 
@@ -47,11 +47,11 @@ def check(is_right: bool, name: str, value: Any, expected: str) -> None:
         raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Change {name}.")
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
+def _is_whole(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_number(value: Any, least: float, most: float) -> bool:
+def _is_number(value: Any, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -71,8 +71,8 @@ def _is_config(value: Any) -> bool:
     return True
 
 
-COUNT, SHARE, FUNCTION = "a whole number of 1 or more", "a share from 0 to 1", "a function that is called as "
-OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_COUNT, _FUNCTION = "a whole number of 1 or more", "a function that is called as "
+_OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "server_id": (
         lambda v: isinstance(v, str) and _SERVER_ID.fullmatch(v) is not None,
         "1 to 100 letters, digits, '.', '_' or '-', a letter or digit first",
@@ -81,30 +81,30 @@ OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v is None or (isinstance(v, str) and _DEVICE.fullmatch(v) is not None),
         "'cpu', 'cuda', 'cuda:1', 'xpu' and the like, or None",
     ),
-    "num_gpus": (lambda v: v is None or is_whole(v), COUNT),
-    "clients_per_gpu": (is_whole, COUNT),
-    "max_workers": (lambda v: v is None or is_whole(v), COUNT),
+    "num_gpus": (lambda v: v is None or _is_whole(v), _COUNT),
+    "clients_per_gpu": (_is_whole, _COUNT),
+    "max_workers": (lambda v: v is None or _is_whole(v), _COUNT),
     "placement": (lambda v: v in ("round_robin", "balanced"), "'round_robin' or 'balanced'"),
     "lora_aggregation": (lambda v: v in ("mean", "project", "exact"), "'mean', 'project' or 'exact'"),
-    "seed": (lambda v: is_whole(v, 0) and v < 2**31, "a whole number from 0 to 2**31 - 1"),
+    "seed": (lambda v: _is_whole(v, 0) and v < 2**31, "a whole number from 0 to 2**31 - 1"),
     "log_dir": (_is_text, "the name of a folder"),
     # A model can be called, too.
     "model_builder": (
         lambda v: callable(v) and not hasattr(v, "parameters"),
-        f"{FUNCTION}model_builder() and makes a model: each process builds its own",
+        f"{_FUNCTION}model_builder() and makes a model: each process builds its own",
     ),
-    "train_fn": (callable, f"{FUNCTION}train_fn(model, client)"),
-    "evaluate_fn": (lambda v: v is None or callable(v), f"{FUNCTION}evaluate_fn(model, client)"),
-    "num_clients": (is_whole, COUNT),
-    "num_rounds": (is_whole, COUNT),
+    "train_fn": (callable, f"{_FUNCTION}train_fn(model, client)"),
+    "evaluate_fn": (lambda v: v is None or callable(v), f"{_FUNCTION}evaluate_fn(model, client)"),
+    "num_clients": (_is_whole, _COUNT),
+    "num_rounds": (_is_whole, _COUNT),
     "config": (
         lambda v: v is None or _is_config(v),
         "a mapping of texts to int, float, bool, str, bytes or lists of one of them, without "
         f"{', '.join(sorted(_TAKEN))}, which are set in every round",
     ),
-    "server_evaluate": (lambda v: v is None or callable(v), f"{FUNCTION}server_evaluate(model, server_round)"),
+    "server_evaluate": (lambda v: v is None or callable(v), f"{_FUNCTION}server_evaluate(model, server_round)"),
     "output_dir": (lambda v: v is None or _is_text(v), "the name of a folder, or None"),
     "resume": (lambda v: v in (None, "auto"), "'auto' or None"),
-    "min_success": (lambda v: is_number(v, 0, 1), SHARE),
-    "round_timeout_s": (lambda v: is_number(v, 1e-3, 1e9), "seconds above 0"),
+    "min_success": (lambda v: _is_number(v, 0, 1), "a share from 0 to 1"),
+    "round_timeout_s": (lambda v: _is_number(v, 1e-3, 1e9), "seconds above 0"),
 }

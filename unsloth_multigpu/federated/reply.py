@@ -92,8 +92,7 @@ def weight_of(content: RecordDict, key: str) -> float:
 def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
     """The arrays in the dtypes that they had before: means and optimizers make float64 of float32 and of integers.
 
-    Raises:
-        FederatedError: A value is infinite or no number.
+    A value that is infinite or no number is an error.
     """
     import numpy as np
 

@@ -25,14 +25,12 @@ class ClientRecord:
     """What became of one message to one client.
 
     Args:
-        client_id: 0 .. num_clients - 1.
         kind: "train", "evaluate" or "query".
         slot: Number of the slot that answered it, or was the last to try; -1 = it was not begun.
-        device: That slot's device, like "cuda:1"; "" = it was not begun.
+        device: That slot's device, like "cuda:1".
         begin_s: When that slot got it, on the clock of `time.monotonic`.
         seconds: From then until its reply was here.
         peak_memory_bytes: What torch reserved there at most; 0 on the CPU.
-        error: One line; None = it was answered.
         attempts: How often a slot began with it.
     """
 

@@ -229,11 +229,9 @@ def _refuse_ranks() -> None:
 
     identity = read_identity(os.environ, starts_ranks=False)
     if identity is not None and identity.world_size > 1:
-        is_ours = identity.launcher in ("unsloth_multigpu", "notebook")
-        way = "Remove enable_multi_gpu()" if is_ours else "Start the script with plain python"
         raise SetupError(
             f"This process is rank {identity.rank} of {identity.world_size}, started by {identity.launcher}.",
-            hint=f"{way}: the server starts a process for each device itself.",
+            hint="Start the script with plain python, without enable_multi_gpu(): the server starts the processes.",
         )
     if is_multi_gpu_enabled():
         raise SetupError(

@@ -12,7 +12,7 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.option import COUNT, SHARE, check, is_number, is_whole
+from unsloth_multigpu.federated.option import check
 
 # Flower's defaults are 2: with one client it would wait without end for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
@@ -77,11 +77,6 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
         raise ConfigError(
             f"strategy={name!r} needs 'proximal_mu' in strategy_kwargs.", hint="Without it, use 'fedavg'."
         )
-    for key, value in arguments.items():
-        if key.startswith("fraction_"):
-            check(is_number(value, 0, 1), f"strategy_kwargs[{key!r}]", value, SHARE)
-        if key in _LEAST_NODES and value != 0:  # What Flower itself sets for a fraction of 0.
-            check(is_whole(value), f"strategy_kwargs[{key!r}]", value, COUNT)
     try:
         # Each case that Flower warns of here was asked for, or is an error above.
         with quiet_flower(logging.ERROR):

@@ -67,13 +67,9 @@ class ServerPlan:
 
     Attributes:
         client_app: Flower's half for the clients.
-        evaluates: Whether clients evaluate.
         new_strategy: A fresh strategy where it has a name; an object is the user's, with the state that it has.
         description: Settings of the strategy as it was given: one that changes its own has others after a round.
         device: Of the model that the server itself evaluates.
-
-    Raises:
-        ConfigError: The strategy cannot be used.
     """
 
     def __init__(
