@@ -98,14 +98,6 @@ def test_half_precision_travels_as_float32_and_comes_back() -> None:
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
 
 
-def test_tied_weight_travels_once_and_a_cache_not_at_all() -> None:
-    model = nn.Module()
-    model.embed, model.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    model.head.weight = model.embed.weight
-    model.register_buffer("cache", torch.ones(4), persistent=False)
-    assert list(state_of(model)) == ["embed.weight"]
-
-
 def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
     model = with_lora(base)
     layout = layout_of(model)

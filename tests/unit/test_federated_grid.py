@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import socket
 import sys
 import threading
@@ -23,9 +22,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import device, pool, worker
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
-from unsloth_multigpu.federated.grid import ProcessGrid, pack, task_identity
+from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.report import ClientRecord
-from unsloth_multigpu.federated.slot import Slot, Task
+from unsloth_multigpu.federated.slot import Task
 from unsloth_multigpu.wire.frames import Frames
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
@@ -100,12 +99,6 @@ def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, me
     monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
     with pytest.raises(SetupError, match=message):
         choose_devices(**asked)
-
-
-def test_object_that_cannot_travel_is_an_error_before_anything_starts():
-    lock = threading.Lock()
-    with pytest.raises(SetupError, match=r"cannot be sent to a slot: cannot pickle '_thread.lock' object"):
-        pack(lambda: lock)
 
 
 def test_codes_are_those_of_flower():
@@ -237,12 +230,6 @@ def test_balanced_goes_by_measured_seconds(make_grid):
     grid.pool._seconds.update({("train", 0): 1.0, ("train", 1): 8.0, ("evaluate", 2): 99.0, ("train", 2): 3.0})
     _, records = send(grid, 0, 1, 2)
     assert [r.client_id for r in sorted(records, key=lambda r: r.begin_s)] == [1, 2, 0]
-
-
-def test_slot_whose_log_was_removed_has_no_place_to_tell(tmp_path):
-    slot = Slot(0, ONE, tmp_path / "logs")
-    shutil.rmtree(tmp_path / "logs")
-    assert slot.place_in_code() == ""
 
 
 def make_task(client_id: int, kind: str = "train") -> Task:

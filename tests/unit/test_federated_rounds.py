@@ -211,15 +211,6 @@ def test_client_that_changes_what_does_not_travel_is_named(caplog: pytest.LogCap
     assert [r.getMessage().split()[0] for r in caplog.records if r.levelno == logging.INFO] == ["round=1"]
 
 
-def test_client_that_does_not_answer_counts_as_failed() -> None:
-    class Silent(LocalGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-            return super().send_and_receive(messages, timeout=timeout)[2:]
-
-    result = run(make_strategy("fedavg", {}), 1, Silent(), evaluates=False)
-    assert result.rounds[0].failures == ("2 clients: left out of train: no answer in time",)
-
-
 def test_client_without_data_does_not_count() -> None:
     def behave(client_id: int, number: int, arrays: Any) -> Reply:
         return (arrays, {"num-examples": 0}) if client_id == 1 else pulled(client_id, number, arrays)
@@ -250,12 +241,6 @@ def test_weights_that_are_no_numbers_are_an_error_and_not_saved(tmp_path: Path) 
 
 def private() -> Strategy:
     return DifferentialPrivacyServerSideFixedClipping(make_strategy("fedavg", {}), 1.0, 1.0, NUM_CLIENTS)
-
-
-def test_strategy_that_uses_no_reply_is_reported_and_keeps_the_weights() -> None:
-    result = run(private(), 1, LocalGrid(failing(2, 1)), evaluates=False)
-    assert [f for f in result.rounds[0].failures if "used no reply: the weights stay" in f]
-    np.testing.assert_array_equal(weights(result)["weight"], START["weight"])
 
 
 def test_noise_is_not_that_of_the_seed() -> None:

@@ -31,7 +31,6 @@ from unsloth_multigpu.federated.report import (
     DeviceReport,
     FederatedReport,
     RoundReport,
-    busy_seconds,
     round_from_dict,
     write_rounds,
 )
@@ -177,17 +176,6 @@ def test_report_is_a_table_with_what_failed_below(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [line["server_round"] for line in lines] == [1, 2]
     assert round_from_dict(dataclasses.asdict(some_round(2))) == some_round(2)
-
-
-def test_device_is_busy_while_a_client_runs() -> None:
-    for intervals, seconds in (
-        ([], 0.0),
-        ([(0, 1), (2, 4)], 3.0),
-        ([(0, 3), (1, 2)], 3.0),
-        ([(2, 4), (0, 3)], 4.0),
-        ([(0, 1), (1, 2)], 2.0),
-    ):
-        assert busy_seconds(intervals) == seconds
 
 
 class AppGrid(AnsweringGrid):
