@@ -90,7 +90,7 @@ def loop(
             # Every step of the first epoch, then at the end of each: the figures do not need more, and time matters.
             if epoch == 0 and sync.are_replicas_equal:
                 proof.check(model, step)
-        sync.meet()
+        sync.synchronize()
         proof.check(model, step)
         epochs.append(measure(model, data, losses, variant, manager))
     return {

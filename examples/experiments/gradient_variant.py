@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.group.bucket import flatten, unflatten_into
-from unsloth_multigpu.strategies.allreduce import AllReduceSync
-from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
 from unsloth_multigpu.strategies.sync import GradientSync
+from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16

@@ -18,7 +18,6 @@ EVERY_4 = {"strategy": "diloco:every_steps=4", "verify_every": 1, "args": {**PLA
 RUNS = {
     "ddp": {},
     "allreduce": {"strategy": "allreduce", "verify_every": 1},
-    "allreduce_each": {"strategy": "allreduce:bucket_mb=0", "verify_every": 1},
     "parameter_server": {"strategy": "parameter_server", "verify_every": 1},
     "ddp_bf16": {"args": {"bf16": True, "full": True, "max_steps": 6}},
     "server_bf16": {"strategy": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
@@ -40,9 +39,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("strategies")
     run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], path, LIBRARIES)
     assert run.code == 77, run.err  # Of "own_weights": the script catches the error and goes on.
-    (path / "stderr.txt").write_text(run.err)
-    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], path, LIBRARIES)
-    assert one.code == 0, one.err
     return path
 
 
@@ -60,7 +56,7 @@ def norm_difference(folder, first, second):
     return max(abs(a - b) / a for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["allreduce", "allreduce_each", "parameter_server"])
+@pytest.mark.parametrize("name", ["allreduce", "parameter_server"])
 def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
     assert len(facts(folder, name)[0]["norms"]) == 20
     assert norm_difference(folder, "ddp", name) < 1e-5
@@ -72,19 +68,6 @@ def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
         "ReadableDDP",
         "PeftModel",
     )
-
-
-def test_ddp_equals_one_process_on_this_data(folder):
-    one = json.loads((folder / "one_0.json").read_text())["norms"]
-    ddp = facts(folder, "ddp")[0]["norms"]
-    assert max(abs(a - b) / a for a, b in zip(one, ddp, strict=True)) < 1e-5
-    assert weight_difference(folder, "one", "ddp") < 1e-5
-
-
-def test_server_holds_the_optimizer_alone(folder):
-    server, worker = facts(folder, "parameter_server")
-    assert server["moments"] == 8
-    assert worker["moments"] == 0
 
 
 def test_mixed_precision_equals_ddp(folder):
@@ -116,12 +99,6 @@ def test_local_steps_meet_when_they_should(folder):
 def test_outer_momentum_is_in_the_checkpoint(folder):
     assert weight_difference(folder, "diloco", "diloco_resumed") == 0
     assert facts(folder, "diloco_resumed")[1]["hashes"] == facts(folder, "diloco")[1]["hashes"][8:]
-
-
-def test_summary_says_what_was_sent(folder):
-    text = (folder / "stderr.txt").read_text()
-    assert "strategy=allreduce: AllReduceSync" in text
-    assert text.count("MB per rank") == len(RUNS) - 1
 
 
 @pytest.fixture(scope="module")

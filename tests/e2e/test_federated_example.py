@@ -42,16 +42,8 @@ def test_clients_with_different_topics_learn_one_adapter(tmp_path: Path) -> None
         assert (tmp_path / "logs" / f"slot_{slot}.log").read_text().count("LlamaForCausalLM on") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--clients", "0"], "--clients 0: expected 1 or more"),
-        (["--clients", "1000"], "topics, and each client needs one"),
-        (["--strategy", "fedfoo"], "strategy='fedfoo'; expected one of"),
-    ],
-)
-def test_example_names_a_wrong_argument(option: list[str], message: str, tmp_path: Path) -> None:
-    run = run_python([EXAMPLE, *option], tmp_path, ENV)
-    assert run.code in (1, 2)
-    assert message in run.err
+def test_example_names_a_wrong_argument(tmp_path: Path) -> None:
+    run = run_python([EXAMPLE, "--strategy", "fedfoo"], tmp_path, ENV)
+    assert run.code == 1
+    assert "strategy='fedfoo'; expected one of" in run.err
     assert "Traceback" not in run.err

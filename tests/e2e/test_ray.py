@@ -14,6 +14,7 @@ from tests.helpers.run import LIGHT, ROOT, finish, orphans, run_python, start
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]

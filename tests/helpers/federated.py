@@ -15,8 +15,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.wire.frames import _LENGTH, Frames
-
 app = ClientApp()
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 KEPT = []
@@ -75,16 +73,6 @@ def kill(is_again: bool) -> int:
     return 0
 
 
-def kill_while_sending_once(is_again: bool) -> int:
-    def send(self: Frames, data: bytes) -> None:
-        self._end.sendall(_LENGTH.pack(len(data)) + data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if not is_again:
-        Frames.send = send
-    return 10**6
-
-
 def lose_device_once(is_again: bool) -> int:
     from unsloth_multigpu.federated import worker
 
@@ -133,7 +121,6 @@ DO = {
             large,
             kill_once,
             kill,
-            kill_while_sending_once,
             lose_device_once,
             fail,
             leave,

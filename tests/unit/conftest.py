@@ -36,5 +36,5 @@ def may_make_messages() -> Iterator[None]:
     """Flower's messages are those of a task."""
     from unsloth_multigpu.federated.grid import task_identity
 
-    with task_identity(7):
+    with task_identity():
         yield

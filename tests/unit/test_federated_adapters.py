@@ -16,12 +16,11 @@ from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     BaseWeights,
-    check_layout,
     describe_adapter,
     frozen_factors,
-    frozen_layout,
     is_quantized,
-    lora_layer,
+    layout_difference,
+    layout_of,
     not_foldable,
     save_adapter,
     to_arrays,
@@ -99,52 +98,17 @@ def test_half_precision_travels_as_float32_and_comes_back() -> None:
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
 
 
-def test_mean_of_counters_is_rounded() -> None:
-    model = nn.BatchNorm1d(2)
-    arrays = state_of(model)
-    write_arrays(
-        travelling_tensors(model), ArrayRecord(dict(arrays) | {"num_batches_tracked": to_array(torch.tensor(3.6))})
-    )
-    assert model.num_batches_tracked.item() == 4
-    assert model.num_batches_tracked.dtype == torch.int64
-
-
-def test_nothing_is_written_where_one_shape_is_wrong() -> None:
-    model = nn.Linear(3, 2)
-    before = model.weight.detach().clone()
-    wrong = {"weight": to_array(torch.ones(2, 3)), "bias": to_array(torch.ones(3))}
-    with pytest.raises(FederatedError, match="bias has shape"):
-        write_arrays(travelling_tensors(model), ArrayRecord(wrong))
-    assert torch.equal(model.weight, before)
-
-
-def test_tied_weight_travels_once_and_a_cache_not_at_all() -> None:
-    model = nn.Module()
-    model.embed, model.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    model.head.weight = model.embed.weight
-    model.register_buffer("cache", torch.ones(4), persistent=False)
-    assert list(state_of(model)) == ["embed.weight"]
-
-
-def test_only_adapters_travel(base) -> None:
-    model = with_lora(base, modules_to_save=["lm_head"])
-    names = list(state_of(model))
-    assert len(names) == 2 * 2 * 2 + 1
-    assert all("lora_" in name or "modules_to_save.default" in name for name in names)
-
-
 def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
     model = with_lora(base)
-    layout = frozen_layout(model)
+    layout = layout_of(model)
     other = copy.deepcopy(base)
     other.resize_token_embeddings(601, mean_resizing=False)
     other = with_lora(other)
     assert state_of(other).keys() == state_of(model).keys()
-    with pytest.raises(FederatedError, match=r"embed_tokens\.weight is \(601, 64\) here, \(600, 64\) there"):
-        check_layout(frozen_layout(other), layout)
-    with pytest.raises(FederatedError, match=r"q_proj LoRA factor of default is 2\.0 here, 4\.0 there"):
-        check_layout(frozen_layout(with_lora(base, lora_alpha=6)), layout)
-    check_layout(frozen_layout(with_lora(base)), layout)
+    assert "embed_tokens.weight is (601, 64) here, (600, 64) there" in layout_difference(layout_of(other), layout)
+    unlike = layout_difference(layout_of(with_lora(base, lora_alpha=6)), layout)
+    assert unlike.endswith("q_proj LoRA factor of default is 2.0 here, 4.0 there")
+    assert layout_difference(layout_of(with_lora(base)), layout) == ""
 
 
 @pytest.mark.parametrize(
@@ -154,10 +118,9 @@ def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
         {"use_rslora": True, "rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 5}},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"modules_to_save": ["lm_head"], "lora_bias": True, "target_modules": ["down_proj"]},
-        {"bias": "all"},
         {"bias": "lora_only", "modules_to_save": ["norm"]},
     ],
-    ids=["plain", "patterns", "embedding", "bias-and-head", "biases", "own-biases-and-norms"],
+    ids=["plain", "patterns", "embedding", "bias-and-head", "own-biases-and-norms"],
 )
 def test_residual_in_base_weights_and_in_a_saved_adapter_is_the_same_model(base, options, tmp_path) -> None:
     """base + residual + adapter = base + the wider adapter that PEFT loads from the disk."""
@@ -225,19 +188,6 @@ def test_folding_starts_from_the_original_bits_whatever_came_before(base) -> Non
     assert not torch.equal(layer.weight, original)
     weights.fold(None)
     assert torch.equal(layer.weight, original)
-    with pytest.raises(FederatedError, match="belongs to no LoRA layer"):
-        weights.fold(ArrayRecord({"other.residual_A.default.weight": to_array(torch.ones(1, 1))}))
-
-
-def test_folding_is_as_precise_as_the_weights_whatever_a_client_has_set(base) -> None:
-    model = with_lora(base)
-    residual, (pair, *_) = residual_for(model), find_pairs(travelling_tensors(model)).items()
-    layer, adapter = lora_layer(model, pair[0])
-    weight = layer.get_base_layer().weight
-    a, b = (to_tensor(residual[name]).double() for name in residual_names(*pair))
-    expected = (weight.detach().double() + layer.scaling[adapter] * (b @ a)).float()
-    BaseWeights(model, travelling_tensors(model)).fold(residual)
-    assert torch.equal(weight, expected)
 
 
 def test_client_with_a_residual_does_not_count_as_one_that_changed_the_base(base) -> None:
@@ -342,7 +292,7 @@ def test_four_bit_base_stays_and_counts_with_its_real_shape() -> None:
     model(torch.randn(2, 64))
     assert is_quantized(model)
     assert len(state_of(model)) == 2
-    assert any(line.endswith("weight: (32, 64)") for line in frozen_layout(model)), frozen_layout(model)
+    assert any(line.endswith("weight: (32, 64)") for line in layout_of(model)), layout_of(model)
     assert "quantised" in not_foldable(model, travelling_tensors(model))[0]
     client_model = ClientModel(lambda: model, 0)
     prepared = client_model.prepare(state_of(model), None, CPU)

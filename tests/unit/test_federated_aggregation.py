@@ -13,15 +13,12 @@ from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.errors import ConfigError, FederatedError
-from unsloth_multigpu.federated import aggregation
+from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.aggregation import (
     aggregate_lora,
     find_pairs,
     mean_of_products,
     not_projectable,
-    partner_of,
-    residual_names,
     to_tensor,
     weighted_mean,
 )
@@ -81,7 +78,8 @@ def test_split_is_the_dense_mean_and_its_nearest_product(federation) -> None:
     left = torch.linalg.svdvals(dense)[len(split.a) :]
     distance = float((split.b @ split.a - dense).norm())
     assert distance <= float(left.norm()) + 1e-12 + 1e-9 * float(dense.norm())
-    assert math.isclose(split.relative_remainder * float(dense.norm()), float(left.norm()), abs_tol=1e-9)
+    assert math.isclose(math.sqrt(split.remainder_square), float(left.norm()), abs_tol=1e-9)
+    assert math.isclose(math.sqrt(split.total_square), float(dense.norm()), rel_tol=1e-9, abs_tol=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,30 +94,17 @@ def test_mean_reports_how_far_the_product_of_means_is_from_the_mean_of_products(
     assert math.isclose(result.relative_remainder * float(dense.norm()), expected, rel_tol=1e-3, abs_tol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(federations(), st.randoms(use_true_random=False))
-def test_order_of_the_clients_does_not_matter(federation, rng) -> None:
-    pairs, weights = federation
-    order = list(range(len(pairs)))
-    rng.shuffle(order)
-    one = mean_of_products(pairs, weights)
-    other = mean_of_products([pairs[i] for i in order], [weights[i] for i in order])
-    assert close(
-        one.b @ one.a + one.residual_b @ one.residual_a, other.b @ other.a + other.residual_b @ other.residual_a
-    )
-
-
 def test_adapter_stays_where_all_clients_agree() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(3, 8), torch.randn(6, 3)
     split = mean_of_products([(a, b)] * 4, [1, 2, 3, 4])
     assert close(split.a, a.double())
     assert close(split.b, b.double())
-    assert split.relative_remainder < 1e-12
+    assert split.remainder_square < 1e-20
     untrained = mean_of_products([(a, torch.zeros(6, 3))] * 4, [1, 1, 1, 1])
     assert close(untrained.a, a.double())
     assert not untrained.b.any()
-    assert untrained.relative_remainder == 0
+    assert untrained.remainder_square == 0
 
 
 def test_a_stays_near_the_mean_of_the_clients_a() -> None:
@@ -132,41 +117,6 @@ def test_a_stays_near_the_mean_of_the_clients_a() -> None:
     # One that has no data does not turn it.
     split = mean_of_products([pairs[0], (torch.randn(4, 32), pairs[1][1])], [1, 0])
     assert close(split.a, pairs[0][0].double())
-
-
-def test_b_is_bounded_where_the_mean_of_a_hides_a_direction() -> None:
-    # The two clients' A cancel; the mean of the products does not.
-    a, b = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[1.0], [0.0]])
-    split = mean_of_products([(a, b), (-a, -b)], [1, 1])
-    assert close(split.b @ split.a, (b @ a).double())
-    near = mean_of_products([(a, b), (-(1 - 1e-9) * a, -b)], [1, 1])
-    assert close(near.b @ near.a, (b @ a).double(), 1e-6)
-
-
-def test_exact_over_rounds_is_the_dense_federated_average() -> None:
-    # Each round: clients start at (A, B), change both, and the effective weight must be the mean of theirs.
-    torch.manual_seed(1)
-    weights, residual = [3, 1, 5, 2], None
-    base, rank = torch.randn(12, 10), 2
-    arrays = record(a=torch.randn(rank, 10), b=torch.zeros(12, rank))
-    for _ in range(12):
-        offset = _rest(residual) if residual else torch.zeros(12, 10, dtype=torch.float64)
-        pairs = [
-            (to_tensor(arrays[A]) + 0.1 * torch.randn(rank, 10), to_tensor(arrays[B]) + 0.1 * torch.randn(12, rank))
-            for _ in weights
-        ]
-        expected = base.double() + offset + dense_mean(pairs, weights)
-        result = aggregate_lora(records(pairs), weights, plain_mean(pairs, weights), mode="exact", residual=residual)
-        arrays, residual = result.arrays, result.residual
-        assert close(base.double() + _rest(residual) + product(arrays), expected, 1e-6)
-        assert 0.01 < result.relative_remainder < 1
-    # It grows by at most 8 - 2 ranks a round, and never beyond the smaller side.
-    assert residual[residual_names(A, B)[0]].shape[0] == 10
-
-
-def _rest(residual):
-    rest_a, rest_b = residual_names(A, B)
-    return to_tensor(residual[rest_b]).double() @ to_tensor(residual[rest_a]).double()
 
 
 def test_project_replaces_factors_alone() -> None:
@@ -182,28 +132,19 @@ def test_project_replaces_factors_alone() -> None:
     assert all(array.dtype == "float32" for array in result.arrays.values())
 
 
-def test_mean_of_very_many_clients_is_not_measured(monkeypatch) -> None:
-    reply = record(a=torch.ones(2, 3), b=torch.ones(4, 2))
-    monkeypatch.setattr(aggregation, "_MAX_MULTIPLICATIONS", (5 * 2) ** 2 * (3 + 4))
-    assert aggregate_lora([reply] * 4, [1] * 4, reply, mode="mean").relative_remainder == pytest.approx(0, abs=1e-6)
-    assert aggregate_lora([reply] * 5, [1] * 5, reply, mode="mean").relative_remainder is None
-
-
-def test_frozen_a_needs_nothing_and_has_no_remainder() -> None:
+def test_frozen_a_and_very_many_clients_are_not_measured() -> None:
     replies = [record(b=torch.randn(4, 2)) for _ in range(2)]
     assert find_pairs([B]) == {}
     assert aggregate_lora(replies, [1, 1], replies[0], mode="mean").relative_remainder is None
-    with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
-        aggregate_lora(replies, [1, 1], replies[0], mode="project")
-
-
-def test_names_of_factors() -> None:
+    assert not_projectable({B: (4, 2)}) == ["no pair of lora_A and lora_B is trained"]
     table = "base_model.model.embed.lora_embedding_A.default"
-    assert partner_of(B) == A
     assert find_pairs([B, A, table, table.replace("_A.", "_B."), "lora_A.weight", "head"]) == {
         A: B,
         table: table.replace("_A.", "_B."),
     }
+    reply = record(a=torch.ones(2, 3), b=torch.ones(4, 2))
+    assert aggregate_lora([reply] * 128, [1] * 128, reply, mode="mean").relative_remainder == pytest.approx(0, abs=1e-6)
+    assert aggregate_lora([reply] * 129, [1] * 129, reply, mode="mean").relative_remainder is None
 
 
 @pytest.mark.parametrize(
@@ -226,14 +167,3 @@ def test_what_is_no_plain_product_is_refused_by_name(name, shape) -> None:
 def test_weights_without_a_mean_are_an_error(weights) -> None:
     with pytest.raises(FederatedError, match="numbers of examples"):
         mean_of_products([(torch.ones(1, 2), torch.ones(2, 1))] * 2, weights)
-
-
-def test_factors_of_other_shapes_are_an_error() -> None:
-    pairs = [(torch.ones(1, 2), torch.ones(2, 1)), (torch.ones(1, 3), torch.ones(2, 1))]
-    with pytest.raises(FederatedError, match=r"\(1, 3\)"):
-        mean_of_products(pairs, [1, 1])
-
-
-def test_weighted_mean_of_counters() -> None:
-    replies = [ArrayRecord({"n": Array(torch.tensor(value).numpy())}) for value in (3, 6)]
-    assert float(to_tensor(weighted_mean(replies, [2, 1], ["n"])["n"])) == 4.0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,26 +15,26 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from safetensors.torch import load_file
 
 import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training
 from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.reply import judge
 from unsloth_multigpu.federated.report import (
     DeviceReport,
     FederatedReport,
     RoundReport,
-    busy_seconds,
     round_from_dict,
     write_rounds,
 )
+from unsloth_multigpu.federated.training import Training
 
 
 def build() -> nn.Module:
@@ -49,39 +48,34 @@ def train(model: nn.Module, client: Any) -> tuple[int, dict[str, float]]:
     return 1, {"loss": 1.0}
 
 
-def evaluate(model: nn.Module, client: Any) -> tuple[float, int, dict[str, float]]:
-    return 0.5, 1, {}
-
-
 def make_server(**options: Any) -> ump.FederatedServer:
-    names = {"server_id", "model_builder", "device", "strategy", "auto_gpu"} & options.keys()
-    given = {"server_id": "s", "model_builder": build, **{name: options.pop(name) for name in names}}
-    options.setdefault("train_fn", train)
-    return ump.create_multigpu_flower_server(**given, **options)
+    given: dict[str, Any] = {"server_id": "s", "model_builder": build, "train_fn": train, **options}
+    return ump.create_multigpu_flower_server(**given)
 
 
 def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) -> training.ServerPlan:
     """The server's half of the pair, which trains over any grid of Flower."""
-    defaults = {"strategy": "fedavg", "strategy_kwargs": None, "lora_aggregation": "mean", "seed": 0, "device": "cpu"}
-    return training.ServerPlan("s", model_builder, train, None, **{**defaults, **options})
+    return training.ServerPlan("s", model_builder, train, **options)
+
+
+def run(plan: training.ServerPlan, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
+    given = {name: options.pop(name) for name in ("grid", "server_evaluate") if name in options}
+    grid = given.pop("grid", None) or AppGrid(plan.client_app, num_clients)
+    trained = Training(plan, grid, num_clients, FitOptions(**options), **given)
+    return trained.run(), trained
 
 
 @pytest.mark.parametrize(
     ("options", "fact"),
     [
-        ({"server_id": ""}, "server_id=''; expected 1 to 100 letters"),
-        ({"server_id": "../up"}, "server_id='../up'"),
-        ({"server_id": 3}, "server_id=3"),
-        ({"model_builder": "gpt2"}, "model_builder='gpt2'; expected a function"),
-        ({"model_builder": nn.Linear(1, 1)}, "model_builder is a model; expected a function that makes one"),
+        ({"server_id": "../up"}, "server_id='../up'; expected 1 to 100 letters"),
+        ({"model_builder": nn.Linear(1, 1)}, "model_builder=.*; expected a function that is called as model_builder"),
         ({"device": "gpu"}, "device='gpu'; expected 'cpu', 'cuda'"),
-        ({"device": 0}, "device=0"),
-        ({"num_gpus": 0}, "num_gpus=0; expected a whole number of 1 or more"),
-        ({"num_gpus": True}, "num_gpus=True"),
+        ({"num_gpus": True}, "num_gpus=True; expected a whole number of 1 or more"),
         ({"clients_per_gpu": "many"}, "clients_per_gpu='many'; expected a whole number of 1 or more"),
         ({"max_workers": 1.5}, "max_workers=1.5"),
-        ({"placement": "random"}, "placement='random'; expected one of 'round_robin', 'balanced'"),
-        ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected one of 'mean', 'project', 'exact'"),
+        ({"placement": "random"}, "placement='random'; expected 'round_robin' or 'balanced'"),
+        ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean', 'project' or 'exact'"),
         (
             {"lora_aggregation": "exact", "strategy": "fedadam"},
             "lora_aggregation='exact' cannot work here: FedAdam does not take the example-weighted mean",
@@ -90,22 +84,6 @@ def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) ->
         ({"log_dir": ""}, "log_dir=''"),
         ({"train_fn": None}, "train_fn=None; expected a function that is called as train_fn"),
         ({"evaluate_fn": 1}, "evaluate_fn=1"),
-        ({"strategy": "sgd"}, "strategy='sgd'; expected one of"),
-        ({"strategy": FedAvg}, "strategy=<class .*expected a name such as 'fedavg' or a flwr.serverapp"),
-        ({"strategy": FedAvg(), "strategy_kwargs": {"fraction_train": 0.5}}, "together with an object as strategy"),
-        ({"strategy_kwargs": ["a"]}, r"strategy_kwargs=\['a'\] is no mapping"),
-        ({"strategy_kwargs": {"momentum": 1}}, "strategy='fedavg' does not know 'momentum'"),
-        (
-            {"strategy": DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1.0, 1.0, 2)},
-            "DifferentialPrivacyClientSideFixedClipping needs clients that clip their updates with Flower's mod",
-        ),
-        (
-            {
-                "strategy": "differentialprivacyclientsideadaptiveclipping",
-                "strategy_kwargs": {"strategy": FedAvg(), "noise_multiplier": 0.1, "num_sampled_clients": 100},
-            },
-            "AdaptiveClipping needs clients that clip their updates",
-        ),
     ],
 )
 def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], fact: str) -> None:
@@ -117,22 +95,17 @@ def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], 
     ("options", "fact"),
     [
         ({"num_clients": 0}, "num_clients=0; expected a whole number of 1 or more"),
-        ({"num_rounds": 0}, "num_rounds=0"),
         ({"num_rounds": 2.0}, "num_rounds=2.0"),
-        ({"min_success": 1.1}, "min_success=1.1; expected a share from 0 to 1"),
-        ({"min_success": float("nan")}, "min_success=nan"),
+        ({"min_success": float("nan")}, "min_success=nan; expected a share from 0 to 1"),
         ({"round_timeout_s": 0}, "round_timeout_s=0; expected seconds above 0"),
         ({"config": [1]}, r"config=\[1\]; expected a mapping"),
-        ({"config": {"model": nn.Linear}}, r"config\['model'\]=.*cannot be sent"),
-        ({"config": {"sizes": [1, 2.0]}}, r"config\['sizes'\]=\[1, 2.0\] cannot be sent"),
-        ({"config": {"server-round": 1}}, r"config\['server-round'\] is set in every round"),
-        ({"config": {"lrs": [[0.1]]}}, r"config\['lrs'\]=\[\[0.1\]\] cannot be sent"),
+        ({"config": {"sizes": [1, 2.0]}}, r"config=.*sizes.*; expected a mapping"),
+        ({"config": {"server-round": 1}}, r"config=.*server-round.*; expected .* without .*set in every round"),
         ({"output_dir": ""}, "output_dir=''"),
-        ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
         ({"resume": "auto"}, "resume='auto' looks for rounds in output_dir, which is not set"),
         ({"resume": "logs/round-1"}, "resume='logs/round-1'; expected 'auto' or None"),
         ({"server_evaluate": "f"}, "server_evaluate='f'"),
-        ({"num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg, but num_clients=1"),
+        ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
     ],
 )
 def test_fit_refuses_before_it_starts_a_process(
@@ -174,19 +147,8 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SetupError, match=r"rank 1 of 2, started by torchrun\.\nHint: Start the script with plain"):
+    with pytest.raises(SetupError, match=r"rank 1 of 2, started by torchrun"):
         make_server()
-    monkeypatch.setenv("UNSLOTH_MULTIGPU_RUN_DIR", "/run")
-    with pytest.raises(SetupError, match=r"started by unsloth_multigpu\.\nHint: Remove enable_multi_gpu\(\): the"):
-        make_server()
-
-
-@pytest.mark.parametrize(
-    ("intervals", "seconds"),
-    [([], 0.0), ([(0, 1), (2, 4)], 3.0), ([(0, 3), (1, 2)], 3.0), ([(2, 4), (0, 3)], 4.0), ([(0, 1), (1, 2)], 2.0)],
-)
-def test_device_is_busy_while_a_client_runs(intervals: list[tuple[float, float]], seconds: float) -> None:
-    assert busy_seconds(intervals) == seconds
 
 
 def some_round(number: int) -> RoundReport:
@@ -195,11 +157,10 @@ def some_round(number: int) -> RoundReport:
     return RoundReport(number, 2.0, 40, devices, {"loss": 0.25}, {"loss": 0.5}, {"acc": 1.0}, failures, 0.125)
 
 
-def test_report_is_a_table_with_what_failed_below() -> None:
+def test_report_is_a_table_with_what_failed_below(tmp_path: Path) -> None:
     report = FederatedReport("s", 4, 2, 1.25, (some_round(1), some_round(2)))
     head, names, first, second, failure = str(report).splitlines()
     assert head == "server_id=s clients=4 slots=2 startup_s=1.2 rounds=2 seconds=4.0"
-    assert names.split("  ")[-1].strip() == "failures"
     assert names.split() == [
         *(["round", "seconds", "examples", "cuda:0", "cuda:1"]),
         *(["loss", "eval_loss", "server_acc", "lora_remainder", "failures"]),
@@ -208,56 +169,53 @@ def test_report_is_a_table_with_what_failed_below() -> None:
     assert second.split()[-1] == "1"
     assert len({len(line) for line in (names, first, second)}) == 1
     assert failure == "round 2: client 3: left out of train: ValueError: x"
-    assert report.seconds == 4.0
 
-
-def test_rounds_survive_the_way_over_the_disk(tmp_path: Path) -> None:
     write_rounds(tmp_path, [some_round(9)], must_append=False)
     write_rounds(tmp_path, [some_round(1)], must_append=False)
     write_rounds(tmp_path, [some_round(2)], must_append=True)
-    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["server_round"] for line in lines] == [1, 2]
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [line["server_round"] for line in lines] == [1, 2]
     assert round_from_dict(dataclasses.asdict(some_round(2))) == some_round(2)
-    odd = dataclasses.replace(some_round(3), train_metrics={"loss": float("nan"), "list": [1.0, float("-inf")]})
-    write_rounds(tmp_path, [odd], must_append=False)
-    text = (tmp_path / "rounds.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["train_metrics"] == {"loss": None, "list": [1.0, None]}
 
 
 class AppGrid(AnsweringGrid):
     """Runs a ClientApp in this process, as Flower's nodes would; node ids are not in the order of the clients."""
 
-    def __init__(self, app: ClientApp, num_clients: int = 2) -> None:
+    def __init__(self, app: ClientApp, num_clients: int = 2, **others: ClientApp) -> None:
         self.contexts = {
             1000 - client_id: Context(
                 1, 1000 - client_id, {"partition-id": client_id, "num-partitions": num_clients}, RecordDict(), {}
             )
             for client_id in range(num_clients)
         }
-        self.app = app
+        self.app, self.others = app, others
+        self.asked: list[int] = []
 
     def get_node_ids(self) -> list[int]:
         return list(self.contexts)
 
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        messages = list(messages)
+        self.asked.append(len(messages))
+        return super().send_and_receive(messages, timeout=timeout)
+
     def answer(self, message: Message) -> Message:
+        node_id = message.metadata.dst_node_id
         try:
-            return self.app(message, self.contexts[message.metadata.dst_node_id])
-        except ValueError as error:
+            return self.others.get(f"client_{1000 - node_id}", self.app)(message, self.contexts[node_id])
+        except (ValueError, FederatedError) as error:
             return Message(Error(2, str(error)), reply_to=message)
-
-
-def run_context(settings: Mapping[str, Any]) -> Context:
-    return Context(1, 0, {}, RecordDict(), dict(settings))
 
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_server_app_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    server = make_server(evaluate_fn=evaluate, seed=3)
+    server = make_server(seed=3)
     settings = {"num-server-rounds": 2, "num-clients": 2, "output-dir": str(tmp_path), "resume": "auto", "step": 2.0}
     torch.manual_seed(3)
     expected = build().state_dict()
     for rounds in (2, 3):
-        server.server_app(AppGrid(server.client_app), run_context({**settings, "num-server-rounds": rounds}))
+        context = Context(1, 0, {}, RecordDict(), {**settings, "num-server-rounds": rounds})
+        server.server_app(AppGrid(server.client_app), context)
         found = load_file(tmp_path / "final" / "model.safetensors")
         # Clients 0 and 1 add 2 and 3 in every round.
         for name, value in expected.items():
@@ -269,9 +227,7 @@ def test_server_app_trains_saves_and_goes_on(tmp_path: Path) -> None:
     ("settings", "fact"),
     [
         ({"num-server-rounds": 0}, "num_rounds=0"),
-        ({"num-clients": -1}, "num-clients=-1"),
         ({"num-clients": "2"}, "num-clients='2'"),
-        ({"min-success": 2.0}, "min_success=2.0"),
         ({"resume": "auto"}, "resume='auto' looks for rounds"),
     ],
 )
@@ -281,14 +237,7 @@ def test_settings_of_a_run_are_checked(settings: Mapping[str, Any], fact: str) -
 
 
 def test_settings_of_a_run_become_options_and_the_rest_goes_to_the_clients() -> None:
-    given = {
-        "num-server-rounds": 5,
-        "num-clients": 3,
-        "output-dir": "",
-        "resume": "",
-        "round-timeout-s": 9.0,
-        "lr": 0.5,
-    }
+    given = {"num-server-rounds": 5, "num-clients": 3, "output-dir": "", "round-timeout-s": 9.0, "lr": 0.5}
     options, least = server_app.run_options(given)
     assert (options, least) == (FitOptions(num_rounds=5, round_timeout_s=9.0, config={"lr": 0.5}), 3)
 
@@ -302,24 +251,16 @@ def test_nodes_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("may_make_messages")
-def test_aggregation_that_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
-    plan = make_plan(lora_aggregation="project")
+def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
     with pytest.raises(ConfigError, match="lora_aggregation='project' cannot work here: no pair of lora_A and lora_B"):
-        training.train(plan, AppGrid(plan.client_app), 2, FitOptions())
+        run(make_plan(lora_aggregation="project"))
 
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_model_that_cannot_be_built_is_reported_with_its_reason() -> None:
     def broken() -> nn.Module:
         raise ValueError("no such weights")
 
-    plan = make_plan(model_builder=broken)
     with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
-        training.train(plan, AppGrid(plan.client_app), 2, FitOptions())
+        run(make_plan(broken))
 
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_clients_that_do_not_answer_are_reported_with_the_time_that_they_had() -> None:
     class Silent(AppGrid):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
             assert timeout == 300.0
@@ -329,132 +270,83 @@ def test_clients_that_do_not_answer_are_reported_with_the_time_that_they_had() -
         training.ask_for_start(Silent(ClientApp()), 1, 5.0)
 
 
-def test_buffers_that_training_has_not_changed_are_no_part_of_an_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[list[str]] = []
-    monkeypatch.setattr(training, "save_adapter", lambda folder, state, *_: saved.append(sorted(state)))
-    before = {name: Array(np.zeros(2)) for name in ("lora", "moved", "same")}
-    start = training.Start(ArrayRecord(before), adapter_config="{}", buffers=["moved", "same"])
-    now = ArrayRecord({**before, "moved": Array(np.ones(2))})
-    training.Trained(now, None, start).save(tmp_path)
-    assert saved == [["lora", "moved"]]
-
-
 class SlotGrid(AppGrid):
     """As if the clients were in two slots."""
 
     devices_of_slots = ("cpu:0", "cpu:1")
-
-    def __init__(self, app: ClientApp) -> None:
-        super().__init__(app, 4)
-        self.asked: list[int] = []
-        self.records: list[Any] = []
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        messages = list(messages)
-        self.asked.append(len(messages))
-        return super().send_and_receive(messages, timeout=timeout)
+    records: Any = ()
 
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_all_slots_load_at_once() -> None:
     plan = make_plan()
-    grid = SlotGrid(plan.client_app)
-    training.train(plan, grid, 4, FitOptions(num_rounds=1), slots=grid)
+    grid = SlotGrid(plan.client_app, 4)
+    run(plan, 4, grid=grid, num_rounds=1)
     assert grid.asked[0] == 2
 
 
 @pytest.mark.usefixtures("may_make_messages")
-def test_servers_own_evaluation_gets_the_global_model(tmp_path: Path) -> None:
-    seen: dict[int, float] = {}
-
-    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
-        assert not model.training
-        seen[server_round] = float(model.get_parameter("bias").detach())
-        return {"bias": model.get_parameter("bias").detach().sum(), "list": [1.0, 2.0]}
-
-    plan = make_plan()
-    result, trained, _ = training.train(
-        plan, AppGrid(plan.client_app), 2, FitOptions(num_rounds=2), server_evaluate=measure
-    )
-    assert [round(seen[n] - seen[0], 5) for n in (0, 1, 2)] == [0.0, 1.5, 3.0]
-    assert seen[2] == trained.state_dict()["bias"].item()
-    assert dict(result.result.evaluate_metrics_serverapp[2]) == {"bias": pytest.approx(seen[2]), "list": [1.0, 2.0]}
-    with pytest.raises(ConfigError, match="server_evaluate returned 'good', which are no metrics"):
-        training.train(plan, AppGrid(plan.client_app), 2, FitOptions(), server_evaluate=lambda model, number: "good")
-
-
-def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[float] = []
+def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: pytest.LogCaptureFixture) -> None:
+    seen: dict[int, list[float]] = {}
 
     def build_frozen() -> nn.Module:
         model = nn.Linear(2, 1)
         nn.init.ones_(model.weight.requires_grad_(False))
         return model
 
-    def spoil(model: nn.Module, server_round: int) -> dict[str, Any]:
-        seen.append(float(model.get_parameter("weight").sum()))
+    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
+        assert not model.training
+        seen[server_round] = [float(value.detach().sum()) for value in model.parameters()]
         model.get_parameter("weight").data += 1
-        return {}
+        return {"bias": model.get_parameter("bias").detach().sum(), "list": [1.0, 2.0]}
 
-    evaluate_on_server = training.server_evaluator(make_plan(model_builder=build_frozen), spoil)
-    for server_round in (0, 1):
-        evaluate_on_server(server_round, ArrayRecord({"bias": Array(np.zeros(1, np.float32))}), None)
-    assert seen == [2.0, 2.0]
+    plan = make_plan(build_frozen)
+    result, _ = run(plan, num_rounds=2, server_evaluate=measure)
+    assert [round(seen[n][1] - seen[0][1], 5) for n in (0, 1, 2)] == [0.0, 1.5, 3.0]
+    assert [weight for weight, _ in seen.values()] == [2.0, 2.0, 2.0]
     assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
+    assert dict(result.result.evaluate_metrics_serverapp[2]) == {"bias": pytest.approx(seen[2][1]), "list": [1.0, 2.0]}
+    with pytest.raises(ConfigError, match="server_evaluate returned 'good', which are no metrics"):
+        run(plan, server_evaluate=lambda model, number: "good")
 
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
-    plan = make_plan()
-    options = FitOptions(2, output_dir=str(tmp_path), resume="auto")
+    plan, options = make_plan(), {"num_rounds": 2, "output_dir": str(tmp_path), "resume": "auto"}
     refused: list[str] = []
 
     def evaluate(model: nn.Module, server_round: int) -> dict[str, Any]:
-        half = tmp_path / PART_FOLDER / "round-9"  # Stands for the round that this training is writing.
-        half.mkdir(parents=True)
         with pytest.raises(ConfigError, match="a training that is not over writes its rounds there") as error:
-            training.train(plan, AppGrid(plan.client_app), 2, options)
+            run(plan, **options)
         refused.append(error.value.hint)
-        half.rmdir()
         return {}
 
-    training.train(plan, AppGrid(plan.client_app), 2, options, server_evaluate=evaluate)
+    run(plan, server_evaluate=evaluate, **options)
     assert len(refused) == 3  # Before the first round, and after each.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-1", "round-2", "rounds.jsonl"]
-    training.train(plan, AppGrid(plan.client_app), 2, options)
+    run(plan, **options)
+    with pytest.raises(ConfigError, match=r"holds round-2.pt of an earlier training"):
+        run(plan, **options | {"resume": None})
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        run(plan, **options | {"output_dir": str(tmp_path / "file" / "below")})
 
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
-    plan = make_plan()
-    options = FitOptions(num_rounds=1, output_dir=str(tmp_path))
-    training.train(plan, AppGrid(plan.client_app), 2, options)
-    other = make_plan(model_builder=lambda: nn.Linear(3, 1))
-    with pytest.raises(ump.ResumeError, match=r"round 1 has weight of shape \(1, 2\), the model .* has \(1, 3\)"):
-        training.train(other, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto"))
+    options = {"num_rounds": 1, "output_dir": str(tmp_path)}
+    run(make_plan(), **options)
 
     def with_frozen() -> nn.Module:
         model = build()
         model.register_parameter("vocabulary", nn.Parameter(torch.ones(7), requires_grad=False))
         return model
 
-    other = make_plan(model_builder=with_frozen)
-    with pytest.raises(ump.ResumeError, match=r"round 1 has vocabulary of shape None, the model .* has \(7,\)"):
-        training.train(other, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto"))
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_training_goes_on_with_any_config_but_not_back(tmp_path: Path) -> None:
-    plan = make_plan()
-    options = FitOptions(3, {"keys": [b"a", b"b"], "key": b"c", "step": 2.0}, str(tmp_path))
-    training.train(plan, AppGrid(plan.client_app), 2, options)
-    again = dataclasses.replace(options, resume="auto")
-    result, _, _ = training.train(plan, AppGrid(plan.client_app), 2, again)
-    assert len(result.rounds) == 3
-    with pytest.raises(ConfigError, match=r"num_rounds=2, but .*round-3 is already the state after round 3"):
-        training.train(plan, AppGrid(plan.client_app), 2, dataclasses.replace(again, num_rounds=2))
+    for other, fact in (
+        (lambda: nn.Linear(3, 1), r"weight is \(1, 3\) here, \(1, 2\) there"),
+        (with_frozen, r"vocabulary is \(7,\) here, None there"),
+    ):
+        with pytest.raises(ump.ResumeError, match=f"round 1 is of another model: {fact}"):
+            run(make_plan(other), **options | {"num_rounds": 2, "resume": "auto"})
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -468,27 +360,103 @@ def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> N
             self.rate *= 0.5
             return super().configure_train(*args)
 
-    plan = make_plan(strategy=Slower(8.0))
-    options = FitOptions(2, output_dir=str(tmp_path), resume="auto")
-    training.train(plan, AppGrid(plan.client_app), 2, options)
-    for other in (plan, make_plan(strategy=Slower(8.0))):
-        training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
-        assert other._strategy.rate == 1.0  # type: ignore[union-attr]
-    other = make_plan(strategy=Slower(4.0))
+    options = {"output_dir": str(tmp_path), "resume": "auto", "config": {"keys": [b"a", b"b"], "step": 2.0}}
+    strategy = Slower(8.0)
+    plan = make_plan(strategy=strategy)
+    run(plan, num_rounds=2, **options)
+    for again, its in ((plan, strategy), (make_plan(strategy=(fresh := Slower(8.0))), fresh)):
+        run(again, num_rounds=3, **options)
+        assert its.rate == 1.0
     with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
-        training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
+        run(make_plan(strategy=Slower(4.0)), num_rounds=3, **options)
 
 
 @pytest.mark.usefixtures("may_make_messages")
-def test_transposed_weights_are_saved(tmp_path: Path) -> None:
+def test_transposed_weights_are_saved_and_resumed(tmp_path: Path) -> None:
     def transposed() -> nn.Module:
         model = nn.Module()
         model.register_parameter("weight", nn.Parameter(torch.arange(6.0).view(3, 2).t()))
         return model
 
-    plan = make_plan(model_builder=transposed)
-    options = FitOptions(1, output_dir=str(tmp_path))
-    _, trained, _ = training.train(plan, AppGrid(plan.client_app), 2, options)
-    trained.save(tmp_path)
-    for file in (tmp_path / "model.safetensors", tmp_path / "round-1" / "arrays.safetensors"):
-        torch.testing.assert_close(load_file(file)["weight"], torch.arange(6.0).view(3, 2).t() + 1.5)
+    for num_rounds in (1, 2):
+        _, trained = run(make_plan(transposed), num_rounds=num_rounds, output_dir=str(tmp_path), resume="auto")
+        training.save_model(trained, tmp_path)
+        found = load_file(tmp_path / "model.safetensors")["weight"]
+        torch.testing.assert_close(found, torch.arange(6.0).view(3, 2).t() + 1.5 * num_rounds)
+
+
+class Embedding(nn.Module):
+    """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
+
+    def __init__(self, num_words: int = 10) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_words, 3).requires_grad_(False)
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
+
+
+def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
+    """Moves towards a point of its own; words 0 to 3 are seen by all, the others by client 3, which has least data."""
+    with torch.no_grad():
+        model.head.weight += client.client_id + 1 - model.head.weight
+        model.seen[: 8 if client.client_id == 3 else 4] = True
+    return 4 - client.client_id, {"train_loss": 1.0}
+
+
+@pytest.mark.usefixtures("may_make_messages")
+def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() -> None:
+    plan, other = (training.ServerPlan("s", lambda n=n: Embedding(n), see) for n in (10, 12))
+    result, trained = run(plan, 3, grid=AppGrid(plan.client_app, 3, client_0=other.client_app), num_rounds=2)
+    for report in result.rounds:
+        (failure,) = report.failures
+        assert "left out of train: This client's model is not that of the other clients" in failure
+        assert "table.weight is (12, 3) here, (10, 3) there" in failure
+    # Clients 1 and 2 move to 2 and 3 and have 3 and 2 examples.
+    head = training.tensors_of(trained.arrays)["head.weight"]
+    torch.testing.assert_close(head, torch.full((2, 3), 12 / 5))
+
+
+@pytest.mark.usefixtures("may_make_messages")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "fedavg"},
+        {"strategy": "fedadam"},
+        {"strategy": "qfedavg", "strategy_kwargs": {"client_learning_rate": 0.5, "train_loss_key": "train_loss"}},
+        {"strategy": DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 1.0, 4)},
+    ],
+    ids=["mean", "optimizer", "differences", "clipped"],
+)
+def test_truth_values_are_aggregated(options: dict[str, Any]) -> None:
+    _, trained = run(training.ServerPlan("s", Embedding, see, **options), 4, num_rounds=2)
+    seen = training.tensors_of(trained.arrays)["seen"]
+    assert seen.dtype == torch.bool
+    # Clipped updates may be too small to turn one.
+    assert seen.tolist()[4:] == [False] * 4
+    if options["strategy"] in ("fedavg", "fedadam"):
+        assert seen.tolist()[:4] == [True] * 4
+
+
+def reply(client_id: int, reason: str = "") -> Message:
+    asked = Message(RecordDict(), client_id + 1, "train")
+    if reason:
+        return Message(Error(2, reason), reply_to=asked)
+    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=asked)
+
+
+@pytest.mark.usefixtures("may_make_messages")
+@pytest.mark.parametrize(("share", "num_asked"), [(0.35, 20), (0.07, 100), (1.0, 3)])
+def test_share_that_must_succeed_is_met_exactly(share: float, num_asked: int) -> None:
+    def succeed(num_good: int) -> list[str]:
+        why = "client {0} (round 1, train) on slot 1, cpu:1: ValueError: x"
+        replies = [reply(n, "" if n < num_good else why.format(n)) for n in range(num_asked)]
+        return judge(replies, "train", 1, num_asked=num_asked, min_success=share, weight_key="num-examples")[1]
+
+    num_good = round(share * num_asked)
+    # A failure names its client once.
+    assert (
+        succeed(num_good)[:1]
+        == [f"client {num_good}: left out of train: on slot 1, cpu:1: ValueError: x"][: num_asked - num_good]
+    )
+    with pytest.raises(FederatedError, match=f"{num_good - 1} of {num_asked} clients succeeded in train"):
+        succeed(num_good - 1)

@@ -33,7 +33,6 @@ from unsloth_multigpu.federated.strategy import (
     make_strategy,
     nodes_needed,
     quiet_flower,
-    strategy_names,
     weight_key,
 )
 
@@ -41,50 +40,33 @@ PRIVATE: Mapping[str, Any] = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "nu
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("fedavg", FedAvg), ("FedAvgM", FedAvgM), ("fed-median", FedMedian), ("fed_adam", FedAdam), ("KRUM", Krum)],
+    ("name", "kind"), [("FedAvgM", FedAvgM), ("fed-median", FedMedian), ("fed_adam", FedAdam), ("KRUM", Krum)]
 )
 def test_strategy_has_the_name_of_its_class(name: str, kind: type[Strategy]) -> None:
     assert type(make_strategy(name, {})) is kind
 
 
-def test_every_strategy_of_flower_has_a_name() -> None:
-    assert {"fedavg", "fedprox", "fedadam", "fedyogi", "fedadagrad", "krum", "multikrum"} <= strategy_names().keys()
-    assert "strategy" not in strategy_names()
-    assert "result" not in strategy_names()
-
-
-def test_unknown_name_is_answered_with_all_names() -> None:
-    with pytest.raises(ConfigError, match=r"strategy='fedsgd'; expected one of bulyan, .*fedavg") as error:
-        make_strategy("fedsgd", {})
-    assert "strategy" in error.value.hint
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "fact"),
     [
-        ("fedavg", {"fraction_fit": 0.5}, "strategy='fedavg' does not know 'fraction_fit'"),
-        ("fedavg", {"fraction_train": 1.5}, r"strategy_kwargs\['fraction_train'\]=1.5; expected a share"),
-        ("fedavg", {"min_train_nodes": -1}, r"strategy_kwargs\['min_train_nodes'\]=-1"),
-        ("qfedavg", {}, "strategy='qfedavg' needs 'client_learning_rate'"),
+        ("fedsgd", {}, r"strategy='fedsgd'; expected one of bulyan, .*fedavg, .*krum"),
+        ("fedavg", {"fraction_fit": 0.5}, "strategy='fedavg' refuses its arguments: .*'fraction_fit'"),
+        ("qfedavg", {}, "strategy='qfedavg' refuses its arguments: .*'client_learning_rate'"),
         ("fedprox", {}, "strategy='fedprox' needs 'proximal_mu'"),
-        (
-            "differentialprivacyserversidefixedclipping",
-            {"strategy": FedAvg(), **PRIVATE, "clipping_norm": -1.0},
-            "The clipping norm should be a positive value",
-        ),
+        (FedAvg, None, "strategy=<class .*expected a name such as 'fedavg' or a flwr.serverapp"),
+        (FedAvg(), {"fraction_train": 0.5}, "together with an object as strategy"),
+        ("fedavg", ["a"], r"strategy_kwargs=\['a'\]; expected a dict"),
     ],
 )
-def test_wrong_arguments_are_named(name: str, settings: Mapping[str, Any], fact: str) -> None:
+def test_wrong_arguments_are_named(name: Any, settings: Any, fact: str) -> None:
     with pytest.raises(ConfigError, match=fact):
-        make_strategy(name, settings)
+        checked_strategy(name, settings)
 
 
 def test_proximal_term_is_what_was_asked_for() -> None:
     strategy = make_strategy("fedprox", {"proximal_mu": 0.3})
     assert isinstance(strategy, FedProx)
     assert strategy.proximal_mu == 0.3
-    assert isinstance(make_strategy("fedprox", {"proximal_mu": 0.0}), FedProx)
 
 
 def test_named_strategy_works_with_one_client_and_flowers_default_is_refused() -> None:
@@ -123,17 +105,14 @@ def test_strategy_with_a_loop_of_its_own_is_refused() -> None:
         check_strategy(Loop(), 2)
 
 
-def test_kinds_of_aggregation_are_told_apart() -> None:
+def test_kinds_of_aggregation_are_told_apart_and_described() -> None:
     assert [is_weighted_mean(s) for s in (FedAvg(), make_strategy("fedprox", {"proximal_mu": 1.0}))] == [True, True]
     assert not any(is_weighted_mean(s) for s in (FedAdam(), FedAvgM(), Krum(), FedMedian()))
     assert [has_server_optimizer(s) for s in (FedAdam(), FedAvgM(), FedAvg(), Krum())] == [True, True, False, False]
-    private = DifferentialPrivacyServerSideFixedClipping(FedAvg(weighted_by_key="n"), **PRIVATE)
+    private = DifferentialPrivacyServerSideFixedClipping(FedAdam(eta=0.5, weighted_by_key="n"), **PRIVATE)
     assert not is_weighted_mean(private)
     assert weight_key(private) == "n"
-
-
-def test_description_names_classes_and_settings_but_no_state() -> None:
-    described = describe(DifferentialPrivacyServerSideFixedClipping(FedAdam(eta=0.5), **PRIVATE))
+    described = describe(private)
     assert described["strategy"] == "DifferentialPrivacyServerSideFixedClipping"
     assert described["strategy.strategy"] == "FedAdam"
     assert described["strategy.strategy.eta"] == 0.5

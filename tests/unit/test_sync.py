@@ -14,12 +14,10 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.strategies.allreduce import AllReduceSync
-from unsloth_multigpu.strategies.choice import make_sync
-from unsloth_multigpu.strategies.exchange import Exchange
+from unsloth_multigpu.strategies.exchange import Exchange, make_sync
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
-from unsloth_multigpu.strategy import AllReduce, DiLoCo
+from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.train.loop import Loop
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64]
@@ -44,10 +42,6 @@ def test_buckets_hold_every_tensor_once_and_are_as_few_as_neighbours_allow(shape
         assert [id(t) for group in same for t in group] == [id(t) for t in expected]
         assert all(num_bytes(*group) <= bucket_bytes or len(group) == 1 for group in same)
         assert all(num_bytes(*a, b[0]) > bucket_bytes for a, b in itertools.pairwise(same))
-
-
-def test_no_bucket_is_a_message_for_each_tensor():
-    assert [len(group) for group in buckets([torch.zeros(1), torch.zeros(2), torch.zeros(3)], 0)] == [1, 1, 1]
 
 
 def test_flat_tensor_goes_back_to_where_it_came_from():
@@ -78,33 +72,6 @@ def test_options_name_a_strategy(model, options, expected):
     assert (type(sync), {name: getattr(sync, name) for name in expected[1]}) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "outer"),
-    [
-        ({}, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-        ({"outer_learning_rate": 1.0, "outer_momentum": 0.0}, {"lr": 1.0, "momentum": 0.0, "nesterov": False}),
-    ],
-)
-def test_outer_step_has_the_options(model, options, outer):
-    sync = make_sync(MultiGPUConfig(strategy=DiLoCo(**options)), model, optimizer_of(model), is_loss_scaled=False)
-    assert {name: sync._outer.param_groups[0][name] for name in outer} == outer
-
-
-def test_early_meeting_is_told_once(model, caplog):
-    sync = DiLoCoSync(model, optimizer_of(model), every_steps=2)
-    sync.begin()
-    with caplog.at_level("INFO", logger="unsloth_multigpu"):
-        for _ in range(2):
-            sync.after_step()
-        assert not caplog.messages
-        for _ in range(2):
-            sync.after_step()
-            sync.meet()
-            sync.meet()
-    assert len(caplog.messages) == 1
-    assert "after 1 of 2 steps" in caplog.messages[0]
-
-
 def test_momentum_of_another_model_is_refused(model):
     sync = DiLoCoSync(model, optimizer_of(model), every_steps=1)
     sync.after_step()
@@ -121,7 +88,7 @@ def test_ranks_meet_before_weights_are_read(control):
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
     _, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
-    exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
+    exchange.sync = SimpleNamespace(synchronize=lambda: met.append("met"))
     exchange.on_step_end(None, None, asked)
     exchange.on_epoch_end(None, None, asked)
     assert met == ["met"] * (2 if control else 0)
@@ -147,7 +114,7 @@ def exchange_of(model, **options):
 def test_exchange_steers_one_model_also_where_the_training_fails():
     trainer, exchange = exchange_of(nn.Linear(3, 2), strategy="local_sgd")
     met = []
-    exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
+    exchange.sync = SimpleNamespace(synchronize=lambda: met.append("met"))
     with pytest.raises(KeyError), Loop(trainer, [exchange]).steering():  # noqa: PT012
         assert not trainer.args.average_tokens_across_devices
         trainer._save_checkpoint(met, None)

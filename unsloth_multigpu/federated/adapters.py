@@ -1,14 +1,11 @@
-"""What travels between the server and its clients: a model's trainable tensors and persistent buffers, by name.
-
-And PEFT's LoRA layers: what of a round's rest they can hold, and an adapter on the disk without its model.
-"""
+"""What travels between the server and its clients, a model's trainable tensors and persistent buffers; LoRA layers."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,9 +31,6 @@ def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A tied weight counts once, under its first name. Of a quantised model only running statistics count as buffers: its
     frozen weights are buffers, too.
-
-    Raises:
-        FederatedError: No parameter is trainable.
     """
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if not trainable:
@@ -69,23 +63,14 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
 
 @torch.no_grad()
 def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> None:
-    """Writes each array into the tensor of its name; nothing is written where one does not fit.
-
-    Raises:
-        FederatedError: Names or shapes differ.
-    """
-    unknown, missing = sorted(arrays.keys() - tensors.keys()), sorted(tensors.keys() - arrays.keys())
-    if unknown or missing:
-        number, name, lack = (len(unknown), unknown[0], "model") if unknown else (len(missing), missing[0], "server")
-        raise FederatedError(
-            f"{name} is not among the {lack}'s trainable tensors ({number} names differ).",
-            hint="All clients and the server need the same model_builder and library versions.",
-        )
-    for name, tensor in tensors.items():
-        if tuple(arrays[name].shape) != tuple(tensor.shape):
+    """Writes each array into the tensor of its name; raises FederatedError, and writes nothing, where one differs."""
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    there = {name: tuple(array.shape) for name, array in arrays.items()}
+    for name in here | there:
+        if here.get(name) != there.get(name):
             raise FederatedError(
-                f"{name} has shape {tuple(arrays[name].shape)} on the server and {tuple(tensor.shape)} in this model.",
-                hint="All clients need the same model: the same vocabulary, layers and LoRA rank.",
+                f"The shape of {name} is {there.get(name)} on the server and {here.get(name)} in this model.",
+                hint="All clients and the server need the same model_builder and library versions.",
             )
     for name, tensor in tensors.items():
         value = to_tensor(arrays[name])
@@ -94,13 +79,13 @@ def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> No
         tensor.copy_(value.round() if is_mean else value)
 
 
-def frozen_layout(model: nn.Module) -> list[str]:
-    """What has to be equal in addition to the travelling tensors, one "name: value" each.
+def layout_of(model: nn.Module) -> list[str]:
+    """What has to be equal on all clients, one "name: value" each.
 
-    Shapes of frozen parameters (adapters fit one another although the vocabularies of their base models differ), and
-    the factor of each LoRA layer. A quantised weight counts with the shape that it had before.
+    Shapes of parameters, frozen ones included (adapters fit one another although the vocabularies of their base models
+    differ), and the factor of each LoRA layer. A quantised weight counts with the shape that it had before.
     """
-    lines = [f"{name}: {_logical_shape(value)}" for name, value in model.named_parameters() if not value.requires_grad]
+    lines = [f"{name}: {_logical_shape(value)}" for name, value in model.named_parameters()]
     for name, module in model.named_modules():
         factors = getattr(module, "scaling", None)  # PEFT: adapter name -> factor.
         if isinstance(factors, dict) and hasattr(module, "lora_A"):
@@ -108,23 +93,11 @@ def frozen_layout(model: nn.Module) -> list[str]:
     return lines
 
 
-def check_layout(own: Sequence[str], expected: Sequence[str]) -> None:
-    """Raises FederatedError naming the first frozen tensor in which this model is not that of the other clients."""
-    if list(own) == list(expected):
-        return
-    mine, theirs = layout_of(own), layout_of(expected)
-    for name in dict.fromkeys([*theirs, *mine]):
-        here, there = mine.get(name, "absent"), theirs.get(name, "absent")
-        if here != there:
-            raise FederatedError(
-                f"This client's base model is not that of the other clients: {name} is {here} here, {there} there.",
-                hint="Give all clients the same base model, vocabulary and LoRA settings.",
-            )
-
-
-def layout_of(lines: Sequence[str]) -> dict[str, str]:
-    """The lines of `frozen_layout` by their names."""
-    return dict(line.split(": ", 1) for line in lines)
+def layout_difference(here: Sequence[str], there: Sequence[str]) -> str:
+    """The first line in which two layouts differ, "" where they are equal."""
+    mine, its = (dict(line.rsplit(": ", 1) for line in lines) for lines in (here, there))
+    names = [name for name in its | mine if mine.get(name) != its.get(name)]
+    return f"{names[0]} is {mine.get(names[0])} here, {its.get(names[0])} there" if names else ""
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -155,31 +128,17 @@ class BaseWeights:
         self._model = model
         self._pairs = find_pairs(travelling)
         self._originals: dict[str, torch.Tensor] = {}
-        self._folded = b""
 
     def fold(self, residual: ArrayRecord | None) -> bool:
         """Base weight = original + LoRA factor * residual_B residual_A, in place; None brings the originals back.
 
         Returns:
-            Whether it wrote anything: not where the weights hold this residual already.
-
-        Raises:
-            FederatedError: A residual for no layer of this model, or of another shape than its base weight.
+            Whether it wrote anything.
         """
-        residual = residual or ArrayRecord()
-        digest = _digest(residual)
-        if digest == self._folded:
+        if not residual and not self._originals:
             return False
-        known = {name for pair in self._pairs.items() for name in residual_names(*pair)}
-        if unknown := sorted(residual.keys() - known):
-            raise FederatedError(
-                f"The residual {unknown[0]} belongs to no LoRA layer of this model.",
-                hint="All clients and the server need the same model_builder.",
-            )
-        self._folded = b"unknown"  # Until all layers are done.
         for name_a, name_b in self._pairs.items():
-            self._fold_layer(name_a, *residual_names(name_a, name_b), residual)
-        self._folded = digest
+            self._fold_layer(name_a, *residual_names(name_a, name_b), residual or ArrayRecord())
         return True
 
     @torch.no_grad()
@@ -195,17 +154,13 @@ class BaseWeights:
             weight.copy_(original)
             return
         # In 64 bits, which no setting makes coarser: with a client's TF32 the next ones would find another base.
-        device = _device_of_doubles(weight.device)
+        # Some of Intel's GPUs have no 64-bit numbers.
+        device = weight.device if sum_dtype(weight.device) == torch.float64 else torch.device("cpu")
         a, b = (to_tensor(residual[name]).to(device, torch.float64) for name in (rest_a, rest_b))
         rest = layer.scaling[adapter] * (b @ a)
-        if _is_transposed(layer, name_a):
-            rest = rest.T
-        if rest.shape != weight.shape:
-            raise FederatedError(
-                f"The residual of {name_a} has shape {tuple(rest.shape)}, the base weight {tuple(weight.shape)}.",
-                hint="All clients need the same base model.",
-            )
-        weight.copy_(original.to(device, torch.float64) + rest)
+        # An embedding's table is (in, out); so is the weight of GPT-2's Conv1D.
+        is_transposed = ".lora_embedding_" in name_a or getattr(layer, "fan_in_fan_out", False)
+        weight.copy_(original.to(device, torch.float64) + (rest.T if is_transposed else rest))
 
 
 def not_foldable(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
@@ -254,13 +209,12 @@ def describe_adapter(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -
     names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
     if len(names) != 1:
         return ""
-    config = {key: _plain(value) for key, value in configs[names[0]].to_dict().items()}
-    config["inference_mode"] = True
-    factors = {}
-    for name in find_pairs(travelling):
-        layer, adapter = lora_layer(model, name)
-        factors[name] = float(layer.scaling[adapter])
-    return json.dumps({"name": names[0], "config": config, "factors": factors})
+    with TemporaryDirectory() as folder:
+        configs[names[0]].save_pretrained(folder)
+        config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
+    layers = {name: lora_layer(model, name) for name in find_pairs(travelling)}
+    factors = {name: float(layer.scaling[adapter]) for name, (layer, adapter) in layers.items()}
+    return json.dumps({"name": names[0], "config": config | {"inference_mode": True}, "factors": factors})
 
 
 def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -329,31 +283,3 @@ def _name_on_disk(name: str, mark: str) -> str:
         return name.replace(f".modules_to_save{mark}", "")
     head, _, tail = name.rpartition(mark)
     return head + tail
-
-
-def _device_of_doubles(device: torch.device) -> torch.device:
-    """Some of Intel's GPUs have no 64-bit numbers."""
-    return device if sum_dtype(device) == torch.float64 else torch.device("cpu")
-
-
-def _is_transposed(layer: Any, name_a: str) -> bool:
-    """An embedding's table is (in, out); so is the weight of GPT-2's Conv1D."""
-    return ".lora_embedding_" in name_a or bool(getattr(layer, "fan_in_fan_out", False))
-
-
-def _digest(residual: ArrayRecord) -> bytes:
-    if not residual:
-        return b""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(residual):
-        digest.update(name.encode() + b"\0" + residual[name].data)
-    return digest.digest()
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no sets (target_modules), enumerations (peft_type) and dtypes."""
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value if isinstance(value, str | int | float | bool | list | type(None)) else str(value)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -16,6 +15,7 @@ from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.adapters import (
     describe_adapter,
     frozen_factors,
+    layout_of,
     not_foldable,
     to_arrays,
     travelling_buffers,
@@ -25,7 +25,7 @@ from unsloth_multigpu.federated.client import ClientModel, FederatedClient, clie
 from unsloth_multigpu.federated.proximal import ProximalPull
 from unsloth_multigpu.federated.reply import CHANGED
 
-RESIDUAL, LAYOUT = "residual", "frozen-layout"
+RESIDUAL, LAYOUT = "residual", "model-layout"
 TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
 EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
 
@@ -79,9 +79,19 @@ class _Turn:
         with self._prepared(message, context) as (client, model):
             model.train()
             mu = float(client.config.get("proximal-mu", 0.0))
-            num_examples, metrics = self._train_near(mu, model, client) if mu else self._trained(model, client)
+            pull = ProximalPull((value for value in model.parameters() if value.requires_grad and mu), mu)
+            with pull.applied():
+                result = self._train_fn(model, client)
+            num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
+            if mu and num_examples and not pull.num_steps:
+                raise FederatedError(
+                    f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
+                    hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model of train_fn.",
+                )
             arrays = self._model.read()
-        return self._reply(message, client, {"num-examples": num_examples}, metrics, arrays)
+        reply = self._reply(message, client, {"num-examples": num_examples}, metrics, "train_fn")
+        reply.content["arrays"] = arrays
+        return reply
 
     def evaluate(self, message: Message, context: Context) -> Message:
         assert self._evaluate_fn is not None
@@ -93,42 +103,36 @@ class _Turn:
                 f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
             )
         # A client without data may have no loss either; its weight is 0, and 0 * nan would spoil the mean.
-        loss = loss if math.isfinite(loss) else 0.0
-        own = {"num-examples": _number(num_examples, "evaluate_fn"), "loss": loss}
-        return self._reply(message, client, own, metrics)
+        own = {"num-examples": num_examples, "loss": loss if math.isfinite(loss) else 0.0}
+        return self._reply(message, client, own, metrics, "evaluate_fn")
 
     def describe(self, message: Message, context: Context) -> Message:
-        """The seeded model's travelling tensors, and what the server has to know of it."""
+        """The seeded model's travelling tensors, and what `training.Start` has to know of it."""
         built = self._model.build(visible_device())
         model, tensors = built.model, built.travelling
         facts: dict[str, Any] = {
-            LAYOUT: built.layout,
+            "layout": layout_of(model),
             "adapter-config": describe_adapter(model, tensors),
             "buffers": list(travelling_buffers(model)),
             "not-projectable": variants(model, tensors),
             "not-foldable": not_foldable(model, tensors),
         }
-        content = RecordDict({"arrays": to_arrays(tensors), "config": ConfigRecord(facts)})
-        if frozen := frozen_factors(model, tensors):
-            content["adapter-frozen"] = to_arrays(frozen)
+        frozen = to_arrays(frozen_factors(model, tensors))
+        content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
+        content["config"] = ConfigRecord(facts)
         return Message(content, reply_to=message)
 
     @contextmanager
     def _prepared(self, message: Message, context: Context) -> Iterator[tuple[FederatedClient, nn.Module]]:
         """The client whose turn it is, and the model with the global weights; all is put back at the end."""
         records = message.content.array_records
-        arrays = [record for name, record in records.items() if name != RESIDUAL]
-        if len(arrays) != 1:
-            raise FederatedError(
-                f"A message with {len(arrays)} ArrayRecords reached the client; one was expected.",
-                hint="Use a strategy that sends the global arrays, as Flower's own do.",
-            )
+        (arrays,) = [record for name, record in records.items() if name != RESIDUAL]
         config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
         layout: Any = config.pop(LAYOUT, [])
         client = self._client(config, context)
         try:
             with seeded(client.seed, client.device):
-                yield client, self._model.prepare(arrays[0], records.get(RESIDUAL), client.device, layout)
+                yield client, self._model.prepare(arrays, records.get(RESIDUAL), client.device, layout)
         finally:
             self._changed = self._model.release()
 
@@ -144,51 +148,21 @@ class _Turn:
         device = visible_device()
         return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self._server_id)
 
-    def _trained(self, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:
-        result = self._train_fn(model, client)
-        num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
-        return _number(num_examples, "train_fn"), metrics
-
-    def _train_near(self, mu: float, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:
-        pull = ProximalPull((value for value in model.parameters() if value.requires_grad), mu)
-        with pull.applied():
-            num_examples, metrics = self._trained(model, client)
-        if num_examples and not pull.num_steps:
-            raise FederatedError(
-                f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
-                hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model that train_fn gets.",
-            )
-        return num_examples, metrics
-
     def _reply(
-        self,
-        message: Message,
-        client: FederatedClient,
-        own: dict[str, Any],
-        metrics: Any,
-        arrays: ArrayRecord | None = None,
+        self, message: Message, client: FederatedClient, own: dict[str, Any], metrics: Any, source: str
     ) -> Message:
         if taken := own.keys() & (metrics or {}).keys():
             raise ConfigError(
                 f"The metric {min(taken)!r} is set already.", hint="Give the client's metric another name."
             )
-        found = to_metrics(own | dict(metrics or {}), "evaluate_fn" if arrays is None else "train_fn")
         facts: dict[str, Any] = {"client-id": client.client_id} | ({CHANGED: self._changed} if self._changed else {})
-        content = RecordDict({"metrics": found, "client": ConfigRecord(facts)})
-        if arrays is not None:
-            content["arrays"] = arrays
+        content = RecordDict({"metrics": to_metrics(own | dict(metrics or {}), source)})
+        content["client"] = ConfigRecord(facts)
         return Message(content, reply_to=message)
 
 
 def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
-    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers.
-
-    Args:
-        source: Name of the function that returned them, for the error.
-
-    Raises:
-        ConfigError: A value is neither a number nor a list of numbers.
-    """
+    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers. `source` = who returned them."""
     try:
         values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
         return MetricRecord({name: int(v) if isinstance(v, bool) else v for name, v in values.items()})
@@ -200,19 +174,12 @@ def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
 
 
 def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
-    if not isinstance(result, tuple) or len(result) != length or not isinstance(result[-1], Mapping | None):
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise FederatedError(f"{name} returned {got}, not {form}.", hint="Return an empty dict for no metrics.")
-    return result
-
-
-def _number(num_examples: Any, name: str) -> int:
-    try:
-        number = operator.index(num_examples)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise FederatedError(
-            f"{name} returned {num_examples!r} as number of examples.", hint="Return a whole number, 0 for no data."
-        )
-    return number
+    """The tuple that a user's function returned, its number of examples as an int."""
+    if isinstance(result, tuple) and len(result) == length and isinstance(result[-1], Mapping | None):
+        *loss, num_examples, metrics = result
+        if hasattr(num_examples, "__index__") and int(num_examples) >= 0:
+            return *loss, int(num_examples), metrics
+    raise FederatedError(
+        f"{name} returned {result!r}, not {form}.",
+        hint="The number of examples is a whole number, 0 for no data; return an empty dict for no metrics.",
+    )

@@ -18,14 +18,14 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     BaseWeights,
-    check_layout,
-    frozen_layout,
     is_quantized,
+    layout_difference,
+    layout_of,
     to_arrays,
     travelling_tensors,
     write_arrays,
 )
-from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
 
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -54,25 +54,19 @@ class FederatedClient:
     server_id: str = ""
 
 
-def client_seed(seed: int, server_round: int, client_id: int) -> int:
+def client_seed(seed: int, server_round: int, who: int | str) -> int:
     """32 bits that depend on all three and on nothing else: not on the place, not on who came before."""
-    digest = hashlib.blake2b(f"{seed}/{server_round}/{client_id}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed}/{server_round}/{who}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds Python, NumPy and torch (all devices) and puts back what their states were, on `device` as well."""
-    import random
-
-    import numpy
-
     backend = getattr(torch, device.type) if device.type in KINDS else None
     state = None if backend is None else backend.get_rng_state(device)
-    with kept_random_state():
+    with seeded_draws(seed):
         try:
-            random.seed(seed)
-            numpy.random.seed(seed)
             torch.manual_seed(seed)
             yield
         finally:
@@ -82,19 +76,14 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def visible_device() -> torch.device:
     """The device of this process: a slot sees at most one."""
-    for kind in KINDS:
-        if hasattr(torch, kind) and getattr(torch, kind).is_available():
-            return torch.device(kind, 0)
-    return torch.device("cpu")
+    kinds = [kind for kind in KINDS if hasattr(torch, kind) and getattr(torch, kind).is_available()]
+    return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
 
 
 def build_model(model_builder: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
     """Calls `model_builder` with the seeds set, so that LoRA starts alike in all processes, and moves the model.
 
     A model that is quantised, spread over devices by `device_map` or not on the CPU stays where its builder put it.
-
-    Raises:
-        FederatedError: The builder returned no module.
     """
     with seeded(seed, device):
         model = model_builder()
@@ -118,7 +107,7 @@ class ClientModel:
     replaced a parameter, changed a frozen one or moved the model has it built again for the next one.
     """
 
-    def __init__(self, model_builder: Callable[[], nn.Module], seed: int = 0) -> None:
+    def __init__(self, model_builder: Callable[[], nn.Module], seed: int) -> None:
         self._model_builder = model_builder
         self._seed = seed
         self._built: BuiltModel | None = None
@@ -135,18 +124,18 @@ class ClientModel:
     def prepare(
         self, arrays: ArrayRecord, residual: ArrayRecord | None, device: torch.device, layout: Sequence[str] = ()
     ) -> nn.Module:
-        """The model with the global state in it.
+        """The model with the global state in it; raises FederatedError where its tensors differ from the server's.
 
         Args:
             residual: Of all rounds together, for the original base weights.
-            layout: The other clients' `frozen_layout`; empty is not compared.
-
-        Raises:
-            FederatedError: Names or shapes of travelling or frozen tensors differ from the server's.
+            layout: The other clients' `layout_of`; empty is not compared.
         """
         built = self.build(device)
-        if layout:
-            check_layout(built.layout, layout)
+        if layout and (difference := layout_difference(layout_of(built.model), layout)):
+            raise FederatedError(
+                f"This client's model is not that of the other clients: {difference}.",
+                hint="Give all clients the same base model, vocabulary and LoRA settings.",
+            )
         built.reset()
         write_arrays(built.travelling, arrays)
         if built.base.fold(residual) or not built.marks:
@@ -154,15 +143,16 @@ class ClientModel:
         return built.model
 
     def read(self) -> ArrayRecord:
-        """The travelling tensors after a client's training, copied."""
-        return to_arrays(self._built.current() if self._built else {})
+        """The travelling tensors after a client's training, copied.
+
+        Integers and truth values as float64: some strategies subtract or scale arrays or add noise in place.
+        """
+        tensors = self._built.current() if self._built else {}
+        is_float = {name: value.is_floating_point() or value.is_complex() for name, value in tensors.items()}
+        return to_arrays({name: value if is_float[name] else value.double() for name, value in tensors.items()})
 
     def release(self) -> list[str]:
-        """Frees what a client left; the next one gets a new model where `reset` cannot put this one back.
-
-        Returns:
-            Names of the tensors for which it cannot.
-        """
+        """Frees what a client left; returns the tensors that `reset` cannot put back: the model is built again."""
         if self._built is None:
             return []
         before = self._built.marks
@@ -178,16 +168,11 @@ class ClientModel:
 
 
 class BuiltModel:
-    """A model and what it was like when it was built.
-
-    Attributes:
-        marks: Of `marked`, before the clients.
-    """
+    """A model and what it was like when it was built; `marks` is `marked` as it was before the client."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.travelling = travelling_tensors(model)
-        self.layout = frozen_layout(model)
         self.base = BaseWeights(model, self.travelling)
         self.marks: dict[str, tuple[Any, ...]] = {}
         self._shapes = {name: tuple(value.shape) for name, value in self.travelling.items()}
@@ -216,18 +201,13 @@ class BuiltModel:
                 container.extend(content) if isinstance(container, list) else container.update(content)
         with torch.no_grad():
             for cache, content in self._caches:
-                if not torch.equal(cache.to(content), content):
-                    cache.copy_(content)
+                cache.copy_(content)
         for parameter, requires_grad in self._trainable:
             parameter.grad = None
             parameter.requires_grad_(requires_grad)
 
     def current(self) -> dict[str, torch.Tensor]:
-        """The travelling tensors by name as the model has them now.
-
-        Raises:
-            FederatedError: One is gone, or has another shape than it had.
-        """
+        """The travelling tensors as the model has them now; one that is gone or of another shape is an error."""
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, shape in self._shapes.items():
             if name not in now or tuple(now[name].shape) != shape:

@@ -19,12 +19,7 @@ _NO_DEVICE = {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
 
 @dataclass(frozen=True)
 class SlotDevice:
-    """A device of this machine, by its place among those that this process sees.
-
-    Args:
-        kind: Of `accelerator.KINDS`, or "cpu".
-        index: Counts the visible devices of that kind; "cpu" slots are counted as if each had one.
-    """
+    """A device of `accelerator.KINDS` by its place among the visible ones; "cpu" slots count as if each had one."""
 
     kind: str
     index: int
@@ -34,15 +29,11 @@ class SlotDevice:
 
 
 def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[SlotDevice]:
-    """Devices on which clients run, each once. Opens none of them.
+    """Devices on which clients run, each once. Opens none of them; raises SetupError for more than there are.
 
     Args:
         num_gpus: How many of the visible ones; None = all. Where none is visible, how many CPU slots; None = one.
         device: Without `auto_gpu` the one to use, as torch names it; None = the first visible one, else the CPU.
-        auto_gpu: Use all; False = use `device` alone.
-
-    Raises:
-        SetupError: More than there are.
     """
     kind, num_visible = visible_accelerators()
     if kind not in KINDS:  # There is no variable that hides all but one.
@@ -67,13 +58,9 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     """All variables of a slot's process: before its program starts it sees one device, and nothing of other ranks.
 
     Args:
-        device: Counted among the devices that `environment` shows.
         num_slots: How many share the machine's cores.
         seed: Of the order in sets of texts, which is the same in all slots.
-        environment: This process's.
-
-    Raises:
-        SetupError: `environment` does not show the device.
+        environment: This process's; raises SetupError where it does not show the device.
     """
     defaults = {"OMP_NUM_THREADS": str(threads_of_each(num_slots)), "PYTHONHASHSEED": str(seed)}
     given = {name: value for name, value in environment.items() if value or name not in defaults}

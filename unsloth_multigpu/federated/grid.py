@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,11 +43,8 @@ class ProcessGrid(Grid):
 
     Attributes:
         pool: The slots.
+        num_clients: May change between two rounds.
         records: One for each message, in the order of the messages; who reads them clears them.
-
-    Raises:
-        SetupError: The app cannot be sent to another process, or this is not Linux.
-        LaunchError: The logs cannot be written.
     """
 
     def __init__(
@@ -71,13 +67,8 @@ class ProcessGrid(Grid):
             stack.callback(self.pool.close)
             # If the grid is never closed, this runs when the program ends, before the interpreter shuts down.
             self._end = weakref.finalize(self, stack.pop_all().close)
+        self.num_clients = num_clients
         self.records: list[ClientRecord] = []
-        self.new_clients(num_clients)
-
-    def new_clients(self, num_clients: int) -> None:
-        """Forgets the clients; the slots stay."""
-        self._num_clients = num_clients
-        self.pool.seconds.clear()
 
     def close(self) -> None:
         """Ends all slots."""
@@ -90,7 +81,7 @@ class ProcessGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """All clients: client_id + 1."""
-        return list(range(1, self._num_clients + 1))
+        return list(range(1, self.num_clients + 1))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Sends messages and waits for all replies.
@@ -108,9 +99,8 @@ class ProcessGrid(Grid):
         """
         if not self._end.alive:
             raise FederatedError("The grid was closed.", hint="Make a new one.")
-        deadline_s = None if timeout is None else time.monotonic() + timeout
         tasks = [self._make_task(message) for message in messages]
-        self.pool.run(tasks, deadline_s)
+        self.pool.run(tasks, timeout)
         self.records += [task.record for task in tasks]
         return [task.reply for task in tasks if task.reply is not None]
 
@@ -118,7 +108,7 @@ class ProcessGrid(Grid):
         client_id = message.metadata.dst_node_id - 1
         # Flower has no setter and writes it there itself. Replies refer to the message by it.
         message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
-        node_config: dict[str, Any] = {"partition-id": client_id, "num-partitions": self._num_clients}
+        node_config: dict[str, Any] = {"partition-id": client_id, "num-partitions": self.num_clients}
         context = Context(message.metadata.run_id, client_id + 1, node_config, RecordDict(), {})
         return Task(message, context, ClientRecord(client_id, message.metadata.message_type.partition(".")[0]))
 
@@ -134,9 +124,6 @@ def pack(app: Any) -> bytes:
 
     By cloudpickle and not by dill, which gives each function globals of its own: what one assigns to a global, another
     one would not see.
-
-    Raises:
-        SetupError: An object that is used cannot travel.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -150,7 +137,7 @@ def pack(app: Any) -> bytes:
 
 
 @contextmanager
-def task_identity(run_id: int | None = None) -> Iterator[None]:
+def task_identity() -> Iterator[None]:
     """Lets this process make messages, as a process that Flower has started for a ServerApp may.
 
     Flower keeps the identity for the whole process; what was there before is put back at the end.
@@ -165,7 +152,7 @@ def task_identity(run_id: int | None = None) -> Iterator[None]:
             f"Flower's TaskIdentity is not that of 1.41: {error}.", hint='pip install "flwr>=1.41,<2"'
         ) from error
     # Flower's identifiers have 64 bits; its databases store them signed.
-    own = (1, run_id or uuid.uuid4().int >> 66, _SERVER_NODE_ID)
+    own = (1, uuid.uuid4().int >> 66, _SERVER_NODE_ID)
     try:  # As attributes: the properties take no None.
         for name, value in zip(_IDENTITY, own, strict=True):
             setattr(TaskIdentity, name, value)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unsloth_multigpu.errors import FederatedError
 
@@ -23,31 +21,33 @@ class ProximalPull:
 
     Args:
         parameters: The trainable ones; they hold the global weights now.
+        mu: 0 = no pull.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
         self._mu = mu
         self._start = {parameter: parameter.detach().clone() for parameter in parameters}
-        self._step: FrameType | None = None
+        self._depth = 0
         self.num_steps = 0
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        hook = register_optimizer_step_pre_hook(self._before_step)
-        try:
+        with ExitStack() as stack:
+            if self._mu:
+                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield
-        finally:
-            hook.remove()
-            self._step = None  # It keeps what its callers had.
+        if self._depth:
+            raise FederatedError(
+                "A step of an optimizer raised an error that train_fn caught: later steps had no proximal term.",
+                hint="Let the error leave train_fn, or use another strategy than FedProx.",
+            )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A step may call its base class's, or that of an optimizer which it wraps. Counting steps that begin and end
-        # would go wrong after one that raises; the stack does not.
-        hook = inspect.currentframe()
-        step = hook and hook.f_back
-        if _is_within(step, self._step):
+        # A step may call its base class's, or that of an optimizer which it wraps.
+        self._depth += 1
+        if self._depth > 1:
             return
-        self._step = step
         if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
             # The gradients come to be inside the step, after this.
             raise FederatedError(
@@ -55,6 +55,9 @@ class ProximalPull:
                 hint="Call step() without a closure, or use another strategy than FedProx.",
             )
         self._pull(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
 
     @torch.no_grad()
     def _pull(self, optimizer: Optimizer) -> None:
@@ -70,9 +73,3 @@ class ProximalPull:
             else:
                 parameter.grad.add_(pull)
         self.num_steps += bool(own)
-
-
-def _is_within(frame: FrameType | None, outer: FrameType | None) -> bool:
-    while frame is not None and frame is not outer:
-        frame = frame.f_back
-    return frame is not None

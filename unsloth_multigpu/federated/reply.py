@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -19,13 +19,7 @@ _LEAST_NODE_ID = 1 << 31
 
 
 def judge(
-    replies: Sequence[Message],
-    kind: Kind,
-    server_round: int,
-    *,
-    num_asked: int,
-    min_success: float,
-    weight_key: str,
+    replies: Sequence[Message], kind: Kind, server_round: int, *, num_asked: int, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
     """The replies for the strategy, errors among them, in the order of the clients; and what went wrong, a line each.
 
@@ -63,17 +57,15 @@ def judge(
     failures += [f"{name_of(reply)}: no data in {kind}" for reply in empty]
     for reply in good:
         if changed := changed_by(reply.content):
-            failures.append(
-                f"{name_of(reply)}: changed {changed[0]} in {kind}, one of {len(changed)} that must not change"
-            )
+            failures.append(f"{name_of(reply)}: changed {', '.join(changed)} in {kind}, which must not change")
             logger.warning("round %d: %s; its model is built again", server_round, failures[-1])
     return [reply for reply in replies if not any(reply is other for other in empty)], failures
 
 
-def changed_by(content: RecordDict) -> list[object]:
-    """Names of tensors, frozen weights mostly, that the client has changed: what it did to them is in no result."""
+def changed_by(content: RecordDict) -> list[str]:
+    """Up to three names of tensors, frozen weights mostly, that the client has changed although they do not travel."""
     changed = content.config_records.get("client", ConfigRecord()).get(CHANGED)
-    return list(changed) if isinstance(changed, list) else []
+    return list(map(str, changed[:3])) if isinstance(changed, list) else []
 
 
 def client_of(message: Message) -> int:
@@ -97,29 +89,10 @@ def weight_of(content: RecordDict, key: str) -> float:
     return float(value) if isinstance(value, int | float) else 1.0
 
 
-def arrays_of(content: RecordDict) -> ArrayRecord:
-    """The reply's arrays, in a record of their own: some strategies use replies up."""
-    return ArrayRecord(dict(next(iter(content.array_records.values()), ArrayRecord())))
-
-
-def as_floats(content: RecordDict, names: Collection[str]) -> None:
-    """Makes float64 of those of the arrays in `names` that are integers or truth values, as counters of batches.
-
-    Some strategies subtract or scale arrays or add noise in place, which those do not take.
-    """
-    import numpy as np
-
-    for record in content.array_records.values():
-        for name in record.keys() & set(names):
-            if np.dtype(record[name].dtype).kind in "iub":
-                record[name] = Array(record[name].numpy().astype(np.float64))
-
-
 def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
     """The arrays in the dtypes that they had before: means and optimizers make float64 of float32 and of integers.
 
-    Raises:
-        FederatedError: A value is infinite or no number.
+    A value that is infinite or no number is an error.
     """
     import numpy as np
 

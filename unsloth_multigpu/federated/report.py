@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +25,12 @@ class ClientRecord:
     """What became of one message to one client.
 
     Args:
-        client_id: 0 .. num_clients - 1.
         kind: "train", "evaluate" or "query".
         slot: Number of the slot that answered it, or was the last to try; -1 = it was not begun.
-        device: That slot's device, like "cuda:1"; "" = it was not begun.
+        device: That slot's device, like "cuda:1".
         begin_s: When that slot got it, on the clock of `time.monotonic`.
         seconds: From then until its reply was here.
         peak_memory_bytes: What torch reserved there at most; 0 on the CPU.
-        error: One line; None = it was answered.
         attempts: How often a slot began with it.
     """
 
@@ -76,7 +73,7 @@ class RoundReport:
         devices: Every device that has a slot; empty where the clients are SuperNodes.
         failures: One line for each client that was left out, or that had to run again.
         lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and where
-            "mean" would measure it for more than about 10 s.
+            "mean" would measure it for long.
     """
 
     server_round: int
@@ -113,7 +110,7 @@ class FederatedReport:
         num_clients: Clients that could take part.
         num_slots: Processes that ran clients; 0 where the clients are SuperNodes.
         startup_s: Seconds before the first round: slots started, a model built in each of them, a saved round read.
-            Close to 0 for another `fit` of the same server.
+        rounds: The first one first.
     """
 
     server_id: str
@@ -130,8 +127,12 @@ class FederatedReport:
     def __str__(self) -> str:
         head = f"server_id={self.server_id} clients={self.num_clients} slots={self.num_slots}"
         head += f" startup_s={self.startup_s:.1f} rounds={len(self.rounds)} seconds={self.seconds:.1f}"
-        failures = [f"round {r.server_round}: {text}" for r in self.rounds for text in r.failures]
-        return "\n".join([head, *_table([r.row() for r in self.rounds]), *failures])
+        rows = [r.row() for r in self.rounds]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = aligned([names, *([row.get(name, "-") for name in names] for row in rows)], num_left=0)
+        return "\n".join(
+            [head, *table, *(f"round {r.server_round}: {text}" for r in self.rounds for text in r.failures)]
+        )
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,8 @@ def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientReco
         own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
         clients = tuple(r.client_id for r in own if r.kind == "train")
         busy_s = busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own)
-        reports.append(
-            DeviceReport(device, clients, busy_s, max((r.peak_memory_bytes for r in own), default=0) or None)
-        )
+        peak_bytes = max((r.peak_memory_bytes for r in own), default=0)
+        reports.append(DeviceReport(device, clients, busy_s, peak_bytes or None))
     return tuple(reports)
 
 
@@ -175,14 +175,9 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
-    """Writes the rounds as JSON lines, so that a training can be watched from outside. A metric NaN or Inf is null.
-
-    Raises:
-        OSError: The disk is full or fails.
-    """
+    """Writes the rounds as JSON lines, so that a training can be watched from outside; raises OSError."""
     with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
-        for line in rounds:
-            file.write(json.dumps(_finite(dataclasses.asdict(line)), allow_nan=False) + "\n")
+        file.writelines(json.dumps(dataclasses.asdict(line)) + "\n" for line in rounds)
         file.flush()
         os.fsync(file.fileno())
 
@@ -190,21 +185,6 @@ def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bo
 def round_from_dict(stored: Mapping[str, Any]) -> RoundReport:
     """The round that `dataclasses.asdict` made a dict of."""
     return RoundReport(**{**stored, "devices": tuple(DeviceReport(**device) for device in stored["devices"])})
-
-
-def _finite(value: Any) -> Any:
-    """With None for numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Right-aligned columns, in the order in which the rows first name them; "-" where a row has none."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return aligned([names, *([row.get(name, "-") for name in names] for row in rows)], num_left=0)
 
 
 def _short(value: Any) -> str:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from unsloth_multigpu.errors import SetupError, VersionError
-from unsloth_multigpu.federated.option import (
-    LORA_AGGREGATIONS,
-    PLACEMENTS,
-    FitOptions,
-    check_callable,
-    check_choice,
-    check_count,
-    check_server,
-)
+from unsloth_multigpu.federated.option import FitOptions, check_options
 from unsloth_multigpu.federated.report import FederatedResult
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
@@ -30,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.federated.grid import ProcessGrid
-    from unsloth_multigpu.federated.training import ServerPlan, Start, Trained
+    from unsloth_multigpu.federated.training import ServerPlan, Training
 
 
 def create_multigpu_flower_server(
@@ -81,10 +74,9 @@ def create_multigpu_flower_server(
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
-    check_server(server_id, device, num_gpus, clients_per_gpu, max_workers, seed, log_dir)
-    check_choice("placement", placement, PLACEMENTS)
-    check_choice("lora_aggregation", lora_aggregation, LORA_AGGREGATIONS)
-    check_callable("model_builder", model_builder, "")
+    check_options(server_id=server_id, model_builder=model_builder, device=device, num_gpus=num_gpus)
+    check_options(clients_per_gpu=clients_per_gpu, max_workers=max_workers, placement=placement, seed=seed)
+    check_options(lora_aggregation=lora_aggregation, log_dir=log_dir, train_fn=train_fn, evaluate_fn=evaluate_fn)
     _check_libraries()
     _refuse_ranks()
     from unsloth_multigpu.federated.training import ServerPlan
@@ -130,8 +122,7 @@ class FederatedServer:
         self._plan = plan
         self._make_grid = make_grid
         self._grid: ProcessGrid | None = None
-        self._start: Start | None = None
-        self._trained: Trained | None = None
+        self._training: Training | None = None
 
     def fit(
         self,
@@ -166,40 +157,31 @@ class FederatedServer:
             ResumeError: The saved round is broken or belongs to another training.
             FederatedError: Too many clients failed, or what they sent cannot be put together.
         """
-        check_count("num_clients", num_clients)
+        check_options(num_clients=num_clients, server_evaluate=server_evaluate)
         folder = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
         options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
-        options.check()
-        if server_evaluate is not None:
-            check_callable("server_evaluate", server_evaluate, "model, server_round")
         _refuse_ranks()
         from unsloth_multigpu.federated.grid import task_identity
-        from unsloth_multigpu.federated.training import train
+        from unsloth_multigpu.federated.training import Training
 
-        self._trained = None
-        console = Console(is_notebook="ipykernel" in sys.modules)
-        try:
+        start = None if self._training is None else self._training.start
+        self._training = None
+        with closing(Console(is_notebook="ipykernel" in sys.modules)), task_identity():
             if self._grid is None:
                 self._grid = self._make_grid(num_clients)
-            grid = self._grid
-            grid.new_clients(num_clients)
-            with task_identity():
-                result, self._trained, self._start = train(
-                    self._plan,
-                    grid,
-                    num_clients,
-                    options,
-                    slots=grid,
-                    server_evaluate=server_evaluate,
-                    start=self._start,
-                )
-        finally:
-            console.close()
+            self._grid.num_clients = num_clients
+            training = Training(
+                self._plan, self._grid, num_clients, options, server_evaluate=server_evaluate, start=start
+            )
+            result = training.run()
+        self._training = training
         return result
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The global trainable tensors and persistent buffers after `fit`, on the CPU; raises SetupError before it."""
-        return self._last().state_dict()
+        from unsloth_multigpu.federated.training import tensors_of
+
+        return tensors_of(self._last().arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the result of `fit`: a PEFT adapter, or model.safetensors of what is trained in a plain model.
@@ -208,7 +190,9 @@ class FederatedServer:
             SetupError: Nothing was trained yet.
             OSError: The disk is full or fails.
         """
-        self._last().save(Path(folder))
+        from unsloth_multigpu.federated.training import save_model
+
+        save_model(self._last(), Path(folder))
 
     def close(self) -> None:
         """Ends the clients' processes. What was trained stays; another `fit` starts them again."""
@@ -222,10 +206,10 @@ class FederatedServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _last(self) -> Trained:
-        if self._trained is None:
+    def _last(self) -> Training:
+        if self._training is None:
             raise SetupError("No training of this server has ended yet.", hint="Call fit() first.")
-        return self._trained
+        return self._training
 
 
 def _check_libraries() -> None:
@@ -245,11 +229,9 @@ def _refuse_ranks() -> None:
 
     identity = read_identity(os.environ, starts_ranks=False)
     if identity is not None and identity.world_size > 1:
-        is_ours = identity.launcher in ("unsloth_multigpu", "notebook")
-        way = "Remove enable_multi_gpu()" if is_ours else "Start the script with plain python"
         raise SetupError(
             f"This process is rank {identity.rank} of {identity.world_size}, started by {identity.launcher}.",
-            hint=f"{way}: the server starts a process for each device itself.",
+            hint="Start the script with plain python, without enable_multi_gpu(): the server starts the processes.",
         )
     if is_multi_gpu_enabled():
         raise SetupError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -14,14 +13,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.option import FitOptions
-from unsloth_multigpu.federated.rounds import LimitedGrid
 from unsloth_multigpu.federated.strategy import nodes_needed
-from unsloth_multigpu.federated.training import ServerPlan, train
+from unsloth_multigpu.federated.training import LimitedGrid, ServerPlan, Training, save_model
 from unsloth_multigpu.logs import Console, get_logger
 
 _log = get_logger(__name__)
 _POLL_S = 1.0
-# What `flwr run --run-config` may set; every other name goes to the clients.
+# What `flwr run --run-config` may set, and num-clients; every other name goes to the clients.
 _RUN_CONFIG = {
     "num-server-rounds": "num_rounds",
     "output-dir": "output_dir",
@@ -29,7 +27,6 @@ _RUN_CONFIG = {
     "min-success": "min_success",
     "round-timeout-s": "round_timeout_s",
 }
-_NUM_CLIENTS = "num-clients"
 
 
 def make_server_app(plan: ServerPlan) -> ServerApp:
@@ -47,29 +44,24 @@ def make_server_app(plan: ServerPlan) -> ServerApp:
         options, least = run_options(context.run_config)
         with closing(Console()):
             found = wait_for_nodes(grid, least or nodes_needed(plan.new_strategy()), options.round_timeout_s)
-            result, trained, _ = train(plan, grid, least or found, options)
+            training = Training(plan, grid, least or found, options)
+            result = training.run()
             if options.output_dir is not None:
-                trained.save(Path(options.output_dir) / "final")
+                save_model(training, Path(options.output_dir) / "final")
             _log.info("%s", result.report)
 
     return app
 
 
 def run_options(run_config: Mapping[str, Any]) -> tuple[FitOptions, int]:
-    """The options of a run, and how many nodes it waits for.
-
-    Raises:
-        ConfigError: A value cannot be used.
-    """
-    given = {_RUN_CONFIG[name]: value for name, value in run_config.items() if name in _RUN_CONFIG}
-    # TOML has no None.
-    given = {name: value for name, value in given.items() if value != ""}
-    others = {name: v for name, v in run_config.items() if name not in _RUN_CONFIG and name != _NUM_CLIENTS}
-    least = run_config.get(_NUM_CLIENTS, 0)
+    """The options of a run, and how many nodes it waits for; raises ConfigError where a value cannot be used."""
+    config = dict(run_config)
+    least = config.pop("num-clients", 0)
     if not isinstance(least, int) or isinstance(least, bool) or least < 0:
         raise ConfigError(f"num-clients={least!r}; expected a number of nodes.", hint="Change num-clients.")
-    options = dataclasses.replace(FitOptions(config=others), **given)
-    options.check()
+    given = {option: config.pop(name) for name, option in _RUN_CONFIG.items() if name in config}
+    # TOML has no None.
+    options = FitOptions(config=config, **{name: value for name, value in given.items() if value != ""})
     return options, least
 
 

@@ -16,13 +16,17 @@ from typing import Any
 
 from flwr.app import Context, Error, Message
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.federated.device import SlotDevice
 from unsloth_multigpu.federated.report import ClientRecord
-from unsloth_multigpu.wire.child import Child
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.child import Child, read_tail
 from unsloth_multigpu.wire.folder import make_log
 from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import send_signal
 from unsloth_multigpu.wire.stack import main_frames, place_of
+
+logger = get_logger(__name__)
 
 # The server sends it to ask where in its code a client is.
 STACK_SIGNAL = signal.SIGUSR2
@@ -31,12 +35,12 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[3])
 from unsloth_multigpu.federated.worker import main
 main()"""
-# A process that has not read a message within this time is taken for dead.
-_SEND_LIMIT_S = 300.0
-# Time for a process that has closed its socket to end.
-_END_S = 1.0
 # Time for a process to write its stacks after the signal. A stopped process writes none.
 _STACK_S = 0.2
+
+
+class SlotEnded(Exception):
+    """The slot's process has ended; the text says how."""
 
 
 @dataclass(eq=False)
@@ -46,14 +50,17 @@ class Task:
     Attributes:
         context: Of the client.
         reply: None until it is there.
-        is_first: The first task of its slot's process, which loads the model as well.
     """
 
     message: Message
     context: Context
     record: ClientRecord
     reply: Message | None = None
-    is_first: bool = False
+
+    def begin(self, slot: Slot) -> None:
+        record = self.record
+        record.slot, record.device, record.begin_s = slot.index, str(slot.device), time.monotonic()
+        record.attempts += 1
 
     def answer(self, reply: Message) -> None:
         """Ends it."""
@@ -76,30 +83,20 @@ class Task:
 
 
 class Slot:
-    """Starts and ends the slot's processes, one after the other.
+    """Starts and ends the slot's processes, one after the other. For one thread; `kill` and `place_in_code` for any.
 
     Args:
-        index: Its place among all slots.
         device: The only one that its processes see.
         log_dir: Where slot_N.log is.
 
     Attributes:
-        task: What its client is doing; None = it waits.
-        is_ready: Its process takes tasks.
-        is_fresh: Its process has taken none yet.
-        num_failed_starts: Since it last answered.
-        is_retired: It gets no process any more.
+        is_retired: A process has failed to start; no other one is started.
     """
 
     def __init__(self, index: int, device: SlotDevice, log_dir: Path) -> None:
         self.index = index
         self.device = device
         self.log = log_dir / f"slot_{index}.log"
-        self.task: Task | None = None
-        self.is_ready = False
-        self.is_fresh = True
-        self.started_s = 0.0
-        self.num_failed_starts = 0
         self.is_retired = False
         self._process: tuple[Child, Frames] | None = None
         make_log(self.log)
@@ -107,60 +104,54 @@ class Slot:
     def __str__(self) -> str:
         return f"slot {self.index} on {self.device}"
 
-    @property
-    def pid(self) -> int | None:
-        """Of its process; None where it has none."""
-        return self._process[0].pid if self._process else None
+    def start(self, app: bytes, environment: Mapping[str, str]) -> None:
+        """Starts a process unless one lives, and waits until it takes clients.
 
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Starts a process, which says "hello" when it can be sent to."""
+        Raises:
+            SlotEnded: It has ended, as where its device does not work.
+            SetupError: It cannot load the app.
+        """
+        if self._process is not None:
+            if not self._process[0].has_ended():
+                return
+            logger.warning("%s while it waited; a new process is started", self.end())
         arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
         child = Child(str(self), _PROGRAM, self.log, environment, arguments)
-        self._process = child, Frames(child.connection, _SEND_LIMIT_S)
-        self.is_ready, self.is_fresh, self.started_s = False, True, time.monotonic()
+        self._process = child, Frames(child.connection)
+        kind, *error = self.call(self.device.kind, sys.argv, app)
+        if kind == "unloadable":
+            raise SetupError(
+                f"{self} cannot load the clients' functions: {error[0]}\n{read_tail(self.log)}",
+                hint="Modules that they use must be importable in a process of their own, without the script.",
+            )
 
-    def send(self, *fields: Any) -> None:
-        """Sends to the process. One that has ended, or does not read and is killed, shows that by its descriptors."""
+    def call(self, *fields: Any) -> tuple[Any, ...]:
+        """Sends to the process and waits for its answer; raises SlotEnded where it has ended, or is of no use."""
         assert self._process is not None
         child, frames = self._process
-        try:
+        with suppress(OSError):  # It ended while it was sent to.
             frames.send(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            if not child.has_ended(_END_S):
-                child.kill("it does not read")
+            while (messages := frames.receive()) is not None:
+                if messages:
+                    # Safe to unpickle: it comes from our own child, which runs the same user's code.
+                    answer: tuple[Any, ...] = pickle.loads(messages[0])
+                    if answer[0] != "unusable":
+                        return answer
+                    child.kill(answer[1])
+        raise SlotEnded(self.end())
 
-    def give(self, task: Task) -> None:
-        """Lets the process work on a task, pickled only now: all clients' arrays may be more than the memory."""
-        self.task, record = task, task.record
-        record.slot, record.device, record.begin_s = self.index, str(self.device), time.monotonic()
-        record.attempts += 1
-        task.is_first, self.is_fresh = self.is_fresh, False
-        self.send(task.message, task.context)
+    def kill(self, because: str) -> None:
+        """Kills the process and what it has started; whoever waits for its answer gets SlotEnded."""
+        if self._process is not None:
+            self._process[0].kill(because)
 
-    def descriptors(self) -> list[int]:
-        """They are readable when there is something to `receive`, or the process has ended."""
-        return [self._process[1].fileno(), self._process[0].pid_descriptor] if self._process else []
-
-    def receive(self) -> list[tuple[Any, ...]] | None:
-        """What the process has said by now; None = it has ended, or is about to."""
-        assert self._process is not None
-        child, frames = self._process
-        has_ended = child.has_ended()  # Asked first: the last message of a process that has ended counts.
-        if not frames.has_more():
-            return None if has_ended else []
-        messages = frames.receive()
-        # Safe to unpickle: it comes from our own child, which runs the same user's code.
-        return None if messages is None else [pickle.loads(data) for data in messages]
-
-    def end(self, because: str = "") -> str:
-        """Kills the process and what it has started; returns how it ended, in one line."""
-        process, self._process, self.task, self.is_ready = self._process, None, None, False
+    def end(self) -> str:
+        """Kills the process and what it has started, and collects it; returns how it ended, in one line."""
+        process, self._process = self._process, None
         if process is None:
             return ""
         child, frames = process
         if child.is_mine():
-            if because:
-                child.kill(because)
             child.collect()
         frames.close()
         os.close(child.pid_descriptor)
@@ -168,10 +159,10 @@ class Slot:
 
     def place_in_code(self) -> str:
         """The line of the user's code that the process is at; "" where it does not say."""
-        assert self._process is not None
         with suppress(OSError):  # The log was removed.
             before = self.log.read_bytes()
-            send_signal(self._process[0].pid, STACK_SIGNAL)
-            self._process[0].has_ended(_STACK_S)
+            if self._process is not None:
+                send_signal(self._process[0].pid, STACK_SIGNAL)
+                self._process[0].has_ended(_STACK_S)
             return place_of(main_frames(self.log.read_bytes()[len(before) :].decode(errors="replace")))
         return ""

@@ -12,11 +12,10 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.option import check_count, check_share
+from unsloth_multigpu.federated.option import check
 
 # Flower's defaults are 2: with one client it would wait without end for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-_FRACTIONS = ("fraction_train", "fraction_evaluate")
 # Their clients have to clip with one of Flower's mods, which the ClientApp of a train_fn has not.
 _WITH_MODS = (
     flower.DifferentialPrivacyClientSideFixedClipping,
@@ -31,8 +30,7 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
         ConfigError: It is neither, settings do not go with it, or clients would have to clip their updates: with the
             noise alone a client's data would not be hidden.
     """
-    if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"strategy_kwargs={settings!r} is no mapping.", hint="Pass a dict.")
+    check(isinstance(settings, Mapping | None), "strategy_kwargs", settings, "a dict")
     if isinstance(strategy, str):
         strategy = make_strategy(strategy, settings or {})
     elif not isinstance(strategy, Strategy):
@@ -65,49 +63,29 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
         ConfigError: No such strategy; an argument that it does not know, that is missing or that it refuses; "fedprox"
             without `proximal_mu`, which would be FedAvg.
     """
-    kinds = strategy_names()
+    classes = {key.lower(): getattr(flower, key) for key in flower.__all__}
+    kinds = {n: k for n, k in classes.items() if issubclass(k, Strategy) and not inspect.isabstract(k)}
     kind = kinds.get(name.lower().replace("-", "").replace("_", ""))
     if kind is None:
         raise ConfigError(
             f"strategy={name!r}; expected one of {', '.join(sorted(kinds))}.",
             hint="Change strategy, or pass an object of a class of flwr.serverapp.strategy.Strategy.",
         )
-    arguments = _checked_settings(name, kind, settings)
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
+    if "proximal_mu" in accepted and "proximal_mu" not in arguments:
+        raise ConfigError(
+            f"strategy={name!r} needs 'proximal_mu' in strategy_kwargs.", hint="Without it, use 'fedavg'."
+        )
     try:
         # Each case that Flower warns of here was asked for, or is an error above.
         with quiet_flower(logging.ERROR):
-            return kind(**arguments)
+            return kind(**arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"strategy={name!r} refuses its arguments: {error}", hint="Change strategy_kwargs."
+            f"strategy={name!r} refuses its arguments: {error}",
+            hint=f"Change strategy_kwargs; it takes {', '.join(accepted)}.",
         ) from error
-
-
-def strategy_names() -> dict[str, type[Strategy]]:
-    """Every strategy that this version of Flower has, by its name in lower case."""
-    found = {name.lower(): getattr(flower, name) for name in flower.__all__}
-    return {
-        n: k for n, k in found.items() if inspect.isclass(k) and issubclass(k, Strategy) and not inspect.isabstract(k)
-    }
-
-
-def _checked_settings(name: str, kind: type[Strategy], settings: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
-    needed = {key for key, parameter in accepted.items() if parameter.default is parameter.empty}
-    if "proximal_mu" in accepted:
-        needed.add("proximal_mu")  # Without it the strategy would be FedAvg.
-    unknown, missing = arguments.keys() - accepted.keys(), needed - arguments.keys()
-    if unknown or missing:
-        wrong = f"does not know {min(unknown)!r}" if unknown else f"needs {min(missing)!r}"
-        raise ConfigError(f"strategy={name!r} {wrong} in strategy_kwargs.", hint=f"It takes {', '.join(accepted)}.")
-    for key in _FRACTIONS:
-        if key in arguments:
-            check_share(f"strategy_kwargs[{key!r}]", arguments[key])
-    # 0 nodes are what Flower itself sets for a fraction of 0.
-    for key in [key for key in _LEAST_NODES if arguments.get(key, 0) != 0]:
-        check_count(f"strategy_kwargs[{key!r}]", arguments[key])
-    return arguments
 
 
 def layers_of(strategy: Strategy) -> Iterator[Strategy]:
@@ -136,7 +114,7 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
             if isinstance(value, int) and value > num_clients:
                 raise ConfigError(
                     f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait forever.",
-                    hint=f"Set {name} to {num_clients} or less.",
+                    hint=f"Set {name} to {num_clients} or less, or use more clients.",
                 )
 
 
@@ -162,12 +140,18 @@ def weight_key(strategy: Strategy) -> str:
     return next((key for key in keys if isinstance(key, str)), "num-examples")
 
 
+def has_state(value: Any) -> bool:
+    """Whether it can be saved and restored as torch's modules are, like an accountant of privacy."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 def describe(strategy: Strategy) -> dict[str, Any]:
-    """Class and plain settings of a strategy and of what it wraps, to be compared when a training resumes."""
+    """Class, plain settings and stateful parts of a strategy and of what it wraps: the same when a training resumes."""
     described: dict[str, Any] = {}
     name_of_layer = "strategy"
     for layer in layers_of(strategy):
         described[name_of_layer] = type(layer).__name__
+        described[f"parts of {name_of_layer}"] = sorted(name for name, value in vars(layer).items() if has_state(value))
         accepted = inspect.signature(type(layer)).parameters
         for name, value in vars(layer).items():
             if name in accepted and isinstance(value, int | float | str):

@@ -1,35 +1,56 @@
-"""Training over any grid of Flower: resumes from a saved round, runs the rounds, keeps what came out."""
+"""A federated training over any grid of Flower: Flower's strategy decides, each round can be repeated and resumed."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+# Strategies raise it where replies do not fit. Flower exports it from this module only.
+from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.federated.adapters import layout_of, save_adapter
-from unsloth_multigpu.federated.aggregation import to_tensor
-from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app, to_metrics
-from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, read_round
-from unsloth_multigpu.federated.client import ClientModel
-from unsloth_multigpu.federated.option import FitOptions, check_callable
-from unsloth_multigpu.federated.report import FederatedResult, write_rounds
-from unsloth_multigpu.federated.rounds import Rounds, Slots
+from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
+from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
+from unsloth_multigpu.federated.apps import (
+    LAYOUT,
+    RESIDUAL,
+    EvaluateFunction,
+    TrainFunction,
+    make_client_app,
+    to_metrics,
+)
+from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
+from unsloth_multigpu.federated.client import ClientModel, client_seed
+from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
+from unsloth_multigpu.federated.report import (
+    FederatedReport,
+    FederatedResult,
+    RoundReport,
+    device_reports,
+    write_rounds,
+)
 from unsloth_multigpu.federated.strategy import (
     check_strategy,
     checked_strategy,
     describe,
+    has_server_optimizer,
     is_weighted_mean,
+    quiet_flower,
+    weight_key,
 )
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import get_logger
 
 _log = get_logger(__name__)
@@ -37,19 +58,18 @@ ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
 LoraAggregation = Literal["mean", "project", "exact"]
 # Loading a base model may take longer than a round of small clients.
 _LEAST_TIMEOUT_S = 300.0
+# A wait for nodes is logged after the first time, and then each time that the second one has passed.
+_FIRST_LINE_S, _NEXT_LINE_S = 5.0, 60.0
 
 
 class ServerPlan:
-    """What `create_multigpu_flower_server` was asked for, checked.
+    """What `create_multigpu_flower_server` was asked for.
 
     Attributes:
         client_app: Flower's half for the clients.
-        evaluates: Whether clients evaluate.
+        new_strategy: A fresh strategy where it has a name; an object is the user's, with the state that it has.
         description: Settings of the strategy as it was given: one that changes its own has others after a round.
         device: Of the model that the server itself evaluates.
-
-    Raises:
-        ConfigError: The functions, the model or the strategy cannot be used.
     """
 
     def __init__(
@@ -57,40 +77,27 @@ class ServerPlan:
         server_id: str,
         model_builder: Callable[[], nn.Module],
         train_fn: TrainFunction,
-        evaluate_fn: EvaluateFunction | None,
+        evaluate_fn: EvaluateFunction | None = None,
         *,
-        strategy: str | Strategy,
-        strategy_kwargs: Mapping[str, Any] | None,
-        lora_aggregation: LoraAggregation,
-        seed: int,
-        device: str,
+        strategy: str | Strategy = "fedavg",
+        strategy_kwargs: Mapping[str, Any] | None = None,
+        lora_aggregation: LoraAggregation = "mean",
+        seed: int = 0,
+        device: str = "cpu",
     ) -> None:
-        if isinstance(model_builder, nn.Module):
-            raise ConfigError(
-                "model_builder is a model; expected a function that makes one: each process builds its own.",
-                hint="Put the lines that made it into a function, and pass that.",
-            )
-        check_callable("train_fn", train_fn, "model, client")
-        if evaluate_fn is not None:
-            check_callable("evaluate_fn", evaluate_fn, "model, client")
-        kind = checked_strategy(strategy, strategy_kwargs)
-        if lora_aggregation != "mean" and not is_weighted_mean(kind):
-            fact = f"{type(kind).__name__} does not take the example-weighted mean, as FedAvg does"
+        self.new_strategy = functools.partial(checked_strategy, strategy, strategy_kwargs)
+        first = self.new_strategy()
+        if lora_aggregation != "mean" and not is_weighted_mean(first):
+            fact = f"{type(first).__name__} does not take the example-weighted mean, as FedAvg does"
             raise _no_lora_aggregation(lora_aggregation, fact)
         self.server_id = server_id
         self.model_builder = model_builder
         self.client_app = make_client_app(model_builder, train_fn, evaluate_fn, server_id=server_id, seed=seed)
         self.evaluates = evaluate_fn is not None
-        self.description = describe(kind)
+        self.description = describe(first)
         self.lora_aggregation = lora_aggregation
         self.seed = seed
         self.device = torch.device(device)
-        self._strategy = strategy
-        self._strategy_kwargs = dict(strategy_kwargs or {})
-
-    def new_strategy(self) -> Strategy:
-        """A fresh one where it has a name; an object is the user's, with the state that it has."""
-        return checked_strategy(self._strategy, self._strategy_kwargs)
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class Start:
     """What a client says of a freshly built model.
 
     Args:
-        layout: Names and shapes of what does not travel.
+        layout: Names and shapes of its tensors, see `adapters.layout_of`.
         adapter_config: For `save_adapter`; "" where the model has no adapter.
         frozen: Parts of the adapter that are not trained.
         buffers: Names of arrays that are no parameters.
@@ -113,90 +120,233 @@ class Start:
     obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The global state after a training.
+class Training:
+    """Flower's loop of rounds: the same clients in every repetition, replies in the order of the clients.
+
+    Random numbers are seeded while clients are drawn. While results are aggregated they are not: noise for differential
+    privacy that a known seed makes again would hide nothing.
 
     Args:
-        residual: What exact aggregation of LoRA left in addition to the arrays, for the original base weights.
+        grid: Where the clients are.
+        start: Of an earlier training of the same plan, so that no client has to be asked again.
+
+    Attributes:
+        arrays: The global arrays now.
+        residual: What clients add to their original base weights, under exact aggregation of LoRA.
+        start: What a client said of its model, once one was asked.
     """
 
-    arrays: ArrayRecord
-    residual: ArrayRecord | None
-    start: Start
+    def __init__(
+        self,
+        plan: ServerPlan,
+        grid: Grid,
+        num_clients: int,
+        options: FitOptions,
+        *,
+        server_evaluate: ServerEvaluate | None = None,
+        start: Start | None = None,
+    ) -> None:
+        self.arrays = ArrayRecord()
+        self.residual: ArrayRecord | None = None
+        self.start = start
+        self._plan, self._grid, self._num_clients, self._options = plan, grid, num_clients, options
+        self._folder = None if options.output_dir is None else Path(options.output_dir)
+        self._strategy = plan.new_strategy()
+        check_strategy(self._strategy, num_clients)
+        # What a grid of slots knows beyond Flower's grid.
+        self._slots: Any = grid if hasattr(grid, "devices_of_slots") else None
+        self._devices: Sequence[str] = getattr(grid, "devices_of_slots", ())
+        self._server_evaluate = server_evaluate
+        self._model = ClientModel(plan.model_builder, plan.seed)
+        self._reports: list[RoundReport] = []
+        self._first_metrics: Mapping[str, Any] | None = None
+        self._failures: list[str] = []
+        self._facts = {"server_id": plan.server_id, "num_clients": num_clients, "seed": plan.seed}
+        self._facts |= {"lora_aggregation": plan.lora_aggregation, **plan.description}
+        self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The travelling tensors, copies on the CPU."""
-        return _tensors(self.arrays)
+    def run(self) -> FederatedResult:
+        """Trains from the first weights, or on from a saved round, up to and with the last round.
 
-    def save(self, folder: Path) -> None:
-        """Writes a PEFT adapter, or model.safetensors; raises OSError where the disk is full or fails."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.start.adapter_config:
-            # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
-            same = [name for name in self.start.buffers if self.arrays[name] == self.start.arrays.get(name)]
-            state = {name: value for name, value in self.state_dict().items() if name not in same}
-            save_adapter(folder, state | _tensors(self.start.frozen), self.residual, self.start.adapter_config)
-            return
-        from safetensors.torch import save_file
+        Raises:
+            ConfigError: Something does not fit the model or the folder.
+            ResumeError: The saved round belongs to another training.
+            FederatedError: A round cannot be finished.
+            OSError: A round cannot be saved.
+        """
+        begin_s, options, folder = time.monotonic(), self._options, self._folder
+        with nullcontext() if folder is None else open_folder(folder, options.resume) as newest:
+            saved = read_round(newest, self._facts, options.num_rounds) if newest else None
+            if self.start is None:
+                self.start = ask_for_start(self._grid, max(1, len(self._devices)), options.round_timeout_s)
+            if reasons := self.start.obstacles.get(self._plan.lora_aggregation):
+                raise _no_lora_aggregation(self._plan.lora_aggregation, reasons[0])
+            self.arrays = self.start.arrays
+            if saved is not None:
+                self._resume(saved, self.start)
+                _log.info("resumes after round=%d of %s", saved.server_round, newest)
+            if folder is not None:
+                write_rounds(folder, self._reports, must_append=False)
+            if self._slots is not None:
+                self._slots.records = []  # Asking for the first weights belongs to no round.
+            startup_s = time.monotonic() - begin_s
+            with quiet_flower():
+                if self._first_metrics is None:
+                    self._first_metrics = self._evaluated(0)
+                for number in range(len(self._reports) + 1, options.num_rounds + 1):
+                    self._reports.append(self._round(number, self.start))
+                    if folder is not None:
+                        self._save(folder, self.start)
+                    _log.info("%s", " ".join(f"{name}={text}" for name, text in self._reports[-1].row().items()))
+        return self._result(startup_s)
 
-        save_file(self.state_dict(), folder / "model.safetensors")
+    def _resume(self, saved: SavedRound, start: Start) -> None:
+        if difference := layout_difference(start.layout, saved.layout):
+            raise ResumeError(
+                f"round {saved.server_round} is of another model: {difference}.",
+                hint="Use the model_builder of the training that stopped.",
+            )
+        self.arrays, self.residual = saved.arrays, saved.residual
+        self._reports, self._first_metrics = list(saved.reports), saved.first_metrics
+        saved.restore(self._strategy)
 
-
-def train(
-    plan: ServerPlan,
-    grid: Grid,
-    num_clients: int,
-    options: FitOptions,
-    *,
-    slots: Slots | None = None,
-    server_evaluate: ServerEvaluate | None = None,
-    start: Start | None = None,
-) -> tuple[FederatedResult, Trained, Start]:
-    """Trains over any grid of Flower.
-
-    Args:
-        slots: The grid, if it is this package's own.
-        start: What an earlier call returned, so that no client has to be asked again.
-
-    Raises:
-        ConfigError: Something does not fit the strategy, the model or the folder.
-        ResumeError: The saved round belongs to another training.
-        FederatedError: A round cannot be finished.
-    """
-    begin_s, strategy = time.monotonic(), plan.new_strategy()
-    check_strategy(strategy, num_clients)
-    facts = _facts(plan, num_clients, options)
-    output_dir = None if options.output_dir is None else Path(options.output_dir)
-    with nullcontext() if output_dir is None else open_folder(output_dir, options.resume) as folder:
-        saved = read_round(folder, facts, options.num_rounds) if folder else None
-        if start is None:
-            start = ask_for_start(grid, len(slots.devices_of_slots) if slots else 1, options.round_timeout_s)
-        if reasons := start.obstacles.get(plan.lora_aggregation):
-            raise _no_lora_aggregation(plan.lora_aggregation, reasons[0])
-        if saved is not None:
-            check_same_model(saved, start)
-            saved.restore(strategy)
-            _log.info("resumes after round=%d of %s", saved.server_round, folder)
-        if output_dir is not None:
-            write_rounds(output_dir, saved.reports if saved else [], must_append=False)
-        if slots is not None:
-            slots.records = []  # Asking for the first weights belongs to no round.
-        evaluate = server_evaluator(plan, server_evaluate) if server_evaluate else None
-        rounds = Rounds(
-            plan,
-            options,
-            start,
-            grid,
-            num_clients,
-            strategy,
-            facts=facts,
-            evaluate=evaluate,
-            saved=saved,
-            slots=slots,
+    def _result(self, startup_s: float) -> FederatedResult:
+        reports = tuple(self._reports)
+        train, evaluate, server = (
+            {report.server_round: MetricRecord(dict(m)) for report in reports if (m := getattr(report, name))}
+            for name in ("train_metrics", "evaluate_metrics", "server_metrics")
         )
-        result = rounds.run(startup_s=time.monotonic() - begin_s)
-        return result, Trained(rounds.arrays, rounds.residual, start), start
+        if self._first_metrics:
+            server = {0: MetricRecord(dict(self._first_metrics)), **server}
+        return FederatedResult(
+            Result(self.arrays, train, evaluate, server),
+            FederatedReport(self._plan.server_id, self._num_clients, len(self._devices), startup_s, reports),
+        )
+
+    def _round(self, number: int, start: Start) -> RoundReport:
+        begin_s, self._failures = time.monotonic(), []
+        found = self._train(number, start)
+        if self._plan.evaluates and (replies := self._ask("evaluate", number, start)):
+            with self._named(number, "aggregate_evaluate"):
+                found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
+        found["server_metrics"] = self._evaluated(number)
+        if self._slots is not None:
+            records, self._slots.records = self._slots.records, []
+            found["devices"] = device_reports(self._devices, records)
+            again = [record for record in records if record.attempts > 1 and not record.error]
+            self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
+        return RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
+
+    def _train(self, number: int, start: Start) -> dict[str, Any]:
+        """The clients' training, aggregated as the strategy does; returns what is to be reported of it."""
+        replies = self._ask("train", number, start)
+        contents = [reply.content for reply in replies if reply.has_content()]
+        # Records of their own: some strategies use replies up.
+        kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
+        weights = [weight_of(content, weight_key(self._strategy)) for content in contents]
+        with self._named(number, "aggregate_train"):
+            arrays, metrics = self._strategy.aggregate_train(number, replies)
+        found: dict[str, Any] = {"num_examples": 0, "train_metrics": dict(metrics or {})}
+        if arrays is None:
+            if contents:
+                name = type(self._strategy).__name__
+                self._failures.append(f"{name} used no reply: the weights stay as they were")
+            return found
+        if is_weighted_mean(self._strategy):
+            mode = self._plan.lora_aggregation
+            lora = aggregate_lora(kept, weights, arrays, mode=mode, residual=self.residual)
+            arrays, self.residual, found["lora_remainder"] = lora.arrays, lora.residual, lora.relative_remainder
+        elif has_server_optimizer(self._strategy) and start.buffers:
+            # A server optimizer could step a running variance below zero.
+            arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, start.buffers)})
+        self.arrays = like(arrays, self.arrays)
+        return found | {"num_examples": int(sum(weights))}
+
+    def _ask(self, kind: Kind, number: int, start: Start) -> list[Message]:
+        """Sends the global arrays to the clients that the strategy draws; returns the replies for it."""
+        step, limit_s = f"configure_{kind}", self._options.round_timeout_s
+        limited = LimitedGrid(self._grid, f"round {number}: {type(self._strategy).__name__}.{step}", limit_s)
+        config = ConfigRecord({**(self._options.config or {}), LAYOUT: list(start.layout)})
+        with self._named(number, step), seeded_draws(client_seed(self._plan.seed, number, kind)):
+            messages = list(getattr(self._strategy, step)(number, self.arrays, config, cast(Grid, limited)))
+        messages.sort(key=lambda message: message.metadata.dst_node_id)
+        for message in messages:
+            if self.residual is not None:
+                message.content[RESIDUAL] = self.residual
+        judged, failures = judge(
+            list(self._grid.send_and_receive(messages, timeout=limit_s)),
+            kind,
+            number,
+            num_asked=len(messages),
+            min_success=self._options.min_success,
+            weight_key=weight_key(self._strategy),
+        )
+        self._failures += failures
+        return judged
+
+    def _evaluated(self, number: int) -> dict[str, Any]:
+        """The server's own evaluation, by the user's function."""
+        if self._server_evaluate is None:
+            return {}
+        try:
+            model = self._model.prepare(self.arrays, self.residual, self._plan.device).eval()
+            return dict(to_metrics(self._server_evaluate(model, number), "server_evaluate"))
+        finally:
+            if changed := self._model.release():
+                text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
+                _log.warning(text, changed[0], len(changed) - 1)
+
+    def _save(self, folder: Path, start: Start) -> None:
+        packed, left_out = pack_strategy(self._strategy)
+        first, number = self._first_metrics or {}, len(self._reports)
+        state = (self.arrays, self.residual, start.layout, self._reports, first, packed, self._facts)
+        write_round(folder, SavedRound(number, *state))
+        write_rounds(folder, self._reports[-1:], must_append=True)
+        if left_out and number == 1:
+            _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
+
+    @contextmanager
+    def _named(self, number: int, step: str) -> Iterator[None]:
+        try:
+            yield
+        except AppExitException as error:
+            raise FederatedError(
+                f"round {number}: {type(self._strategy).__name__}.{step}: {error}",
+                hint="Every client must return the same metrics, among them those that the strategy needs.",
+            ) from error
+
+
+class LimitedGrid:
+    """A grid that counts its nodes for a limited time: Flower's strategies wait for nodes without a limit.
+
+    No subclass: it also has what a grid has beyond Flower's.
+
+    Args:
+        what: Who waits, as in "round 2: FedAvg.configure_train".
+    """
+
+    def __init__(self, grid: Grid, what: str, limit_s: float) -> None:
+        self._grid, self._what, self._limit_s = grid, what, limit_s
+        self._begin_s: float | None = None
+        self._next_line_s = _FIRST_LINE_S
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def get_node_ids(self) -> list[int]:
+        """The nodes that are connected; raises FederatedError after the limit, counted from the first call."""
+        node_ids, now_s = list(self._grid.get_node_ids()), time.monotonic()
+        self._begin_s = self._begin_s or now_s
+        if now_s - self._begin_s > self._limit_s:
+            raise FederatedError(
+                f"{self._what} still waits for nodes after {self._limit_s:g} s; {len(node_ids)} are connected.",
+                hint="Start more SuperNodes, or lower num-clients or the strategy's min_train_nodes, "
+                "min_evaluate_nodes and min_available_nodes.",
+            )
+        if now_s - self._begin_s > self._next_line_s:
+            _log.info("%s waits for nodes: connected=%d", self._what, len(node_ids))
+            self._next_line_s += _NEXT_LINE_S
+        return node_ids
 
 
 def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
@@ -214,7 +364,11 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
     replies = list(grid.send_and_receive(messages, timeout=limit_s))
     for reply in replies:
         if reply.has_content():
-            return _start_of(reply.content)
+            records, facts = reply.content.array_records, dict(reply.content.config_records["config"])
+            no_product, no_fold = (cast(list[str], facts.pop(name)) for name in ("not-projectable", "not-foldable"))
+            obstacles = {"project": no_product, "exact": [*no_product, *no_fold]}
+            known: dict[str, Any] = {name.replace("-", "_"): value for name, value in facts.items()}
+            return Start(records["arrays"], frozen=records["frozen"], obstacles=obstacles, **known)
     reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
     raise FederatedError(
         f"no client could build its model: {reason}",
@@ -222,62 +376,27 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
     )
 
 
-def check_same_model(saved: SavedRound, start: Start) -> None:
-    """Raises ResumeError, naming a tensor, where a saved round is not one of the clients' model."""
-    before, now = (_shapes(state.arrays) | layout_of(state.layout) for state in (saved, start))
-    for name in [*before, *now]:
-        if before.get(name) != now.get(name):
-            raise ResumeError(
-                f"round {saved.server_round} has {name} of shape {before.get(name)}, the model of model_builder has "
-                f"{now.get(name)}.",
-                hint="Use the model_builder of the training that stopped.",
-            )
-
-
-def _tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+def tensors_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
     """Copies; safetensors wants them contiguous, and a transposed parameter is not."""
     contiguous = torch.contiguous_format
     return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
 
 
-def _shapes(arrays: ArrayRecord) -> dict[str, str]:
-    return {name: str(tuple(array.shape)) for name, array in arrays.items()}
+def save_model(training: Training, folder: Path) -> None:
+    """Writes a PEFT adapter, or model.safetensors; raises OSError where the disk is full or fails."""
+    from safetensors.torch import save_file
 
-
-def _start_of(content: RecordDict) -> Start:
-    config: Mapping[str, Any] = content.config_records["config"]
-    return Start(
-        content.array_records["arrays"],
-        config["frozen-layout"],
-        config["adapter-config"],
-        content.array_records.get("adapter-frozen", ArrayRecord()),
-        config["buffers"],
-        {"project": config["not-projectable"], "exact": [*config["not-projectable"], *config["not-foldable"]]},
-    )
-
-
-def server_evaluator(
-    plan: ServerPlan, evaluate: ServerEvaluate
-) -> Callable[[int, ArrayRecord, ArrayRecord | None], MetricRecord]:
-    """Lets the server evaluate the global model itself, by the user's function."""
-    model = ClientModel(plan.model_builder, plan.seed)
-
-    def evaluate_round(server_round: int, arrays: ArrayRecord, residual: ArrayRecord | None) -> MetricRecord:
-        try:
-            prepared = model.prepare(arrays, residual, plan.device).eval()
-            return to_metrics(evaluate(prepared, server_round), "server_evaluate")
-        finally:
-            if changed := model.release():
-                text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
-                _log.warning(text, changed[0], len(changed) - 1)
-
-    return evaluate_round
-
-
-def _facts(plan: ServerPlan, num_clients: int, options: FitOptions) -> dict[str, Any]:
-    facts = {"server_id": plan.server_id, "num_clients": num_clients, "seed": plan.seed}
-    facts |= {"lora_aggregation": plan.lora_aggregation, **plan.description}
-    return facts | {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
+    start = training.start
+    assert start is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = tensors_of(training.arrays)
+    if not start.adapter_config:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
+    same = [name for name in start.buffers if training.arrays[name] == start.arrays.get(name)]
+    state = {name: value for name, value in tensors.items() if name not in same}
+    save_adapter(folder, state | tensors_of(start.frozen), training.residual, start.adapter_config)
 
 
 def _no_lora_aggregation(mode: str, reason: str) -> ConfigError:

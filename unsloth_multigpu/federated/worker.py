@@ -56,11 +56,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # The server reads the log as UTF-8, whatever the locale here.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    _send(frames, "hello")
-    kind, sys.argv[:], packed = pickle.loads(_receive(frames))
-    app = _start(frames, kind, packed)
+    kind, sys.argv[:], packed = _receive(frames)
+    app = _load(frames, kind, packed)
     while True:
-        _send(frames, *run_client(app, kind, *pickle.loads(_receive(frames))))
+        _send(frames, *run_client(app, kind, *_receive(frames)))
 
 
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
@@ -70,7 +69,7 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
         "done", the reply and the most bytes; "failed", the error in one line and its traceback; "unusable" and a line.
     """
     device = None if kind == "cpu" else getattr(torch, kind)
-    outcome = Outcome()
+    outcome, check = Outcome(), Outcome()
     with outcome:
         if device is not None:
             # What the client before left (a Trainer is a reference cycle, torch caches freed memory) is not this one's.
@@ -84,7 +83,6 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
     assert outcome.error is not None
     lines = "".join(traceback.format_exception(outcome.error))
     outcome.error.__traceback__ = None  # Its frames hold the client's tensors.
-    check = Outcome()
     with check:
         check_device(kind)
     if check.error is not None:
@@ -94,12 +92,7 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
 
 
 def check_device(kind: str) -> None:
-    """Computes something on the slot's device.
-
-    Raises:
-        SetupError: There is none, or more than one.
-        RuntimeError: It does not work.
-    """
+    """Computes something on the slot's device; an error where there is none, more than one, or it does not work."""
     if kind == "cpu":
         return
     num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -108,7 +101,7 @@ def check_device(kind: str) -> None:
     torch.ones(8, device=kind).sum().item()
 
 
-def _start(frames: Frames, kind: str, packed: bytes) -> ClientApp:
+def _load(frames: Frames, kind: str, packed: bytes) -> ClientApp:
     """Loads the app; a process that cannot says why, and ends."""
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -130,10 +123,10 @@ def _send(frames: Frames, *fields: Any) -> None:
     frames.send(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
 
 
-def _receive(frames: Frames) -> bytearray:
+def _receive(frames: Frames) -> Any:
     while (messages := frames.receive()) is not None:
         if messages:
-            return messages[0]
+            return pickle.loads(messages[0])
     return _end_process_group()
 
 

@@ -38,7 +38,7 @@ def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device
 
 
 def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy on `device`, with the same weights, hooks and settings.
+    """A deep copy on `device`, with the same weights and settings.
 
     Raises:
         SetupError: Something in the model cannot be copied, or moved.
@@ -54,17 +54,14 @@ def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
     for module in replica.modules():
         for attribute, value in list(vars(module).items()):
             if isinstance(value, (FunctionType, MethodType)):
-                vars(module)[attribute] = _rebound(value, copies, set())
+                vars(module)[attribute] = _rebound(value, copies)
     pairs = list(zip(model.parameters(), replica.parameters(), strict=True))
-    if any(mine is its or its.device != device or its.shape != mine.shape for mine, its in pairs):
-        raise SetupError(f"{name} cannot be copied to {device}: some weights are shared or stay behind.", hint=HINT)
-    for mine, its in pairs:
-        for hook in (mine._backward_hooks or {}).values():
-            its.register_hook(_rebound(hook, copies, set()))
+    if any(mine is its or its.device != device or mine._backward_hooks for mine, its in pairs):
+        raise SetupError(f"{name} cannot be copied to {device}: some weights are shared or have hooks.", hint=HINT)
     return replica
 
 
-def _rebound(value: Any, copies: dict[int, Any], seen: set[int]) -> Any:
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
     """A function that calls the copies where `value` calls what they were copied from.
 
     deepcopy() leaves functions as they are, and with them the modules and methods in their closures: TRL's SFTTrainer
@@ -73,20 +70,13 @@ def _rebound(value: Any, copies: dict[int, Any], seen: set[int]) -> Any:
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, MethodType):
-        function = _rebound(value.__func__, copies, seen)
-        owner = copies.get(id(value.__self__), value.__self__)
-        is_same = function is value.__func__ and owner is value.__self__
-        return value if is_same else MethodType(function, owner)
-    if not isinstance(value, FunctionType) or not value.__closure__ or id(value) in seen:
+        return MethodType(_rebound(value.__func__, copies), copies.get(id(value.__self__), value.__self__))
+    if not isinstance(value, FunctionType) or not value.__closure__:
         return value
-    seen.add(id(value))  # A function may hold itself.
-    try:
-        held = [cell.cell_contents for cell in value.__closure__]
-    except ValueError:
-        return value  # A cell is empty: it is still being defined.
-    found = [_rebound(content, copies, seen) for content in held]
-    if all(new is old for new, old in zip(found, held, strict=True)):
-        return value
+    # Each function once: it may hold itself.
+    copies[id(value)] = value
+    contents = [cell.cell_contents for cell in value.__closure__]
+    found = [copies[id(one)] if id(one) in copies else _rebound(one, copies) for one in contents]
     cells = tuple(CellType(content) for content in found)
     function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
     function.__kwdefaults__ = value.__kwdefaults__

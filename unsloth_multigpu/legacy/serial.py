@@ -7,11 +7,9 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +19,7 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.replicas import persistent_buffers
-from unsloth_multigpu.legacy.replica import (
-    HINT,
-    check_gradients,
-    copy_of,
-    find_devices,
-    take_gradients,
-)
-from unsloth_multigpu.legacy.shard import count_rows, cut_rows, shard_factors
+from unsloth_multigpu.legacy.replica import HINT, check_gradients, copy_of, find_devices, take_gradients
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -39,21 +30,6 @@ from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Some rows of a micro-batch.
-
-    Args:
-        inputs: As the micro-batch's, with these rows alone.
-        device: Of the replica that computes it.
-        factor: What its loss is multiplied by, so that losses and gradients of all shards add up to the micro-batch's.
-    """
-
-    inputs: Any
-    device: torch.device
-    factor: float = 1.0
 
 
 class SerialTrainer(Part):
@@ -71,7 +47,6 @@ class SerialTrainer(Part):
 
     Attributes:
         moved_bytes: Gradients to the CPU and back, and weights to the replicas.
-        num_steps: Optimizer steps of this training, without those before a checkpoint that it resumes from.
         report: Figures of the training, once it is over; None where one device had nothing to cut.
     """
 
@@ -81,18 +56,16 @@ class SerialTrainer(Part):
         self.trainer = trainer
         self.config = config
         self.moved_bytes = 0
-        self.num_steps = 0
         self.report: RunReport | None = None
         self._devices: list[torch.device] = []
         self._replicas: list[nn.Module] = []
         self._reduction: LossReduction | None = None
-        self._shard: Shard | None = None
+        # Device and factor of the shard that is computed now.
+        self._shard: tuple[torch.device, float] | None = None
         self._is_weighed = False
-        self._told: set[str] = set()
-        self._num_samples = 0
         # The trainer's own `compute_loss`.
         self._loss: Callable[..., Any] = trainer.compute_loss
-        self._num_shards = 0
+        self._num_steps = self._num_samples = self._num_shards = 0
 
     def run(self, original_train: Callable[[], Any]) -> Any:
         """Runs `original_train` on all devices, and returns what it returns.
@@ -115,7 +88,7 @@ class SerialTrainer(Part):
         start = time.monotonic()
         with Loop(trainer, [self]).steering():
             result = original_train()
-        counts = (self.num_steps, self._num_samples, self._num_shards)
+        counts = (self._num_steps, self._num_samples, self._num_shards)
         self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
         logger.info("legacy serial path: %s", self.report.summary("moved {:.1f} MB to and from the replicas"))
         return result
@@ -139,21 +112,16 @@ class SerialTrainer(Part):
         self.send_weights()
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self.num_steps += 1
+        self._num_steps += 1
 
     def send_weights(self) -> None:
         """Gives the copies the model's trained weights, and the buffers that a checkpoint would keep."""
         for replica in self._replicas[1:]:
-            for source, target in zip(self._replicas[0].parameters(), replica.parameters(), strict=True):
-                if source.requires_grad or target.requires_grad:
-                    self._send(source, target)
-                    target.requires_grad_(source.requires_grad)
-            for buffer, its in zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True):
-                self._send(buffer, its)
-
-    def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        target.data.copy_(source.data)
-        self.moved_bytes += num_bytes(source)
+            trained = zip(self._replicas[0].parameters(), replica.parameters(), strict=True)
+            buffers = zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True)
+            for source, target in [*(pair for pair in trained if pair[0].requires_grad), *buffers]:
+                target.data.copy_(source.data)
+                self.moved_bytes += num_bytes(source)
 
     def _training_step(
         self, original: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
@@ -166,8 +134,18 @@ class SerialTrainer(Part):
         total: list[torch.Tensor | None] = [None] * len(parameters)
         losses = []
         # Fewer rows than replicas are fewer shards.
-        for replica, shard in zip(self._replicas, self._cut(inputs), strict=False):
-            loss = self._run_shard(functools.partial(original, replica, shard.inputs, *args, **kwargs), shard)
+        for replica, device, (shard, factor) in zip(self._replicas, self._devices, self._cut(inputs), strict=False):
+            self._shard, self._is_weighed = (device, factor), False
+            try:
+                # Kernels written in Triton run on the current device, wherever their tensors are.
+                with getattr(torch, device.type).device(device) if device.type in KINDS else nullcontext():
+                    loss = original(replica, shard, *args, **kwargs)
+            finally:
+                self._shard = None
+            if not self._is_weighed:
+                name = type(self.trainer).__name__
+                raise SetupError(f"{name}.training_step() calls no compute_loss(): shards have no weight.", hint=HINT)
+            self._num_shards += 1
             gradients = take_gradients(replica)
             check_gradients(gradients, [p for p in parameters if p.grad is not None])
             total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
@@ -176,34 +154,17 @@ class SerialTrainer(Part):
             parameter.grad = before if added is None else self._put_back(parameter, before, added)
         return torch.stack(losses).sum()
 
-    def _run_shard(self, step: Callable[[], torch.Tensor], shard: Shard) -> torch.Tensor:
-        device = shard.device
-        self._shard, self._is_weighed = shard, False
-        try:
-            # Kernels written in Triton run on the current device, wherever their tensors are.
-            with getattr(torch, device.type).device(device) if device.type in KINDS else nullcontext():
-                loss = step()
-        finally:
-            self._shard = None
-        if not self._is_weighed:
-            raise SetupError(
-                f"{type(self.trainer).__name__}.training_step() calls no compute_loss(): shards cannot be weighed.",
-                hint=HINT,
-            )
-        self._num_shards += 1
-        return loss
-
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
         """`Trainer.compute_loss`: on the shard's device, multiplied by the shard's factor."""
         from accelerate.utils import send_to_device
 
-        shard = self._shard
-        if shard is None:  # An evaluation.
+        if self._shard is None:  # An evaluation.
             return original(model, inputs, *args, **kw)
         self._is_weighed = True
-        inputs, args, kw = send_to_device((inputs, args, kw), shard.device)
+        device, factor = self._shard
+        inputs, args, kw = send_to_device((inputs, args, kw), device)
         result = original(model, inputs, *args, **kw)
-        return (result[0] * shard.factor, *result[1:]) if isinstance(result, tuple) else result * shard.factor
+        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
     def _added(self, total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """A sum on the CPU, of float32 at least."""
@@ -218,20 +179,19 @@ class SerialTrainer(Part):
         self.moved_bytes += num_bytes(gradient)
         return gradient if before is None else before.add_(gradient)
 
-    def _cut(self, inputs: Any) -> list[Shard]:
+    def _cut(self, inputs: Any) -> list[tuple[Any, float]]:
+        """Shards of rows, each with what its loss is multiplied by, so that losses and gradients add up."""
         rows = count_rows(inputs)
         self._num_samples += rows
         if rows == 1:
-            self._tell("a micro-batch of one row cannot be cut: the model computes it alone")
-            return [Shard(inputs, self._devices[0])]
+            return [(inputs, 1.0)]
         pieces = cut_rows(inputs, min(rows, len(self._devices)))
-        self._reduction = scale = self._reduction or self._find_reduction()
-        weighed = [(piece, self._weight(scale, piece)) for piece in pieces]
+        self._reduction = reduction = self._reduction or self._find_reduction()
+        weighed = [(piece, self._weight(reduction, piece)) for piece in pieces]
         # A shard without a label adds nothing, and its mean would be no number.
-        pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
-        if not pieces:
-            return [Shard(inputs, self._devices[0])]
-        return [Shard(*facts) for facts in zip(pieces, self._devices, shard_factors(weights, scale), strict=False)]
+        weighed = [(piece, weight) for piece, weight in weighed if weight]
+        factors = shard_factors([weight for _, weight in weighed], reduction)
+        return [(piece, factor) for (piece, _), factor in zip(weighed, factors, strict=True)] or [(inputs, 1.0)]
 
     def _find_reduction(self) -> LossReduction:
         """Of the loss, as its class declares it or the user says it."""
@@ -250,30 +210,62 @@ class SerialTrainer(Part):
         counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
         return weight_of(piece, counted) if reduction.is_token_normalised else reduction.weight(piece)
 
-    def _tell(self, fact: str) -> None:
-        if fact not in self._told:
-            self._told.add(fact)
-            logger.warning("legacy serial path: %s", fact)
+
+def count_rows(inputs: Any) -> int:
+    """Rows of a micro-batch; raises SetupError where it cannot be cut."""
+    lengths = {_length(value) for value in inputs.values()} - {None} if isinstance(inputs, Mapping) else set()
+    if len(lengths) != 1 or 0 in lengths:
+        raise SetupError(
+            f"A batch cannot be cut where rows are not the first dimension of all: {type(inputs).__name__} of "
+            f"{sorted(map(str, lengths))} rows.",
+            hint=HINT,
+        )
+    return int(lengths.pop() or 0)
+
+
+def _length(value: Any) -> int | None:
+    """None for what all shards share."""
+    if isinstance(value, torch.Tensor):
+        return len(value) if value.dim() else None
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    raise SetupError(f"A batch that holds a {type(value).__name__} cannot be cut into rows.", hint=HINT)
+
+
+def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]:
+    """Cuts a micro-batch into neighbouring rows, whose numbers differ by at most one."""
+    rows = count_rows(inputs)
+    ends = [rows * (i + 1) // num_shards for i in range(num_shards)]
+    parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
+
+
+def shard_factors(weights: Sequence[float], reduction: LossReduction) -> list[float]:
+    """What the losses of a micro-batch's shards are multiplied by, so that losses and gradients add up to its own.
+
+    Args:
+        weights: Labelled tokens of each shard, or rows, all above 0.
+        reduction: Of the loss.
+    """
+    # Of a sum over tokens, a shard's loss is divided by those of the whole step already.
+    return [1.0 if reduction.is_token_normalised else weight / sum(weights) for weight in weights]
 
 
 def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.device]) -> None:
     args, model = trainer.args, trainer.model
     authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
     losses = [c.__name__.removeprefix("_Unsloth") for c in authors if "compute_loss" in vars(c)]
-    modules = {n: v for n, v in vars(trainer).items() if isinstance(v, nn.Module)}
-    # A loss without weights computes on any device.
-    others = [n for n, v in modules.items() if v not in (model, trainer.model_wrapped) and list(v.parameters())]
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     problems = {
-        "a Trainer of a distributed run": str(trainer.accelerator.distributed_type.value) != "NO",
-        "a Trainer that nn.DataParallel steers; call enable_multi_gpu() before TrainingArguments are made": args.n_gpu
-        > 1,
+        "a Trainer of a distributed run, or of nn.DataParallel": args.n_gpu > 1
+        or str(trainer.accelerator.distributed_type.value) != "NO",
         "auto_find_batch_size=True": args.auto_find_batch_size,
         "a trainer that generates its samples": hasattr(args, "steps_per_generation"),
         f"{type(trainer).__name__}, whose rows belong together": any(name != "SFTTrainer" for name in losses),
         "a mixture of experts with a router's loss, which depends on the whole micro-batch": has_router_loss(trainer),
         f"a model that is spread over {sorted(places)}": len(places) > 1,
-        f"a second model, {others}, beside replicas on several devices": bool(others) and len(set(devices)) > 1,
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise SetupError(f"enable_ddp=False cannot train {found[0]}.", hint=HINT)

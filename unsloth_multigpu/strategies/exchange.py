@@ -15,10 +15,12 @@ from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override
-from unsloth_multigpu.strategies.choice import make_sync
+from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.strategies.sync import GradientSync
-from unsloth_multigpu.strategy import LocalSGD
+from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
@@ -49,7 +51,7 @@ class Exchange(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Lets each rank count its own tokens, where ranks do not meet in every step."""
+        """Lets each rank count its own tokens, where ranks do not synchronize in every step."""
         if not self._config.is_synchronous:
             # Counting over all ranks would be a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
@@ -62,8 +64,8 @@ class Exchange(GradientExchange):
             # The one place that tells which checkpoint a training resumes from.
             "_load_optimizer_and_scheduler": self._load_optimizer,
             # For every reason and time of a stop: a training may also end without a last step that says so.
-            "_save_checkpoint": self._meet_before,
-            "_load_best_model": self._meet_before,
+            "_save_checkpoint": self._synchronize_before,
+            "_load_best_model": self._synchronize_before,
         }
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -88,24 +90,23 @@ class Exchange(GradientExchange):
             self.sync.after_step()
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._meet_if_read(control)
+        self._synchronize_if_read(control)
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._meet_if_read(control)
+        self._synchronize_if_read(control)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
         self.sync.end()
 
-    def _meet_if_read(self, control: ControlLike) -> None:
+    def _synchronize_if_read(self, control: ControlLike) -> None:
         """Makes the ranks' weights equal where something is about to read them. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             with self._manager.waits.counted():
-                self.sync.meet()
+                self.sync.synchronize()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Of the strategy."""
         assert self.sync is not None
         return self.sync.parameters
 
@@ -116,12 +117,11 @@ class Exchange(GradientExchange):
 
     @property
     def may_stop(self) -> bool:
-        """Ranks that do not meet in every step stop at a meeting."""
+        """Ranks that do not synchronize in every step stop where they do."""
         return not isinstance(self._config.strategy, LocalSGD) or self.are_replicas_equal
 
     @property
     def sent_bytes(self) -> int | None:
-        """Of the strategy."""
         return None if self.sync is None else self.sync.sent_bytes
 
     def save_state(self, folder: Path) -> None:
@@ -155,11 +155,11 @@ class Exchange(GradientExchange):
         placement = args[0] if args else kwargs.get("device_placement")
         return original(model, placement, evaluation_mode=True)
 
-    def _meet_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _synchronize_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
         if self.sync is not None:
             with self._manager.waits.counted():
-                self.sync.meet()
+                self.sync.synchronize()
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,3 +170,24 @@ class Exchange(GradientExchange):
             with self._manager.waits.counted():
                 self.sync.after_backward()
         return loss
+
+
+def make_sync(
+    config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
+) -> GradientSync:
+    """What carries out `config.strategy`, which is not DDP.
+
+    Args:
+        model: On this rank's device, without a wrapper.
+        optimizer: torch's, not accelerate's wrapper.
+        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
+    """
+    asked = config.strategy
+    if isinstance(asked, AllReduce):
+        return AllReduceSync(model, optimizer, asked.bucket_mb)
+    if isinstance(asked, DiLoCo):
+        return DiLoCoSync(model, optimizer, asked.every_steps, asked.outer_learning_rate, asked.outer_momentum)
+    if isinstance(asked, LocalSGD):
+        return LocalSGDSync(model, optimizer, asked.every_steps)
+    assert isinstance(asked, ParameterServer)
+    return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)

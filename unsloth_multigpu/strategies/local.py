@@ -1,4 +1,4 @@
-"""Ranks that step independently and meet from time to time: less is sent, but the result is not that of DDP."""
+"""Ranks that step independently and synchronize from time to time: less is sent, but the result is not that of DDP."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.strategies.sync import GradientSync
-
-logger = get_logger(__name__)
 
 
 class LocalSGDSync(GradientSync):
@@ -24,7 +21,7 @@ class LocalSGDSync(GradientSync):
     Args:
         model: See `GradientSync`.
         optimizer: See `GradientSync`.
-        every_steps: Optimizer steps between two meetings. `meet` in between is an extra one and restarts the count.
+        every_steps: Optimizer steps between two synchronizations. An extra one in between restarts the count.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every_steps: int = 16) -> None:
@@ -34,18 +31,18 @@ class LocalSGDSync(GradientSync):
 
     @property
     def are_replicas_equal(self) -> bool:
-        """False from the first step after a meeting to the next meeting."""
+        """False from the first step after a synchronization to the next one."""
         return self._num_local_steps == 0
 
     def after_step(self) -> None:
-        """Meets if `every_steps` steps are done. Collective in that case."""
+        """Synchronizes if `every_steps` steps are done. Collective in that case."""
         super().after_step()
         self._num_local_steps += 1
         if self._num_local_steps == self.every_steps:
-            self.meet()
+            self.synchronize()
 
-    def meet(self) -> None:
-        """Makes weights and buffers of all ranks equal, if steps were made since the last meeting."""
+    def synchronize(self) -> None:
+        """Makes weights and buffers of all ranks equal, if steps were made since the last time."""
         if self._num_local_steps:
             self._combine_weights()
             # In 64 bits, where the mean of equal numbers is that number: constants stay as they are.
@@ -61,15 +58,15 @@ class LocalSGDSync(GradientSync):
 
 
 class DiLoCoSync(LocalSGDSync):
-    """Local steps, and an outer step where the ranks meet.
+    """Local steps, and an outer step where the ranks synchronize.
 
-    What the ranks have moved on average since the last meeting is the gradient of an outer SGD with Nesterov momentum.
-    Its state is equal on all ranks. It keeps the weights of the last meeting and the momentum in 32 bits: 8 bytes for
-    each trainable parameter, 4 more while ranks meet. Source: Douillard et al. 2023, "DiLoCo: Distributed
-    Low-Communication Training of Language Models".
+    What the ranks have moved on average since the last time is the gradient of an outer SGD with Nesterov momentum.
+    Its state is equal on all ranks. It keeps the weights of the last synchronization and the momentum in 32 bits: 8
+    bytes for each trainable parameter, 4 more during a synchronization. Source: Douillard et al. 2023, "DiLoCo:
+    Distributed Low-Communication Training of Language Models".
 
-    A `meet` before `every_steps` steps are made is an outer step as well, and the momentum moves the weights once more:
-    saves and evaluations should fall on multiples of `every_steps`.
+    A synchronization before `every_steps` steps are made is an outer step as well, and the momentum moves the weights
+    once more: saves and evaluations should fall on multiples of `every_steps`.
 
     Args:
         model: See `GradientSync`.
@@ -91,7 +88,6 @@ class DiLoCoSync(LocalSGDSync):
         # In 32 bits also where weights have 16: an outer step can be smaller than their spacing.
         self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
         self._outer = torch.optim.SGD(self._start, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
-        self._was_early = False
 
     def begin(self) -> None:
         """Gives every rank rank 0's weights and buffers; the first window begins with them."""
@@ -104,14 +100,6 @@ class DiLoCoSync(LocalSGDSync):
                 start.copy_(parameter)
 
     def _combine_weights(self) -> None:
-        if self._num_local_steps < self.every_steps and not self._was_early:
-            self._was_early = True
-            logger.info(
-                "strategy=diloco: ranks meet after %d of %d steps, to save, to evaluate or to end; that is an outer "
-                "step as well",
-                self._num_local_steps,
-                self.every_steps,
-            )
         with torch.no_grad():
             for start, parameter in zip(self._start, self.parameters, strict=True):
                 # From where this rank began, which is rounded where weights have 16 bits.
@@ -123,9 +111,9 @@ class DiLoCoSync(LocalSGDSync):
                 parameter.copy_(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer momentum, one tensor for each trainable parameter, or none before the first meeting.
+        """The outer momentum, one tensor for each trainable parameter, or none before the first synchronization.
 
-        Where weights have 16 bits, those of the last meeting in 32 bits as well.
+        Where weights have 16 bits, those of the last synchronization in 32 bits as well.
         """
         buffers = [self._outer.state[s].get("momentum_buffer") for s in self._start]
         state: dict[str, Any] = {"momentum": [b.cpu() for b in buffers if b is not None]}

@@ -25,8 +25,8 @@ class GradientSync:
     """One way to train one model on all ranks of the default process group.
 
     A loop calls `begin` once, then for every optimizer step `after_backward` when the rank's gradients of the whole
-    step are in `.grad` and not yet clipped, and `after_step` when the optimizer has stepped; `meet` before weights
-    are saved, evaluated or compared; and `end`. All ranks make the same calls in the same order: each may be a
+    step are in `.grad` and not yet clipped, and `after_step` when the optimizer has stepped; `synchronize` before
+    weights are saved, evaluated or compared; and `end`. All ranks make the same calls in the same order: each may be a
     collective. Gradients are averaged over the ranks, as DDP does.
 
     Args:
@@ -69,15 +69,15 @@ class GradientSync:
         """True if the weights of all ranks are equal now. Between `after_step` and the next backward."""
         return True
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Makes weights and buffers of all ranks equal."""
 
     def end(self) -> None:
-        """Meets for the last time."""
-        self.meet()
+        """Synchronizes for the last time."""
+        self.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of rank 0 besides weights and optimizer: tensors, numbers, texts. After `meet`."""
+        """What a checkpoint keeps of rank 0 besides weights and optimizer: tensors, numbers, texts."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Clients with data of unequal sizes and a small model with buffers and dropout; started by hand it is a server.
 
-Usage: federated_clients.py STRATEGY OUTPUT_DIR. What the file `order` in the current folder says is done in its round:
+Usage: federated_clients.py OUTPUT_DIR. What the file `order` in the current folder says is done in its round:
 "raise 3" = every client raises, "kill 3" = client 0 kills the server.
 """
 
@@ -115,5 +115,7 @@ def make_server(strategy="fedavg", **options):
 
 
 if __name__ == "__main__":
-    with make_server(sys.argv[1], num_gpus=1) as server:
-        server.fit(NUM_CLIENTS, 4, config=CONFIG, output_dir=sys.argv[2])
+    from flwr.serverapp.strategy import FedAvg
+
+    with make_server(FedAvg(), num_gpus=1) as server:
+        server.fit(NUM_CLIENTS, 4, config=CONFIG, output_dir=sys.argv[1])

@@ -196,10 +196,10 @@ def refusal(build):
         return str(error)
 
 
-results = {build.__name__: compare(build) for build in (full, lora, sft_lora, classifier, swapped)}
+results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier, swapped)}
 enable()
 send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
-results["unsent"] = train(built(full, max_steps=2))["grad_norm"]
+results["unsent"] = train(built(lora, max_steps=2))["grad_norm"]
 serial.SerialTrainer.send_weights = send
 results["refused"] = {build.__name__: refusal(build) for build in (dpo, bound)}
 out.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.replicas import tensor_hashes
-from unsloth_multigpu.strategies.allreduce import AllReduceSync
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
+from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 NUM_STEPS, NUM_MICRO_BATCHES = 20, 2
@@ -129,7 +128,7 @@ def synchronous() -> dict:
 def local() -> dict:
     def meet_at_10(step, model, optimizer, sync) -> None:
         if step == 9:
-            sync.meet()
+            sync.synchronize()
 
     return {
         "ddp_sgd": train(None, sgd, clip=None),
@@ -178,7 +177,7 @@ def diloco_resumed(num_steps: int, at: int) -> dict:
 
     def save(step, model, optimizer, sync) -> None:
         if step + 1 == at:
-            sync.meet()
+            sync.synchronize()
             torch.save(sync.state_dict(), file)
             saved.update(model=copy.deepcopy(model.state_dict()), optimizer=copy.deepcopy(optimizer.state_dict()))
 
