@@ -88,7 +88,7 @@ def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        claim = take(output_dir / PART_FOLDER / "rounds", is_for_writing=True)
+        claim = take(output_dir / PART_FOLDER / "rounds")
     except OSError as error:
         raise ConfigError(
             f"output_dir={str(output_dir)!r} cannot be written: {error.strerror}.", hint="Change output_dir."
