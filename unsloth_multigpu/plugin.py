@@ -146,7 +146,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
     if context.shard_choice is not None and config.shard == "auto":
-        config = config.with_shard(context.shard_choice.shard)
+        config = config.with_shard(context.shard_choice)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return

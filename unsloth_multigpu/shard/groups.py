@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -20,10 +19,6 @@ from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import instance_attribute
 
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")
-_WITHOUT = "Leave shard out: DDP trains it."
-# What torch and accelerate raise for a model that they cannot shard. Not RuntimeError: that is a lost rank, or memory.
-_OF_ENGINE = (TypeError, ValueError, KeyError, AttributeError, AssertionError, NotImplementedError)
-_PLACES_OF_ENGINE = ("accelerate.utils.fsdp_utils", "torch.distributed.fsdp")
 
 
 @contextmanager
@@ -45,7 +40,13 @@ def grouped(model: nn.Module, plugin: Any) -> Iterator[None]:
             # With all that is left they are in one group. Encoders and decoders have copies of them there.
             if _has_no_answer(model, getter) or users_apart(model, layers, ends):
                 stack.enter_context(instance_attribute(model, getter, lambda: None))
-        check_groups(model, layers)
+        for one, other in users_apart(model, layers, ends_of(model)):
+            if model.get_parameter(one).requires_grad:
+                raise SetupError(
+                    f"{class_of(model).__name__}: {one} and {other} are one weight, of which accelerate's FSDP2 would "
+                    "make two: it shards them apart.",
+                    hint="Leave shard out: DDP trains it.",
+                )
         yield
 
 
@@ -73,25 +74,6 @@ def layers_of(model: nn.Module) -> list[str]:
     around_ends = {type(m).__name__ for m in modules for i in m.modules() if i is not m and id(i) in ends}
     names = getattr(model, "_no_split_modules", None) or ()
     return [name for name in names if name in present and name not in around_ends]
-
-
-def check_groups(model: nn.Module, layers: list[str]) -> None:
-    """Refuses a model of which two groups use the same trainable weight.
-
-    Args:
-        model: Not sharded yet.
-        layers: Names of the classes whose modules are groups.
-
-    Raises:
-        SetupError: They do. It names the weight by two of its users.
-    """
-    for one, other in users_apart(model, layers, ends_of(model)):
-        if model.get_parameter(one).requires_grad:
-            raise SetupError(
-                f"{class_of(model).__name__}: {one} and {other} are one weight, of which accelerate's FSDP2 would make "
-                "two: it shards them apart.",
-                hint=_WITHOUT,
-            )
 
 
 def users_apart(
@@ -126,25 +108,3 @@ def _group_of(path: str, modules: dict[str, nn.Module], groups: dict[int, str], 
             return id(module)
         path = path.rpartition(".")[0]
     return ""
-
-
-def refusal_of(model: nn.Module | None, error: BaseException) -> SetupError | None:
-    """What to tell the user where the engine cannot shard the model; None where the error is another one."""
-    if not isinstance(error, _OF_ENGINE) or not _is_from_engine(error.__traceback__):
-        return None
-    return SetupError(
-        f"accelerate's FSDP2 cannot shard {class_of(model).__name__ if model is not None else 'the model'}: "
-        f"{type(error).__name__}: {error}",
-        hint=f"{_WITHOUT} Or name other layers by fsdp_config={{'transformer_layer_cls_to_wrap': [...]}}.",
-    )
-
-
-def _is_from_engine(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        # A checkpoint is loaded before the first step as well: the model has been sharded then.
-        if trace.tb_frame.f_code.co_name.startswith("load_fsdp_"):
-            return False
-        if str(trace.tb_frame.f_globals.get("__name__")).startswith(_PLACES_OF_ENGINE):
-            return True
-        trace = trace.tb_next
-    return False
