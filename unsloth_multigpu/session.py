@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError

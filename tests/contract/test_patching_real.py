@@ -109,7 +109,7 @@ assert calls == []
 """)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @need.UNSLOTH
 def test_trainer_patch_lands_after_the_import_of_unsloth() -> None:
     run("""

@@ -11,13 +11,9 @@ from tests.helpers.run import BARE, run_python
 from unsloth_multigpu.errors import SetupError
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard_kinds.py"
-KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer", "held", "picky")
+KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "picky")
 REFUSED = {
-    "used_optimizer": "The script's optimizer (Adagrad) has state already, of whole weights",
-    "other_optimizer": "The script's optimizer (SGD) has 21 tensor(s) that are no weights of LlamaForCausalLM, the "
-    "first of shape (40, 16)",
     "shared_layers": "Own: first.weight and second.weight are one weight, of which accelerate's FSDP2 would make two",
-    "scalar": "accelerate's FSDP2 cannot shard Own: ValueError: fully_shard doesn't support scalar parameters",
     "hooked": "The script's hook on the gradient of lm_head.weight is never called where the model is sharded",
     "adafactor": "optim='adafactor' does not train weights that FSDP2 of accelerate has sharded",
     "inner": "model.norm.weight, lm_head.weight came whole out of step 1: a part of the model was called by itself",
@@ -32,7 +28,6 @@ def train(folder, num_gpus, kinds):
     run = run_python([SCRIPT, "--num-gpus", str(num_gpus), "--kinds", ",".join(kinds), "--out", out], folder, BARE)
     # Those that are refused come last, and the script goes on without them.
     assert run.code == (SetupError.exit_code if set(kinds) & set(REFUSED) else 0), run.err
-    assert run.err.count("21 parameter(s) of before the model was sharded are still held") == (num_gpus > 1)
     return out
 
 

@@ -672,17 +672,6 @@ def test_order_of_a_resumed_epoch_is_that_epochs_alone() -> None:
     assert len(set(orders)) == 3
 
 
-def test_draws_of_a_step_leave_the_generators_alone() -> None:
-    with seeded_draws(1):
-        untouched = [draws(), draws()]
-    with seeded_draws(1):
-        mine = [draws()]
-        with pytest.raises(KeyError), seeded_draws(2):  # noqa: PT012
-            draws()
-            raise KeyError
-        assert [*mine, draws()] == untouched
-
-
 def test_order_is_drawn_again_from_its_state() -> None:
     class Order:
         def __iter__(self) -> Any:

@@ -9,8 +9,7 @@ import pytest
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.shard import _with_own_optimizer
-from unsloth_multigpu.shard.groups import ends_of, grouped, layers_of, refusal_of, users_apart
+from unsloth_multigpu.shard.groups import ends_of, grouped, layers_of, users_apart
 
 
 class Layer(nn.Linear):
@@ -108,45 +107,3 @@ def test_weight_of_two_layers_is_refused_where_it_is_trained(is_trained: bool) -
     ):
         pass
     assert "get_input_embeddings" not in vars(model)
-
-
-def test_only_an_error_of_the_engine_says_that_the_model_cannot_be_sharded() -> None:
-    namespace: dict[str, Any] = {"__name__": "torch.distributed.fsdp._fully_shard"}
-    exec(compile("def fail(error):\n    raise error", "engine.py", "exec"), namespace)
-
-    def raised(error: Exception, fail: Any) -> Exception:
-        try:
-            fail(error)
-        except Exception as caught:
-            return caught
-        raise AssertionError
-
-    def of_script(error: Exception) -> None:
-        raise error
-
-    refusal = refusal_of(Model(), raised(ValueError("no scalars"), namespace["fail"]))
-    assert refusal is not None
-    assert "accelerate's FSDP2 cannot shard Model: ValueError: no scalars" in str(refusal)
-    assert refusal_of(Model(), raised(ValueError("no scalars"), of_script)) is None
-    # A lost rank, or memory.
-    assert refusal_of(Model(), raised(RuntimeError("closed by peer"), namespace["fail"])) is None
-
-
-class Trainer:
-    """Takes optimizers as transformers' Trainer does."""
-
-    def __init__(self, args: Any = None, model_init: Any = None, optimizers: Any = (None, None), **_: Any) -> None:
-        if getattr(args, "fsdp", None) and optimizers != (None, None):
-            raise RuntimeError("not allowed")
-        self.optimizer, self.lr_scheduler = optimizers
-
-
-def test_optimizer_of_the_script_reaches_a_trainer_that_shards() -> None:
-    make = _with_own_optimizer(Trainer.__init__)
-    for fsdp in (True, None):
-        trainer = Trainer.__new__(Trainer)
-        make(trainer, SimpleNamespace(fsdp=fsdp), optimizers=("sgd", "halving"))
-        assert (trainer.optimizer, trainer.lr_scheduler) == ("sgd", "halving")
-    # What a Trainer refuses without shards it refuses with them.
-    with pytest.raises(RuntimeError, match="not allowed"):
-        make(Trainer.__new__(Trainer), SimpleNamespace(fsdp=True), print, ("sgd", None))

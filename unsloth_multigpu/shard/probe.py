@@ -36,21 +36,6 @@ _WITHOUT = "shard='on' or shard='off' decides without a forecast."
 
 
 @dataclass(frozen=True)
-class Device:
-    """An accelerator of this machine.
-
-    Args:
-        name: As its driver says.
-        total_bytes: Its memory.
-        free_bytes: What nobody used when the child looked.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
 class Question:
     """What is to be counted.
 
@@ -76,13 +61,13 @@ class Answer:
     Args:
         training: What it would train.
         forecasts: Of the rows that were asked for; where none fits, of more ranks, up to the first that does.
-        devices: Of this machine.
+        devices: Total bytes of each accelerator of this machine.
         device_bytes: Memory of one device; None = not known.
     """
 
     training: Training
     forecasts: tuple[MemoryForecast, ...]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[int, ...] = ()
     device_bytes: int | None = None
 
 
@@ -136,7 +121,7 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     return Answer(
         training=Training(**{**training, "notes": tuple(training["notes"])}),
         forecasts=tuple(MemoryForecast(**row) for row in rows),
-        devices=tuple(Device(**device) for device in values["devices"]),
+        devices=tuple(values["devices"]),
         device_bytes=values["device_bytes"],
     )
 
@@ -217,7 +202,7 @@ class Probe(Tool):
         training = describe(
             trainer, tokens=asked.tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
         )
-        smallest = min((device.total_bytes for device in devices), default=asked.otherwise_bytes)
+        smallest = min(devices, default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []
         for mode, num_ranks in asked.rows:
@@ -241,18 +226,13 @@ def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
     return rows
 
 
-def _devices() -> tuple[Device, ...]:
-    """The accelerators that torch sees in this process."""
+def _devices() -> tuple[int, ...]:
+    """Total bytes of each accelerator that torch sees in this process."""
     import torch
 
     kind = next((k for k in KINDS if hasattr(torch, k) and getattr(torch, k).is_available()), None)
-    if kind is None:
-        return ()
-    module, found = getattr(torch, kind), []
-    for index in range(module.device_count()):
-        free_bytes, total_bytes = module.mem_get_info(index)
-        found.append(Device(module.get_device_properties(index).name, total_bytes, free_bytes))
-    return tuple(found)
+    module = getattr(torch, kind or "", None)
+    return () if module is None else tuple(module.mem_get_info(index)[1] for index in range(module.device_count()))
 
 
 def _leave() -> NoReturn:

@@ -37,7 +37,6 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODER = {"vocab_size": 40, "num_key_value_heads": 1, **SIZES}
 draw = torch.Generator()
-HELD = []
 
 
 def made(name, config, *of_config, **values):
@@ -99,24 +98,6 @@ def llava():
     return model, rows, {}
 
 
-def own_optimizer():
-    model, rows, _ = llama()
-    first, *rest = model.parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": rest}], lr=0.1, momentum=0.9)
-    halving = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    return model, rows, {"optimizers": (optimizer, halving)}
-
-
-def used_optimizer():
-    model, rows, _ = llama()
-    return model, rows, {"optimizers": (torch.optim.Adagrad(model.parameters()), None)}
-
-
-def other_optimizer():
-    model, rows, _ = llama()
-    return model, rows, {"optimizers": (torch.optim.SGD(llama()[0].parameters()), None)}
-
-
 class Layer(torch.nn.Linear):
     """Is a group of its own."""
 
@@ -142,13 +123,6 @@ def shared_layers():
     return model, numbers(), {}
 
 
-def scalar():
-    """torch does not shard a number."""
-    model = Own()
-    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
-    return model, numbers(), {}
-
-
 def hooked():
     model, rows, _ = llama()
     model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -158,13 +132,6 @@ def hooked():
 def adafactor():
     model, rows, _ = llama()
     return model, rows, {"optim": "adafactor"}
-
-
-def held():
-    """A script that keeps parameters to add a penalty of them, say."""
-    model, rows, _ = llama()
-    HELD.extend(model.parameters())
-    return model, rows, {}
 
 
 class CallsInside(transformers.TrainerCallback):
