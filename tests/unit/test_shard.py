@@ -13,14 +13,9 @@ import torch
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.group.engine import Engine, check_versions
 from unsloth_multigpu.group.shards import (
-    class_of,
-    has_shards,
     is_entered_below,
-    is_sharded,
-    part_of,
-    reshard,
     tried_pass,
     whole_of,
 )
@@ -45,15 +40,6 @@ def with_fsdp(version: int) -> Any:
     trainer.is_fsdp_enabled = True
     trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
     return trainer
-
-
-def test_plain_tensors_are_their_own_parts() -> None:
-    model, tensor = torch.nn.Linear(2, 2), torch.ones(2)
-    assert part_of(tensor) is tensor is whole_of(tensor)
-    assert not is_sharded(tensor)
-    assert not has_shards(model)
-    assert class_of(model) is torch.nn.Linear
-    reshard(model)
 
 
 class Fails(torch.nn.Module):
@@ -125,12 +111,6 @@ def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(i
         model(model.second(x))
     assert is_entered_below(info.value)
     assert not is_entered_below(RuntimeError("out of memory"))
-
-
-def test_engine_is_the_one_that_was_asked() -> None:
-    assert find_engine(FakeTrainer()) is None  # type: ignore[arg-type]
-    assert find_engine(with_fsdp(2)) is Engine.ACCELERATE
-    assert find_engine(with_fsdp(1)) is None
 
 
 def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
