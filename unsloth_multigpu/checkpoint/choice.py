@@ -10,7 +10,7 @@ from typing import Any
 from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
 from unsloth_multigpu.errors import ResumeError, SetupError
 
-_NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
+_OF_ANOTHER_RUN = "another run wrote it"
 _HELD = {True: "a part of the weights (sharded)", False: "all weights (not sharded)"}
 
 
@@ -36,13 +36,15 @@ class Wanted:
         Raises:
             ResumeError: It is of this training, but has other steps.
         """
+        if self.run_id not in (None, manifest.run_id):
+            return _OF_ANOTHER_RUN
         if self.facts is not None:
             for name in {**self.facts, **manifest.facts}:
                 theirs, mine = manifest.facts.get(name), self.facts.get(name)
                 if theirs != mine:
                     return f"{name} was {theirs}, now it is {mine}"
         if not manifest.is_resumable:
-            return _NO_OPTIMIZER
+            return "it holds no optimizer (save_only_model=True)"
         if self.grows_with_ranks and manifest.world_size != self.world_size:
             raise ResumeError(
                 f"{folder} was written by {manifest.world_size} rank(s), now there are {self.world_size}: with "
@@ -75,29 +77,19 @@ def find_newest(output_dir: Path, wanted: Wanted) -> Found:
     Raises:
         ResumeError: See `Wanted.objection`.
     """
-    lines = []
+    lines: list[str] = []
     for _, folder in checkpoints_in(output_dir):
-        try:
-            manifest = read_manifest(folder)
-        except ValueError as error:
-            lines.append(f"{folder} is passed over: {error}")
-            continue
-        if manifest is None and wanted.facts is None:
-            return Found(folder, (*lines, _unchecked(folder)))
-        if manifest is None:
-            lines.append(f"{folder} is passed over: it has no {MANIFEST} that tells what training it is of")
-            continue
-        if wanted.run_id not in (None, manifest.run_id):
-            continue
-        problem = wanted.objection(manifest, folder) or check(folder)
+        problem, warnings = _examined(folder, wanted)
+        lines += warnings
         if problem is None:
             return Found(folder, tuple(lines))
-        lines.append(f"{folder} is passed over: {problem}")
+        if problem != _OF_ANOTHER_RUN:
+            lines.append(f"{folder} is passed over: {problem}")
     return Found(None, tuple(lines))
 
 
 def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
-    """Checks a checkpoint that the script names.
+    """Checks a checkpoint that the script names; where there is none, Hugging Face's own error says so.
 
     Returns:
         Warnings.
@@ -105,28 +97,29 @@ def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
     Raises:
         ResumeError: It is incomplete, or the training cannot resume from it.
     """
-    try:
-        manifest = read_manifest(folder)
-        problem = None if manifest is None else wanted.objection(manifest, folder) or check(folder)
-    except ValueError as error:
-        problem = str(error)
-    if problem is None:
-        # Where there is no folder, Hugging Face's own error says so.
-        return (_unchecked(folder),) if manifest is None and folder.is_dir() else ()
-    if problem == _NO_OPTIMIZER:
+    problem, warnings = _examined(folder, wanted) if folder.is_dir() else (None, ())
+    if problem is not None:
+        newest = find_newest(folder.parent, wanted).folder
+        other = "Its folder has no complete one" if newest is None else f"Use {newest}"
         raise ResumeError(
             f"a training cannot resume from {folder}: {problem}.",
-            hint="Load the model from it and begin a new training.",
+            hint=f"{other}, or load the model from it and begin a new training. If you changed the files on purpose, "
+            f"delete {MANIFEST}.",
         )
-    newest = find_newest(folder.parent, wanted).folder
-    other = "Its folder has no complete one" if newest is None else f"Use {newest}"
-    raise ResumeError(
-        f"{folder} is incomplete: {problem}.", hint=f"{other}; if you changed it on purpose, delete its {MANIFEST}."
-    )
+    return warnings
 
 
-def _unchecked(folder: Path) -> str:
-    return f"{folder} has no {MANIFEST}: whether it is complete cannot be checked"
+def _examined(folder: Path, wanted: Wanted) -> tuple[str | None, tuple[str, ...]]:
+    """Why a training cannot resume from a checkpoint, None where it can; and warnings."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error), ()
+    if manifest is not None:
+        return wanted.objection(manifest, folder) or check(folder), ()
+    if wanted.facts is not None:
+        return f"it has no {MANIFEST} that tells what training it is of", ()
+    return None, (f"{folder} has no {MANIFEST}: whether it is complete cannot be checked",)
 
 
 def refuse_other_mode(folder: Path, manifest: Manifest | None, *, is_sharded: bool, world_size: int) -> None:

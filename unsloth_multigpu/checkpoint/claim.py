@@ -13,9 +13,6 @@ from pathlib import Path
 
 from unsloth_multigpu.wire.lock import try_lock
 
-# Each further try means that another process has just released the lock and removed its file.
-_MAX_TRIES = 10
-
 
 class Claim:
     """A lock that this process holds, see `take`.
@@ -27,24 +24,20 @@ class Claim:
 
     def __init__(self, part: Path, descriptor: int) -> None:
         self.part = part
-        self._descriptor: int | None = descriptor
+        self._descriptor = descriptor
 
     def forget(self) -> None:
         """In a forked child: the lock ends with its parent, however long the child lives."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        os.close(self._descriptor)
 
     def release(self) -> None:
         """Gives the lock back, and removes its file, and the folder around it if nothing else is in there."""
-        if self._descriptor is not None:
-            lock = lock_of(self.part)
-            with suppress(OSError):
-                if _is_same(self._descriptor, lock):
-                    lock.unlink()
-            with suppress(OSError):  # Closing is not enough: a child that was forked meanwhile holds it, too.
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            self.forget()
+        with suppress(OSError):
+            if os.fstat(self._descriptor).st_nlink:  # Else another process has made a new one.
+                lock_of(self.part).unlink()
+        with suppress(OSError):  # Closing is not enough: a child that was forked meanwhile holds it, too.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
         with suppress(OSError):  # Not empty: there are other checkpoints.
             self.part.parent.rmdir()
 
@@ -56,38 +49,23 @@ def take(part: Path) -> Claim | None:
         part: Folder of the checkpoint, which need not exist yet.
 
     Returns:
-        None where another living process holds the lock. A file system without locks has no such process.
+        None where another living process holds the lock, which no process does on a file system without locks.
 
     Raises:
         OSError: The lock's file cannot be made or opened.
     """
-    lock = lock_of(part)
-    for number in range(1, _MAX_TRIES + 1):
-        try:
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:  # The folder was removed in between.
-            if number == _MAX_TRIES:
-                raise
-            continue
-        if try_lock(descriptor) == "held":
-            os.close(descriptor)
-            return None
-        # Some file systems give a file a new number each time it is looked up: the last try counts.
-        if _is_same(descriptor, lock) or number == _MAX_TRIES:
-            return Claim(part, descriptor)
-        os.close(descriptor)
-    raise AssertionError
+    while True:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # Another process has just removed the folder.
+            descriptor = os.open(lock_of(part), os.O_RDWR | os.O_CREAT, 0o600)
+            if try_lock(descriptor) == "held":
+                os.close(descriptor)
+                return None
+            if os.fstat(descriptor).st_nlink:
+                return Claim(part, descriptor)
+            os.close(descriptor)  # Who held the lock has just removed its file.
 
 
 def lock_of(part: Path) -> Path:
     """The lock's file: beside the checkpoint, so that it never belongs to it."""
     return part.with_name(f".{part.name}.lock")
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    """False where the file was removed before it was locked here."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

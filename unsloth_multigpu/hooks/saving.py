@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class SaveGate:
             with saves.visit(what):
                 runs_here = runs_everywhere
                 if (model := sharded_model(args)) is not None:
-                    runs_here = self._gather(saves, model, original, what, is_of_trainer=model is not args[0])
+                    runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
                 # An uploader calls a saver, which is given them then.
                 given = self._given(args, kwargs) if writes_files else kwargs
                 save = functools.partial(self._outermost, original, args, given)
@@ -150,30 +149,20 @@ class SaveGate:
 
         return gated
 
-    def _gather(
-        self, saves: Saves, model: Any, original: Callable[..., Any], what: str, *, is_of_trainer: bool
-    ) -> bool:
+    def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
         """Puts the shards of a model together on rank 0, unless the saver does. Collective.
 
         Returns:
             True for a saver that puts them together itself, which all ranks are to call.
 
         Raises:
-            SetupError: The saver cannot save a sharded model.
             DistributedError: Another rank's script has ended without it.
             RankTimeoutError: Another rank has not come to this save.
         """
         from unsloth_multigpu.group.shards import whole_state
 
-        is_of_transformers = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-        if is_of_transformers and is_of_trainer:
-            raise SetupError(
-                f"{what}: a Trainer cannot save a model that transformers has sharded by DistributedConfig.",
-                hint="Call trainer.model.save_pretrained(...) on all ranks.",
-            )
-        gathers_itself = is_of_transformers or is_of_trainer or original.__module__.startswith("unsloth.")
         saves.meet()
-        if gathers_itself:
+        if is_of_trainer or original.__module__.startswith("unsloth."):
             return True
         state = whole_state(model)
         self._state = state if self._rank == 0 else None

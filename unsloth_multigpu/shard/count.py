@@ -22,7 +22,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.shard.describe import micro_batch
 from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
-from unsloth_multigpu.shard.groups import grouped
+from unsloth_multigpu.shard.groups import layers_of
 from unsloth_multigpu.shard.memory import MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
@@ -218,6 +218,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=layers_of(trainer.model_wrapped),
         cpu_ram_efficient_loading=False,
         reshard_after_forward=True,
         mixed_precision_policy=None if dtype is None else MixedPrecisionPolicy(dtype, torch.float32),
@@ -230,8 +231,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
         is_main_process=True,
         device=trainer.args.device,
     )
-    with grouped(trainer.model_wrapped, plugin):
-        fsdp2_prepare_model(accelerator, trainer.model_wrapped)
+    fsdp2_prepare_model(accelerator, trainer.model_wrapped)
 
 
 def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn.Module) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,12 +14,12 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import class_of, has_shards, is_sharded, named_as_before, part_of, reshard
+from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.row import Scope
-from unsloth_multigpu.shard.groups import grouped
+from unsloth_multigpu.shard.groups import check_shared, layers_of
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.own_code import hooked
@@ -47,8 +47,6 @@ class Sharding(Part):
         self._manager = manager
         self._engine = engine
         self._steps = steps
-        # What accelerate is told until it has sharded the model.
-        self._until_placed = ExitStack()
         # Parameter groups of an optimizer that has trained shards already.
         self._groups: list[list[nn.Parameter]] = []
 
@@ -57,33 +55,27 @@ class Sharding(Part):
         """Gives all ranks rank 0's weights before accelerate shards them. Collective.
 
         Raises:
-            SetupError: Checkpoints, the optimizer or hooks that a sharded training does not support.
+            SetupError: An optimizer, hooks or shared weights that a sharded training does not support.
         """
-        model, args = self._trainer.model, self._trainer.args
+        model = self._trainer.model
         is_sharded_already = has_shards(model)
         if is_sharded_already:
             # An evaluation may have left whole weights, and the Trainer asks for its class.
             reshard(model)
             named_as_before(model)
-        strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
-        if self._engine is Engine.TRANSFORMERS and strategy != "no":
-            raise SetupError(
-                f"save_strategy={strategy!r}, but a Trainer saves rank 0's part alone of a model that transformers has "
-                "sharded by DistributedConfig.",
-                hint="Set save_strategy='no', or load the model without it and call enable_multi_gpu(shard='on').",
-            )
         self._check_named_optimizer()
-        with self._until_placed:
-            if self._engine is Engine.ACCELERATE:
-                self._sum_in_32_bits()
-                if not is_sharded_already and model is not None:
-                    check_no_hooks(model)
-                    # Frozen ones too, as DDP does: a rank may have made them by random numbers.
-                    self._manager.broadcast_tensors(model.parameters())
-                    self._until_placed.enter_context(grouped(model, self._plugin))
-                elif self._trainer.optimizer is not None:
-                    self._groups = [list(group["params"]) for group in self._trainer.optimizer.param_groups]
-            yield
+        if self._engine is Engine.ACCELERATE:
+            self._sum_in_32_bits()
+            if not is_sharded_already and model is not None:
+                check_no_hooks(model)
+                check_shared(model)
+                # Frozen ones too, as DDP does: a rank may have made them by random numbers.
+                self._manager.broadcast_tensors(model.parameters())
+                if self._plugin.transformer_cls_names_to_wrap is None:
+                    self._plugin.transformer_cls_names_to_wrap = layers_of(model)
+            elif self._trainer.optimizer is not None:
+                self._groups = [list(group["params"]) for group in self._trainer.optimizer.param_groups]
+        yield
 
     @property
     def _plugin(self) -> Any:
@@ -98,19 +90,12 @@ class Sharding(Part):
             plugin.mixed_precision_policy = dataclasses.replace(policy, **single)
 
     def overrides(self) -> dict[str, Override]:
-        return {"prepare_model": self._prepare_model, "_save_checkpoint": self._save}
+        return {"_save_checkpoint": self._save}
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """`Trainer._save_checkpoint`: what is saved belongs to the optimizer's shards, also after an evaluation."""
         reshard(self._trainer.model)
         original(*args, **kwargs)
-
-    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, which refuses a model that transformers has sharded."""
-        if self._engine is not Engine.TRANSFORMERS:
-            return original(model, *args, **kwargs)
-        # An evaluation's model is neither moved nor wrapped, and otherwise prepared in the same way.
-        return original(model, **{**kwargs, "device_placement": False, "evaluation_mode": True})
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Checks that the model is sharded, and that the optimizer trains the shards.
@@ -118,7 +103,6 @@ class Sharding(Part):
         Raises:
             SetupError: It is not, or a trainable weight would never change.
         """
-        self._until_placed.close()
         # accelerate prepares it again, and knows shards by their address, which all empty shards of a rank have.
         for group, parameters in zip(self._trainer.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters
@@ -128,8 +112,6 @@ class Sharding(Part):
         if _reshard_without_gradient not in model._forward_hooks.values():
             # Also after the training: what is left whole is another tensor than the one that is saved.
             model.register_forward_hook(_reshard_without_gradient)
-        if self._manager.config.shard_offload:
-            check_is_offloaded(model, self._engine)
         self._check_optimizer(model)
         self._steps.decide()
         if self._manager.identity.rank > 0:
@@ -198,9 +180,14 @@ def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool =
     """Refuses what is possible for DDP only, where the script itself has asked for FSDP2.
 
     Raises:
-        SetupError: Such an option was given, the ranks are those of a notebook, or a library is older than any with
-            which the engine was run.
+        SetupError: Such an option was given, transformers has sharded the model, the ranks are those of a notebook, or
+            a library is older than any with which the engine was run.
     """
+    if engine is Engine.TRANSFORMERS:
+        raise SetupError(
+            "distributed_config has sharded the model when it was loaded, and a Trainer saves rank 0's part alone.",
+            hint="Leave it out, and call enable_multi_gpu(shard='on').",
+        )
     if is_notebook:
         raise SetupError(
             f"FSDP2 of {engine.value} shards the model, and the ranks of a notebook need whole weights: after an "
@@ -230,43 +217,19 @@ def check_is_placed(trainer: TrainerLike) -> None:
         )
 
 
-def check_is_offloaded(model: nn.Module, engine: Engine) -> None:
-    """Refuses a sharded model whose parts are on the accelerator.
-
-    Raises:
-        SetupError: At least one is.
-    """
-    parts = ((name, part_of(p.detach()).device) for name, p in model.named_parameters() if is_sharded(p))
-    elsewhere = [(name, device) for name, device in parts if device.type != "cpu"]
-    if not elsewhere:
-        return
-    name, device = elsewhere[0]
-    hint = "Leave shard_offload out."
-    if engine is Engine.TRANSFORMERS:
-        hint = "Load the model with DistributedConfig(fsdp_cpu_offload=True, ...), or leave shard_offload out."
-    raise SetupError(
-        f"shard_offload=True, but FSDP2 of {engine.value} keeps this rank's part of {name} on {device}.", hint=hint
-    )
-
-
 def check_is_sharded(model: nn.Module | None) -> None:
     """Refuses a model of which every rank holds everything.
 
     Raises:
-        SetupError: No parameter is sharded, or there is no model yet.
+        SetupError: No parameter is sharded.
     """
-    if model is None:
-        raise SetupError(
-            "shard='on', but the model is made in train() by model_init, which Unsloth's FSDP2 does not shard.",
-            hint="Give the Trainer a model, or leave shard out.",
-        )
     if has_shards(model):
         return
     check_versions("torch", "unsloth" if "unsloth" in sys.modules else "transformers")
-    if next(model.parameters()).device.type == "cpu" and "unsloth" not in sys.modules:
+    hint = "Call enable_multi_gpu(shard='on') before `import unsloth` and before TrainingArguments are made."
+    if model is None:
+        hint = "Give the Trainer a model in place of model_init, or leave shard out."
+    elif next(model.parameters()).device.type == "cpu" and "unsloth" not in sys.modules:
         hint = "accelerate's FSDP2 does not shard CPU ranks: leave shard out. Unsloth's does."
-    else:
-        hint = "Call enable_multi_gpu(shard='on') before `import unsloth` and before TrainingArguments are made."
-    raise SetupError(
-        f"shard='on', but no weight of {class_of(model).__name__} is sharded: every rank holds all of it.", hint=hint
-    )
+    name = "the model" if model is None else class_of(model).__name__
+    raise SetupError(f"shard='on', but no weight of {name} is sharded: every rank holds all of it.", hint=hint)

@@ -1,4 +1,4 @@
-"""Trains models that are no decoders, and by optimizers of the script, sharded or whole; notes what was refused.
+"""Trains models of several kinds, sharded or not; notes what was refused.
 
 Usage: shard_kinds.py --num-gpus N --kinds t5,vit --out DIR
 """
@@ -34,7 +34,6 @@ from unsloth_multigpu.group.shards import part_of, whole_of
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODER = {"vocab_size": 40, "num_key_value_heads": 1, **SIZES}
 draw = torch.Generator()
 
@@ -63,20 +62,8 @@ def t5():
     return made("T5ForConditionalGeneration", "T5Config", **options), tokens(), {}
 
 
-def bert():
-    """The class of its embeddings is one of those that are not split, and its head shares two weights."""
-    return made("BertForMaskedLM", "BertConfig", vocab_size=40, **STILL, **SIZES), tokens(), {}
-
-
 def vit():
-    model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **STILL, **SIZES)
-    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
-
-
-def convnext():
-    """It has no input embeddings."""
-    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3}
-    model = made("ConvNextForImageClassification", "ConvNextConfig", **sizes)
+    model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **SIZES)
     return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
 
 
@@ -224,7 +211,7 @@ for kind in args.kinds.split(","):
         assert not watcher.norms or kind == "inner"
     else:
         after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
-        if kind in ("t5", "llava"):
+        if kind == "llava":
             trainer.save_model(str(args.out / "save_model" / kind))
             model.save_pretrained(str(args.out / "save_pretrained" / kind))
         facts["norms"] = watcher.norms
