@@ -19,7 +19,6 @@ REFUSED = {
     "adafactor": "optim='adafactor' does not train weights that FSDP2 of accelerate has sharded",
     "inner": "model.norm.weight, lm_head.weight came whole out of step 1: a part of the model was called by itself",
     "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
-    "evaluated": "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer",
 }
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

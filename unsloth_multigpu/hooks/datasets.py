@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -154,8 +153,7 @@ def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[
     # The number of processes and the progress bar's text change nothing in the result.
     what = {k: v for k, v in kwargs.items() if k not in ("num_proc", "desc", "function")}
     try:
-        parts = (dataset._fingerprint, Hasher.hash(function), Hasher.hash(args[1:]), Hasher.hash(what))
+        return str(Hasher.hash((dataset._fingerprint, Hasher.hash(function), args[1:], what)))
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         logger.info("Dataset.map: each rank does its own work, the function cannot be hashed (%s)", error)
         return None
-    return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()

@@ -303,10 +303,6 @@ def _evaluated_by_batch(
     def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         from unsloth_multigpu.train.evaluation import Evaluation
 
-        if self.is_fsdp_enabled and not self.is_in_train:
-            from unsloth_multigpu.shard.sharding import check_is_placed
-
-            check_is_placed(self)
         counts = self.args.average_tokens_across_devices
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
         # where the model divides by its own.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.group.engine import Engine, check_versions
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
@@ -202,19 +202,6 @@ def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool =
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
-
-
-def check_is_placed(trainer: TrainerLike) -> None:
-    """Refuses an evaluation before the first training, for which accelerate has no model: it shards it in `train()`.
-
-    Raises:
-        SetupError: It is not sharded yet.
-    """
-    if find_engine(trainer) is Engine.ACCELERATE and not has_shards(trainer.model):
-        raise SetupError(
-            "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer.",
-            hint="Evaluate after train(), or in a script of its own without shard.",
-        )
 
 
 def check_is_sharded(model: nn.Module | None) -> None:

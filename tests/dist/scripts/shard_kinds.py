@@ -134,11 +134,6 @@ def inner():
     return model, rows, {"callbacks": [CallsInside()]}
 
 
-def evaluated():
-    model, rows, _ = llama()
-    return model, rows, {"eval_dataset": rows[:4]}
-
-
 class Picky(torch.nn.Module):
     """Cannot do with one row, as a batch norm cannot."""
 
@@ -195,8 +190,6 @@ for kind in args.kinds.split(","):
     try:
         trainer_class = options.pop("trainer_class", Trainer)
         trainer = trainer_class(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
-        if kind == "evaluated":
-            trainer.evaluate()
         trainer.train()
         if kind == "vit":
             # Of weights that have one row the second rank has an empty part.
