@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
 import os
 import random
 import shutil
@@ -23,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.helpers.step import InOrder, Reference
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.claim import lock_of, take
@@ -43,12 +40,9 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
-from unsloth_multigpu.group.random_state import drawn_from, seeded_draws
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.step import StepShape
-from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.wire.context import RunContext
 
 FACTS = {"max_steps": 10, "seed": 42}
@@ -282,19 +276,6 @@ def test_lock_whose_file_was_removed_is_none(tmp_path: Path, monkeypatch: pytest
     claim.release()
 
 
-def test_lock_of_another_run_stays(tmp_path: Path) -> None:
-    part = tmp_path / "parts" / "checkpoint-1"
-    first = take(part)
-    shutil.rmtree(part.parent)  # By hand.
-    second = take(part)
-    assert first is not None
-    assert second is not None
-    first.release()
-    assert take(part) is None
-    second.release()
-    assert not list(tmp_path.iterdir())
-
-
 WANTED = Wanted(2, grows_with_ranks=False)
 OURS = Wanted(2, grows_with_ranks=False, facts=FACTS)
 
@@ -453,19 +434,6 @@ def test_rank_that_the_checkpoint_does_not_know_draws_as_the_seed_per_rank_says(
     assert len(found) == num_different
 
 
-@pytest.mark.parametrize("is_skipped", [True, False])
-def test_stream_goes_on_unless_the_script_lets_it_begin_again(is_skipped: bool) -> None:
-    stream: Any = StepStream.__new__(StepStream)
-    went_on: list[Any] = []
-    stream.go_on = lambda cursor, num_skipped: went_on.append((cursor, num_skipped))
-    args = SimpleNamespace(ignore_data_skip=not is_skipped)
-    ours, _ = resume_of(SimpleNamespace(args=args, state=SimpleNamespace(global_step=6), model=None))
-    ours._manifest, ours._folder = manifest(6), Path("none")
-    ours._steps.loader = SimpleNamespace(dataset=stream, batch_sampler=None)
-    ours.on_train_begin(args, None, None)
-    assert went_on == [({"epoch": 0, "steps": 6}, 6)] * is_skipped
-
-
 class Saving(FakeTrainer):
     """It saves after its third step."""
 
@@ -558,24 +526,6 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
             checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("key", tmp_path / "none", tmp_path, {})
 
 
-def refuse_locks(error: int) -> Callable[[int, int], None]:
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return flock
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK])
-def test_file_system_without_locks_keeps_no_run_from_saving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", refuse_locks(error))
-    trainer = Saving(tmp_path, *NEEDED)
-    checkpoints(trainer, Rank())._save(trainer.save, None)
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
-    assert check(tmp_path / "checkpoint-3") is None
-
-
 def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:
     trainer, other = Saving(tmp_path, *NEEDED), Saving(tmp_path, *NEEDED)
     other.meanwhile = lambda: pytest.fail("It writes.")
@@ -634,53 +584,3 @@ def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path: Path) ->
 
 def draws() -> list[float]:
     return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]
-
-
-def shape(rank: int) -> StepShape:
-    return StepShape(rank, 2, 1, regroup=True, planner=InOrder(), seed=7, rank_seed=7 + rank)
-
-
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_each_step_of_each_epoch_draws_for_itself_on_each_rank(is_stream: bool) -> None:
-    def drawn(rank: int, epoch: int) -> list[float]:
-        reference = Reference(range(6), batch_size=2, collate_fn=list)  # type: ignore[arg-type]
-        if is_stream:
-            stream = StepStream(reference, shape(rank), lambda rows: random.random())
-            stream.set_epoch(epoch)
-            return [step.micro_batches[0].inputs for step in stream]
-        sampler = StepSampler(reference, shape(rank), list)  # type: ignore[arg-type]
-        sampler.set_epoch(epoch)
-        return [index.seed for (index,) in sampler]
-
-    places = [(rank, epoch) for rank in range(2) for epoch in range(2)]
-    found = [drawn(*place) for place in places]
-    assert [drawn(*place) for place in places] == found
-    assert len({number for numbers in found for number in numbers}) == 4 * 3
-
-
-def test_order_of_a_resumed_epoch_is_that_epochs_alone() -> None:
-    reference = Reference(range(40), batch_size=40, shuffle=True)  # type: ignore[arg-type]
-    sampler = StepSampler(reference, shape(0), list)  # type: ignore[arg-type]
-    orders = [str(list(sampler))]
-    state = sampler.order_state
-    orders += [str(list(sampler))]
-    sampler.resumed_order_state = state
-    orders += [str(list(sampler)), str(list(sampler))]
-    orders = [order.partition("seed=")[0] for order in orders]
-    assert orders[2] == orders[0]
-    assert len(set(orders)) == 3
-
-
-def test_order_is_drawn_again_from_its_state() -> None:
-    class Order:
-        def __iter__(self) -> Any:
-            return iter(torch.randperm(9).tolist())
-
-    with seeded_draws(5):
-        order, state = drawn_from(None, Order())
-        after = draws()
-    with seeded_draws(6):
-        assert drawn_from(json.loads(json.dumps(state)), Order())[0] == order
-        assert draws() != after
-    with seeded_draws(5):
-        assert drawn_from(None, [1, 2]) == ([1, 2], None)

@@ -149,13 +149,6 @@ def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait() -> No
     assert ranks.order == [(0, "shard 0"), (1, "shard 1")]
 
 
-def test_map_in_memory_is_every_ranks_own() -> None:
-    ranks = Ranks(2, per_node=2)
-    ranks.maps[1](FakeData("a"), work, keep_in_memory=True)
-    assert ranks.order == [(1, "a")]
-    assert not ranks.store
-
-
 def test_map_of_a_cell_that_not_all_ranks_run_does_not_count() -> None:
     ranks = Ranks(2, per_node=2)
     ranks.is_apart = True
@@ -208,12 +201,6 @@ def test_choice_of_the_script_stays(tmp_path: Path, cache_files: tuple[str, ...]
     ranks = Ranks(1, per_node=1, run_dir=tmp_path)
     ranks.maps[0](FakeData("a", cache_files), work, **kwargs)
     assert ranks.calls == [(0, "a", kwargs)]
-
-
-def test_data_in_memory_keeps_to_itself_without_a_folder_for_all() -> None:
-    ranks = Ranks(1, per_node=1)
-    ranks.maps[0](FakeData("a", cache_files=()), work)
-    assert ranks.calls == [(0, "a", {})]
 
 
 def test_draws_of_the_function_count_on_every_rank_and_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,16 +63,3 @@ def test_signal_that_is_ignored_stays_so() -> None:
     with exit_on_signal():
         signal.raise_signal(signal.SIGHUP)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def test_thread_beside_the_main_one_may_wait_for_a_command() -> None:
-    entered = []
-
-    def wait() -> None:
-        with exit_on_signal():
-            entered.append(True)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join()
-    assert entered == [True]

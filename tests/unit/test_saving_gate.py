@@ -184,13 +184,6 @@ def test_nested_savers_count_as_one(ranks: Ranks) -> None:
     assert ranks.calls == [["outer", "inner", "inner"], []]
 
 
-def test_saver_within_one_that_runs_everywhere_writes_on_rank_0_only(ranks: Ranks) -> None:
-    for rank in (0, 1):
-        inner = ranks.saver(rank, "inner", result=("config.json",))
-        assert ranks.saver(rank, "outer", everywhere=True, result=inner)("trainer", "out") == ("config.json",)
-    assert ranks.calls == [["outer", "inner"], ["outer"]]
-
-
 # What goes wrong.
 
 
@@ -334,13 +327,6 @@ def test_rank_0_waits_once_where_it_saves_alone(ranks: Ranks, waits: list[bool])
     assert waits == [True, False, False, True]
 
 
-def test_rank_0_waits_again_for_a_rank_that_came_late(ranks: Ranks, waits: list[bool]) -> None:
-    for _ in range(3):
-        for rank in (0, 1):
-            ranks.saver(rank)("model", "out")
-    assert waits == [True, True, True]
-
-
 def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks: Ranks, waits: list[bool]) -> None:
     manager = ranks.managers[1]
     assert manager is not None
@@ -360,15 +346,6 @@ def test_keys_of_saves_are_deleted_when_all_ranks_have_read_them(ranks: Ranks) -
         for rank in (0, 1):
             ranks.saver(rank)("model", path)
     assert set(ranks.store) == {"saves/at/0", "saves/at/1", "saves/3"}
-
-
-def test_file_that_a_late_rank_has_removed_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    for name in ("kept", "removed"):
-        ranks.saver(0, result=lambda model, path: path.touch())("model", tmp_path / name)
-    (tmp_path / "removed").unlink()
-    ranks.saver(1)("model", tmp_path / "kept")
-    with pytest.raises(DistributedError, match=r"removed is gone\. Rank 1 came to this save later"):
-        ranks.saver(1)("model", tmp_path / "removed")
 
 
 def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:

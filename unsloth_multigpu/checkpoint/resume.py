@@ -141,7 +141,8 @@ class Resume(Part):
         Raises:
             ResumeError: The checkpoint that it asks for is incomplete, or of another number of ranks.
         """
-        config, lines = self._manager.config, []
+        config = self._manager.config
+        lines: list[str] = []
         any_training = Wanted(self._manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
         wanted = [dataclasses.replace(any_training, facts=facts, run_id=restarted_run)] if restarted_run else []
         # Before the script's own choice: the same command names the same checkpoint after any progress.
