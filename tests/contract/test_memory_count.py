@@ -134,22 +134,10 @@ def counted(trainer: Trainer, **options: Any) -> StepBytes:
     return count_step(trainer, batch, **{**usual, **options})
 
 
+THOROUGH = ("full fp32", "full tied", "lora checkpointing", "full checkpointing", "full autocast", "lora dropout")
 KINDS = (
     *("lora padded", "qlora double", "full autocast checkpointing"),
-    *(
-        pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in (
-            *(
-                "full fp32",
-                "full bf16",
-                "full tied",
-                "lora checkpointing",
-                "full fp32 checkpointing",
-                "full checkpointing",
-            ),
-            *("full autocast", "lora dropout", "qlora", "full eager"),
-        )
-    ),
+    *(pytest.param(kind, marks=pytest.mark.thorough) for kind in (*THOROUGH, "qlora", "full eager")),
 )
 
 

@@ -71,7 +71,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: The disk is full or fails.
     """
-    files = {_relative(path, folder): _measured(path, must_flush=True) for path in _files_in(folder)}
+    files = {path.relative_to(folder).as_posix(): _measured(path, must_flush=True) for path in _files_in(folder)}
     for inner in {path.parent for path in _files_in(folder)} | {folder}:
         _flush_folder(inner)
     body = {"format": _FORMAT, **dataclasses.asdict(dataclasses.replace(manifest, files=files))}
@@ -254,10 +254,6 @@ def _as_saved(step: int, folder: Path, *, saves_only_model: bool) -> Saved:
 
 def _files_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (MANIFEST, f".{MANIFEST}"))
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return path.relative_to(folder).as_posix()
 
 
 def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:

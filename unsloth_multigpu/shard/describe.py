@@ -76,21 +76,17 @@ def _longest(trainer: Any, tokens: int | None) -> tuple[int, str]:
     if tokens is not None:
         return tokens, "as given"
     data = trainer.train_dataset
-    lengths = _lengths(data)
-    limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
-    if not lengths:
+    longest = _num_tokens(_ends(data)[0]) if _has_numbers(data) else 0
+    if not longest:
         return 0, "the first samples, of which the collator makes tokens"
-    seen = f"the longest of {'the first ' if len(data) > _MAX_SAMPLES else ''}{len(lengths)} samples"
-    return min(max(lengths), limit or max(lengths)), seen
+    limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
+    of = f"the first {_MAX_SAMPLES}" if len(data) > _MAX_SAMPLES else len(data)
+    return min(longest, limit or longest), f"the longest of {of} samples"
 
 
-def _lengths(data: Any) -> list[int]:
-    """Tokens of the samples that can be asked by number; empty where they have none."""
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        return []
-    samples = (data[index] for index in range(min(len(data), _MAX_SAMPLES)))
-    found = [_num_tokens(sample) for sample in samples]
-    return [length for length in found if length]
+def _has_numbers(data: Any) -> bool:
+    """True where samples can be asked for by number."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def _num_tokens(sample: Any) -> int:
@@ -100,14 +96,14 @@ def _num_tokens(sample: Any) -> int:
 
 def _ends(data: Any) -> tuple[Any, Any]:
     """The longest and the shortest sample, or the first two."""
-    lengths = _lengths(data)
-    if lengths:
-        return data[max(range(len(lengths)), key=lengths.__getitem__)], data[lengths.index(min(lengths))]
-    if hasattr(data, "__getitem__"):
+    if not _has_numbers(data):
+        stream = iter(data)
+        first = next(stream)
+        return first, next(stream, first)
+    lengths = [_num_tokens(data[index]) for index in range(min(len(data), _MAX_SAMPLES))]
+    if not any(lengths):
         return data[0], data[min(1, len(data) - 1)]
-    stream = iter(data)
-    first = next(stream)
-    return first, next(stream, first)
+    return data[lengths.index(max(lengths))], data[lengths.index(min(lengths))]
 
 
 def _with_tokens(sample: Any, longest: int) -> Any:
