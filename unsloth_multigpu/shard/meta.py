@@ -25,12 +25,11 @@ _OF_MODEL = ("attn_implementation", "experts_implementation")
 
 def meta_patches() -> list[Patch]:
     """What a script calls before it trains, and what would read or move weights."""
-    modeling, trainer = "transformers.modeling_utils:PreTrainedModel", "transformers.trainer:Trainer"
+    modeling = "transformers.modeling_utils:PreTrainedModel"
     moves = [f"{modeling}.{name}" for name in ("cuda", "to")]
     return [
         Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "No weights are read."),
         *(Patch(target, _TRANSFORMERS, _unmoved, "There is nothing to move.") for target in moves),
-        Patch(f"{trainer}._move_model_to_device", _TRANSFORMERS, _stays, "There is nothing to move."),
         Patch(
             f"{modeling}._init_added_embeddings_weights_with_mean",
             _TRANSFORMERS,
@@ -176,15 +175,6 @@ def _unmoved(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
         return original(self, dtypes[0]) if dtypes else self
-
-    return move
-
-
-def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def move(self: Any, model: Any, device: Any) -> None:
-        if not any(p.is_meta for p in model.parameters()):
-            original(self, model, device)
 
     return move
 
