@@ -33,7 +33,7 @@ ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
 ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
 ENV_TOOL = ENV_PREFIX + "TOOL"
-# What shard="auto" has become: a JSON list, see context.ShardChoice.
+# What shard="auto" has become: "on" or "off".
 ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"

@@ -110,7 +110,7 @@ def enable_multi_gpu(
             "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         shard: "on" = each rank holds a part of weights and states (FSDP2), "auto" = if need be ["off"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
-        resume: "auto" resumes from the last whole checkpoint of this training, "off" does what the script says ["off"].
+        resume: "auto" resumes from the last complete checkpoint of this training, "off" as the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
         seldom: The other options, by name.
 
@@ -146,7 +146,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
     if context.shard_choice is not None and config.shard == "auto":
-        config = config.with_shard(context.shard_choice.shard)
+        config = config.with_shard(context.shard_choice)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return

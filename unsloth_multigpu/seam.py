@@ -154,12 +154,6 @@ SEAMS: dict[str, InstanceSeam] = {
             "Callbacks see the gradient_accumulation_steps of the script, and have a time of their own.",
             ("event", "args", "state", "control"),
         ),
-        InstanceSeam(
-            "model",
-            "should_save_on_this_rank",
-            "The first rank of each node writes where the nodes share no folder.",
-            optional=True,
-        ),
         InstanceSeam("callback_handler", "on_train_begin", "Callbacks see the loader of one process."),
         InstanceSeam(
             "callback_handler",

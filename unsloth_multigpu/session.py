@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
@@ -182,10 +181,6 @@ class Session:
             steered.steps.plans_one_process = self.tool.plans_one_process
             self._steered = steered
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
-        if steered is None:
-            from unsloth_multigpu.checkpoint.mode import refuse_sharded
-
-            refuse_sharded(trainer, arguments)
         if steered is not None:
             steered.of_tool = of_tool
             if self.identity.world_size > 1 and self.identity.launcher != "notebook":
@@ -245,14 +240,6 @@ class Session:
         outlook = None if self.context.tool is not None else outlook_of(trainer, self.config)
         with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
             return original_train()
-
-    def find_mode(self, trainer: TrainerLike) -> tuple[Path, bool] | None:
-        """The checkpoint that resume="auto" would take for a script's first training, and whether that was sharded."""
-        from unsloth_multigpu.checkpoint.choice import find_mode
-        from unsloth_multigpu.checkpoint.resume import training_facts
-
-        facts = training_facts(trainer, self.manager(), int(trainer.args.gradient_accumulation_steps), 0)
-        return find_mode(Path(trainer._get_output_dir(None)), facts)
 
     def _steers(self) -> bool:
         """False if this single process is not steered, because no option asks for it."""

@@ -16,7 +16,7 @@ from unsloth_multigpu.accelerator import HIDDEN, KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import MultiGPUConfig, given_options, num_nodes, variable
+from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, num_nodes, variable
 from unsloth_multigpu.words import gib
 
 logger = get_logger(__name__)
@@ -183,9 +183,8 @@ def with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks:
     """
     from unsloth_multigpu.shard.choice import choose
 
-    choice = choose(command, os.environ, config, num_ranks)
-    os.environ.update(choice.variables())
-    return config.with_shard(choice.shard)
+    os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
+    return config.with_shard(shard)
 
 
 def this_command() -> list[str]:

@@ -132,8 +132,8 @@ class OptionTable:
     resume: str = option(
         "off",
         Choice(("off", "auto"), hint="Set {name}='auto' to resume, {name}='off' not to."),
-        '"auto": a training that was stopped resumes from the last whole checkpoint in its output folder, if the same '
-        'training wrote one. "off": as the script says.',
+        '"auto": a training that was stopped resumes from the last complete checkpoint in its output folder, if the '
+        'same training wrote one. "off": as the script says.',
         Scope.RANKS,
         Scope.TRAINER,
         section=EVERYDAY,

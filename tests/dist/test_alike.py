@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.run import BARE, LIGHT, Finished, run_python
+from tests.helpers.run import BARE, Finished, run_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -94,41 +94,3 @@ def test_model_that_a_rank_has_removed_that_came_too_late_is_an_error(tmp_path: 
     assert run.code == 76
     assert "final is gone. Rank 1 came to this save later than rank 0 waits for it" in run.err
     assert "Hint: Remove what is in the way on rank 0 alone" in run.err
-
-
-# Mapped functions that do more than return rows.
-
-
-@pytest.fixture(scope="module")
-def effects(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One process, and both of two ranks."""
-    found = []
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    for name, environment, ranks in (("one", alone, [0]), ("two", {}, [0, 1])):
-        folder = tmp_path_factory.mktemp(name)
-        run = run_python([SCRIPTS / "effects.py", "out"], folder, {**LIGHT, **environment, "PYTHONHASHSEED": "0"})
-        assert run.code == 0, run.err
-        found += of_ranks(folder, "out", ranks)
-    return found
-
-
-@pytest.mark.parametrize("fact", ["stored", "memory", "vocabulary", "filter", "both"])
-def test_what_a_mapped_function_changes_exists_on_every_rank(effects: list[dict[str, Any]], fact: str) -> None:
-    one, *ranks = effects
-    assert one[fact]
-    assert [rank[fact] for rank in ranks] == [one[fact]] * 2
-    assert [rank.get(f"{fact} again") for rank in ranks] == [one.get(f"{fact} again")] * 2
-    assert [rank.get(f"{fact} calls") for rank in ranks] == [one.get(f"{fact} calls")] * 2
-
-
-def test_draws_of_a_mapped_function_count_on_every_rank(effects: list[dict[str, Any]]) -> None:
-    # The rows, what is drawn after them, and how often the function was called.
-    one, first, second = (rank["drawn"] for rank in effects)
-    assert one == first
-    assert second == [*one[:2], 0]
-
-
-def test_function_without_an_effect_is_called_on_one_rank(effects: list[dict[str, Any]]) -> None:
-    one, first, second = (rank["pure"] for rank in effects)
-    assert one == first
-    assert second == [one[0], 0]

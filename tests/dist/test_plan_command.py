@@ -59,6 +59,7 @@ def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     assert all(row["fits"] for row in rows.values())
 
 
+@pytest.mark.thorough
 def test_quantised_layers_are_counted_and_nothing_is_said_to_fit_that_does_not(tmp_path: Path) -> None:
     run = plan(tmp_path, "qlora", "--gpus", "1,2", "--memory", "1.2GiB", env=QUANTISED)
     packed = LAYERS * (3 * HIDDEN**2 + 3 * HIDDEN * INNER)
@@ -75,9 +76,9 @@ def test_quantised_layers_are_counted_and_nothing_is_said_to_fit_that_does_not(t
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("reads", ["plan_me.py line 34, `print(float(model.lm_head.weight.sum()))`", "shard='on'"]),
-        ("no_training", ["ended with exit code 0 before a train()"]),
-        ("killed", ["was ended by SIGKILL, as the system does", "lies in this machine's memory"]),
+        ("reads", ['plan_me.py", line 34', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
+        pytest.param("no_training", ["ended with exit code 0 before a train()"], marks=pytest.mark.thorough),
+        pytest.param("killed", ["was ended by SIGKILL", "in this machine's memory"], marks=pytest.mark.thorough),
     ],
 )
 def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp_path: Path) -> None:
@@ -87,6 +88,7 @@ def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp
     assert all(fact in run.err for fact in facts), run.err
 
 
+@pytest.mark.thorough
 def test_model_of_the_script_itself_is_counted_as_it_is_and_no_row_fits(tmp_path: Path) -> None:
     run = plan(tmp_path, "own", "--gpus", "2", "--memory", "1GiB")
 

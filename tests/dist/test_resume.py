@@ -69,7 +69,7 @@ def test_training_goes_on_to_the_same_weights(trained, name, checkpoint, num_ste
     assert difference(folder, name, f"{name}_whole") == 0
 
 
-def test_torn_checkpoint_is_passed_over(trained):
+def test_incomplete_checkpoint_is_passed_over(trained):
     assert "checkpoints_order/checkpoint-14 is passed over: optimizer.pt has 0 bytes of " in trained[1]
 
 
@@ -89,7 +89,7 @@ def test_other_numbers_of_ranks_keep_the_remaining_samples(trained):
     assert difference(folder, "ended", "elastic_3") == 0
 
 
-def test_checkpoints_are_whole_and_no_more_than_asked_for(trained):
+def test_checkpoints_are_complete_and_no_more_than_asked_for(trained):
     folder, _ = trained
     assert facts(folder, "order", attempt=0)["folders"] == ["checkpoint-12", "checkpoint-14"]
     best = facts(folder, "best")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -44,9 +46,10 @@ class Ranks:
             config=SimpleNamespace(timeout_s=self.limit_s),
             publish=lambda key, value="": self.store.__setitem__(key, value),
             is_published=self.store.__contains__,
-            wait_for=lambda key, what, *, timeout_s: self.store[key],
+            read=self.store.get,
             is_abandoned=lambda: self.has_left,
         )
+        manager.wait = functools.partial(self._wait, rank)
         (patch,) = dataset_patches(
             None if run_dir is None else str(run_dir), lambda: None if self.is_apart else manager
         )  # type: ignore[arg-type, return-value]
@@ -57,6 +60,14 @@ class Ranks:
             return f"mapped {data.name}"
 
         return patch.wrap(original)
+
+    def _wait(self, rank: int, read: Callable[[], str | None], what: str, *, timeout_s: float, hint: str) -> str:
+        deadline = time.monotonic() + timeout_s
+        while (found := read()) is None:
+            if time.monotonic() > deadline:
+                raise RankTimeoutError(f"rank {rank} waited {timeout_s:g} seconds for {what}.", hint=hint)
+            time.sleep(0.01)
+        return found
 
     @property
     def order(self) -> list[tuple[int, str]]:
@@ -96,19 +107,9 @@ def test_first_rank_of_the_node_maps_before_the_others() -> None:
     assert sorted(ranks.order) == [(0, "a"), (1, "a"), (2, "a")]
 
 
-def test_first_rank_of_each_node_works_by_itself() -> None:
-    ranks = Ranks(4, per_node=2)
-    ranks.maps[2](FakeData("a"), work)
-    ranks.maps[3](FakeData("a"), work)
-    assert ranks.order == [(2, "a"), (3, "a")]
-    # The other node's first rank is still to come, and its second one waits for it.
-    with pytest.raises(RankTimeoutError):
-        ranks.maps[1](FakeData("a"), work)
-
-
 def test_rank_waits_for_the_limit_and_names_it() -> None:
     ranks = Ranks(2, per_node=2)
-    with pytest.raises(RankTimeoutError, match=rf"rank 1 waited timeout_s={LIMIT_S} seconds") as error:
+    with pytest.raises(RankTimeoutError, match=rf"rank 1 waited {LIMIT_S} seconds") as error:
         ranks.maps[1](FakeData("a"), work)
     assert "Hint: Call Dataset.map on all ranks" in str(error.value)
     assert ranks.calls == []
@@ -146,21 +147,6 @@ def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait() -> No
     ranks.maps[0](FakeData("shard 0"), work)
     ranks.maps[1](FakeData("shard 1"), work)
     assert ranks.order == [(0, "shard 0"), (1, "shard 1")]
-
-
-def test_call_of_an_earlier_one_again_does_not_wait() -> None:
-    ranks = Ranks(2, per_node=2)
-    ranks.maps[0](FakeData("a"), work)
-    for _ in range(2):
-        ranks.maps[1](FakeData("a"), work)
-    assert ranks.order == [(0, "a"), (1, "a"), (1, "a")]
-
-
-def test_map_in_memory_is_every_ranks_own() -> None:
-    ranks = Ranks(2, per_node=2)
-    ranks.maps[1](FakeData("a"), work, keep_in_memory=True)
-    assert ranks.order == [(1, "a")]
-    assert not ranks.store
 
 
 def test_map_of_a_cell_that_not_all_ranks_run_does_not_count() -> None:
@@ -217,7 +203,18 @@ def test_choice_of_the_script_stays(tmp_path: Path, cache_files: tuple[str, ...]
     assert ranks.calls == [(0, "a", kwargs)]
 
 
-def test_data_in_memory_keeps_to_itself_without_a_folder_for_all() -> None:
-    ranks = Ranks(1, per_node=1)
-    ranks.maps[0](FakeData("a", cache_files=()), work)
-    assert ranks.calls == [(0, "a", {})]
+def test_draws_of_the_function_count_on_every_rank_and_once() -> None:
+    ranks, drawn, is_cached = Ranks(2, per_node=2), [], False
+
+    def draw() -> None:
+        if not is_cached:
+            random.random()
+
+    for rank in (0, 1):
+        for _ in range(2):
+            random.seed(5)
+            ranks.maps[rank](FakeData("a"), draw)
+            drawn.append(random.random())
+            is_cached = True
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]

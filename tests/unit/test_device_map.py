@@ -42,14 +42,6 @@ def test_map_of_one_card_means_the_ranks_own(device_map: Any, placed: Any) -> No
     assert local_device_map(device_map, "cuda", 1) == placed
 
 
-def test_map_of_torch_devices_is_understood() -> None:
-    torch = pytest.importorskip("torch")
-    assert local_device_map(torch.device("cuda"), "cuda", 1) == HERE
-    assert local_device_map(torch.device("cuda", 0), "cuda", 1) == HERE
-    assert local_device_map({"": torch.device("cuda", 1)}, "cuda", 1) == HERE
-    assert local_device_map(torch.device("cpu"), "cuda", 1) == torch.device("cpu")
-
-
 def test_map_of_another_kind_of_accelerator() -> None:
     assert local_device_map({"": "xpu:0"}, "xpu", 1) == HERE
     with pytest.raises(ConfigError):
@@ -97,10 +89,6 @@ def test_loader_gets_the_map_of_its_rank() -> None:
     # No map is no wish.
     assert load("model") == (("model",), {})
     assert load("model", device_map=None) == (("model",), {"device_map": None})
-
-
-def test_ranks_on_the_cpu_place_nothing() -> None:
-    assert placement_patches("cpu", 1, warns=True) == []
 
 
 def test_offloaded_weights_are_a_file_of_each_rank() -> None:

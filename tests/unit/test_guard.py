@@ -50,17 +50,6 @@ def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tup
     assert handler.start_callbacks == handler.end_callbacks == []
 
 
-def test_real_compiler_is_heard() -> None:
-    callback = pytest.importorskip("torch._dynamo.callback")
-    page = HeartbeatPage(None, 0)
-    phase = CompilerPhase(page)
-    page.mark(Phase.COMPUTE)
-    phase.enter()
-    before = len(callback.callback_handler.start_callbacks)
-    phase.leave()
-    assert before - len(callback.callback_handler.start_callbacks) == 1
-
-
 class Noting(FakeTrainer):
     """Notes what the page says where it is called."""
 

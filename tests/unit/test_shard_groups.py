@@ -1,16 +1,12 @@
-"""How a model is divided for accelerate's FSDP2: no group contains another's weights, and none is in two."""
+"""How accelerate's FSDP2 divides a model: no group contains another's weights, and none is in two."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.shard import _with_own_optimizer
-from unsloth_multigpu.shard.groups import ends_of, grouped, layers_of, refusal_of, users_apart
+from unsloth_multigpu.shard.groups import check_shared, layers_of
 
 
 class Layer(nn.Linear):
@@ -41,42 +37,15 @@ class Model(nn.Module):
         return self.head
 
 
-def plugin(layers: list[str] | None = None) -> Any:
-    return SimpleNamespace(transformer_cls_names_to_wrap=layers)
-
-
 def test_layers_are_those_that_the_model_has_without_its_ends() -> None:
     assert layers_of(Model()) == ["Layer"]
     assert layers_of(nn.Linear(2, 2)) == []
 
 
-def test_decoder_is_left_as_it_is() -> None:
-    model, told = Model(), plugin()
-    model.head.weight = model.embeddings.words.weight
-    before = dict(vars(model))
-    with grouped(model, told):
-        assert vars(model) == before
-        assert ends_of(model) == (model.embeddings.words, model.head)
-    assert told.transformer_cls_names_to_wrap == ["Layer"]
-
-
-def test_layers_that_the_script_names_stay() -> None:
-    told = plugin(["Linear"])
-    with grouped(Model(), told):
-        pass
-    assert told.transformer_cls_names_to_wrap == ["Linear"]
-
-
-def test_ends_that_share_a_weight_with_the_rest_are_one_group_with_it() -> None:
+def test_embeddings_and_head_may_share_their_weight() -> None:
     model = Model()
-    model.of_encoder = nn.Embedding(5, 4)
-    model.of_encoder.weight = model.embeddings.words.weight
-    assert users_apart(model, ["Layer"], ends_of(model)) == [("embeddings.words.weight", "of_encoder.weight")]
-    with grouped(model, plugin()):
-        assert ends_of(model) == (None, None)
-        assert users_apart(model, ["Layer"], ends_of(model)) == []
-    assert ends_of(model) == (model.embeddings.words, model.head)
-    assert "get_input_embeddings" not in vars(model)
+    model.head.weight = model.embeddings.words.weight
+    check_shared(model)
 
 
 def test_model_that_knows_no_embeddings_has_none() -> None:
@@ -84,12 +53,15 @@ def test_model_that_knows_no_embeddings_has_none() -> None:
         def get_input_embeddings(self) -> nn.Module:
             raise NotImplementedError
 
-    model = Convolutions()
-    with grouped(model, plugin()):
-        assert model.get_input_embeddings() is None
-        assert ends_of(model) == (None, model.head)
-    with pytest.raises(NotImplementedError):
-        model.get_input_embeddings()
+    check_shared(Convolutions())
+
+
+def test_weight_that_a_third_module_uses_is_refused() -> None:
+    model = Model()
+    model.of_encoder = nn.Embedding(5, 4)
+    model.of_encoder.weight = model.embeddings.words.weight
+    with pytest.raises(SetupError, match=r"Model: of_encoder\.weight and the embeddings are one weight"):
+        check_shared(model)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -100,53 +72,7 @@ def test_weight_of_two_layers_is_refused_where_it_is_trained(is_trained: bool) -
     assert isinstance(one.weight, nn.Parameter)
     one.weight.requires_grad_(is_trained)
     if not is_trained:
-        with grouped(model, plugin()):
-            return
-    with (
-        pytest.raises(SetupError, match=r"Model: layers\.0\.weight and layers\.1\.weight are one weight"),
-        grouped(model, plugin()),
-    ):
-        pass
-    assert "get_input_embeddings" not in vars(model)
-
-
-def test_only_an_error_of_the_engine_says_that_the_model_cannot_be_sharded() -> None:
-    namespace: dict[str, Any] = {"__name__": "torch.distributed.fsdp._fully_shard"}
-    exec(compile("def fail(error):\n    raise error", "engine.py", "exec"), namespace)
-
-    def raised(error: Exception, fail: Any) -> Exception:
-        try:
-            fail(error)
-        except Exception as caught:
-            return caught
-        raise AssertionError
-
-    def of_script(error: Exception) -> None:
-        raise error
-
-    refusal = refusal_of(Model(), raised(ValueError("no scalars"), namespace["fail"]))
-    assert refusal is not None
-    assert "accelerate's FSDP2 cannot shard Model: ValueError: no scalars" in str(refusal)
-    assert refusal_of(Model(), raised(ValueError("no scalars"), of_script)) is None
-    # A lost rank, or memory.
-    assert refusal_of(Model(), raised(RuntimeError("closed by peer"), namespace["fail"])) is None
-
-
-class Trainer:
-    """Takes optimizers as transformers' Trainer does."""
-
-    def __init__(self, args: Any = None, model_init: Any = None, optimizers: Any = (None, None), **_: Any) -> None:
-        if getattr(args, "fsdp", None) and optimizers != (None, None):
-            raise RuntimeError("not allowed")
-        self.optimizer, self.lr_scheduler = optimizers
-
-
-def test_optimizer_of_the_script_reaches_a_trainer_that_shards() -> None:
-    make = _with_own_optimizer(Trainer.__init__)
-    for fsdp in (True, None):
-        trainer = Trainer.__new__(Trainer)
-        make(trainer, SimpleNamespace(fsdp=fsdp), optimizers=("sgd", "halving"))
-        assert (trainer.optimizer, trainer.lr_scheduler) == ("sgd", "halving")
-    # What a Trainer refuses without shards it refuses with them.
-    with pytest.raises(RuntimeError, match="not allowed"):
-        make(Trainer.__new__(Trainer), SimpleNamespace(fsdp=True), print, ("sgd", None))
+        check_shared(model)
+        return
+    with pytest.raises(SetupError, match=r"Model: layers\.0\.weight and layers\.1\.weight are one weight"):
+        check_shared(model)

@@ -1,1 +1,1 @@
-"""Which checkpoint is whole, and where does a training resume?"""
+"""Which checkpoint is complete, and where does a training resume?"""

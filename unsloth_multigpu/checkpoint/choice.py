@@ -1,4 +1,4 @@
-"""Which checkpoint a training resumes from: a decision of one node over the manifests in an output folder."""
+"""Which checkpoint a training resumes from: a decision by the manifests in an output folder. Only files; no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
-from unsloth_multigpu.checkpoint.mode import was_sharded
-from unsloth_multigpu.errors import ResumeError
+from unsloth_multigpu.errors import ResumeError, SetupError
 
-_NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
+_OF_ANOTHER_RUN = "another run wrote it"
+_HELD = {True: "a part of the weights (sharded)", False: "all weights (not sharded)"}
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Wanted:
 
     Args:
         world_size: Ranks of this run.
-        grows_with_ranks: True where a step has as many samples more as there are ranks (global_batch="scale").
-        facts: What the training must be, see `checkpoint.resume.training_facts`. None = whatever the script passes.
+        grows_with_ranks: More ranks make a step larger (global_batch="scale").
+        facts: What the training must be, see `checkpoint.resume.training_facts`. None = anything.
         run_id: The run that must have written it. None = any.
     """
 
@@ -31,18 +31,20 @@ class Wanted:
     run_id: str | None = None
 
     def objection(self, manifest: Manifest, folder: Path) -> str | None:
-        """Why a training cannot resume from a checkpoint, without a look at its files.
+        """Why a training cannot resume from a checkpoint, by its manifest alone.
 
         Raises:
-            ResumeError: It is of this training, but its steps are other ones.
+            ResumeError: It is of this training, but has other steps.
         """
+        if self.run_id not in (None, manifest.run_id):
+            return _OF_ANOTHER_RUN
         if self.facts is not None:
             for name in {**self.facts, **manifest.facts}:
                 theirs, mine = manifest.facts.get(name), self.facts.get(name)
                 if theirs != mine:
                     return f"{name} was {theirs}, now it is {mine}"
         if not manifest.is_resumable:
-            return _NO_OPTIMIZER
+            return "it holds no optimizer (save_only_model=True)"
         if self.grows_with_ranks and manifest.world_size != self.world_size:
             raise ResumeError(
                 f"{folder} was written by {manifest.world_size} rank(s), now there are {self.world_size}: with "
@@ -54,103 +56,94 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint of one node that a training can resume from, if any, and what is to be said about others.
+    """The checkpoint that a training resumes from.
 
     Args:
-        step: None = there is none.
-        lines: One for each checkpoint that was passed over, or that cannot be checked.
+        folder: None = there is none.
+        lines: Warnings, one for each checkpoint that is passed over, or that cannot be checked.
     """
 
-    step: int | None
-    lines: tuple[str, ...]
+    folder: Path | None
+    lines: tuple[str, ...] = ()
 
 
-def find_newest(output_dir: Path, wanted: Wanted, at_most: int | None = None) -> Found:
-    """Looks for the newest whole checkpoint. Only its files are read, and those of newer ones that turn out torn.
+def find_newest(output_dir: Path, wanted: Wanted) -> Found:
+    """Looks for the newest complete checkpoint. Only its files are read, and those of newer ones that are incomplete.
 
     Args:
         output_dir: Where the Trainer puts its checkpoints.
         wanted: Which of them count.
-        at_most: The newest step that counts; None = any.
 
     Raises:
         ResumeError: See `Wanted.objection`.
     """
-    lines = []
-    for step, folder in checkpoints_in(output_dir):
-        if at_most is not None and step > at_most:
-            continue
-        try:
-            manifest = read_manifest(folder)
-        except ValueError as error:
-            lines.append(f"{folder} is passed over: {error}")
-            continue
-        if manifest is None and wanted.facts is None:
-            return Found(step, (*lines, _unchecked(folder)))
-        if manifest is None:
-            lines.append(f"{folder} is passed over: it has no {MANIFEST} that tells what training it is of")
-            continue
-        if wanted.run_id not in (None, manifest.run_id):
-            continue
-        problem = wanted.objection(manifest, folder) or check(folder)
+    lines: list[str] = []
+    for _, folder in checkpoints_in(output_dir):
+        problem, warnings = _examined(folder, wanted)
+        lines += warnings
         if problem is None:
-            return Found(step, tuple(lines))
-        lines.append(f"{folder} is passed over: {problem}")
+            return Found(folder, tuple(lines))
+        if problem != _OF_ANOTHER_RUN:
+            lines.append(f"{folder} is passed over: {problem}")
     return Found(None, tuple(lines))
 
 
-def find_mode(output_dir: Path, facts: Mapping[str, Any]) -> tuple[Path, bool] | None:
-    """The checkpoint that resume="auto" would take, and whether its training was sharded. None = there is none.
-
-    Contents are not read, which may take minutes: one that turns out torn has most likely an older one of its way.
-
-    Args:
-        output_dir: Where the Trainer puts its checkpoints.
-        facts: What the training must be, see `checkpoint.resume.training_facts`.
-    """
-    for _, folder in checkpoints_in(output_dir):
-        try:
-            manifest = read_manifest(folder)
-        except ValueError:
-            continue
-        if manifest is None:
-            continue
-        # Whether the number of ranks will do is not asked here, and refused where it is known.
-        wanted = Wanted(manifest.world_size, grows_with_ranks=False, facts=facts)
-        if wanted.objection(manifest, folder) is None and check(folder, reads_files=False) is None:
-            way = was_sharded(folder, manifest)
-            return None if way is None else (folder, way)
-    return None
-
-
 def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
-    """Checks a checkpoint that the script names.
+    """Checks a checkpoint that the script names; where there is none, Hugging Face's own error says so.
 
     Returns:
-        What is to be said about it.
+        Warnings.
 
     Raises:
-        ResumeError: It is not whole, or the training cannot resume from it.
+        ResumeError: It is incomplete, or the training cannot resume from it.
     """
-    try:
-        manifest = read_manifest(folder)
-        problem = None if manifest is None else wanted.objection(manifest, folder) or check(folder)
-    except ValueError as error:
-        problem = str(error)
-    if problem is None:
-        # What is not there at all, Hugging Face's own error names.
-        return (_unchecked(folder),) if manifest is None and folder.is_dir() else ()
-    if problem == _NO_OPTIMIZER:
+    problem, warnings = _examined(folder, wanted) if folder.is_dir() else (None, ())
+    if problem is not None:
+        newest = find_newest(folder.parent, wanted).folder
+        other = "Its folder has no complete one" if newest is None else f"Use {newest}"
         raise ResumeError(
             f"a training cannot resume from {folder}: {problem}.",
-            hint="Load the model from it and begin a new training.",
+            hint=f"{other}, or load the model from it and begin a new training. If you changed the files on purpose, "
+            f"delete {MANIFEST}.",
         )
-    newest = find_newest(folder.parent, wanted).step
-    other = "Its folder has no whole one" if newest is None else f"Use {folder.parent}/checkpoint-{newest}"
-    raise ResumeError(
-        f"{folder} is not whole: {problem}.", hint=f"{other}; if you changed it on purpose, delete its {MANIFEST}."
+    return warnings
+
+
+def _examined(folder: Path, wanted: Wanted) -> tuple[str | None, tuple[str, ...]]:
+    """Why a training cannot resume from a checkpoint, None where it can; and warnings."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error), ()
+    if manifest is not None:
+        return wanted.objection(manifest, folder) or check(folder), ()
+    if wanted.facts is not None:
+        return f"it has no {MANIFEST} that tells what training it is of", ()
+    return None, (f"{folder} has no {MANIFEST}: whether it is complete cannot be checked",)
+
+
+def refuse_other_mode(folder: Path, manifest: Manifest | None, *, is_sharded: bool, world_size: int) -> None:
+    """Refuses to resume a sharded training from a checkpoint of one that was not, or the reverse.
+
+    The two modes write different files. A checkpoint without a manifest is left to the libraries.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its own, if it has one.
+        is_sharded: Each rank of this training holds a part of the weights.
+        world_size: Ranks of this training.
+
+    Raises:
+        SetupError: It was written in the other mode.
+    """
+    was = None if manifest is None else manifest.is_sharded
+    if was is None or was == is_sharded:
+        return
+    mode = "Train sharded again (shard='on')" if was else "Train without sharding again (shard='off')"
+    more = ", on two GPUs or more" if was and world_size == 1 else ""
+    raise SetupError(
+        f"{folder} was written by ranks that each held {_HELD[was]}, and now each holds {_HELD[is_sharded]}: a "
+        "training cannot resume in the other mode.",
+        hint=f"{mode}{more}, or begin a new training: load the model from that folder, set resume='off' and leave "
+        "resume_from_checkpoint out.",
     )
-
-
-def _unchecked(folder: Path) -> str:
-    return f"{folder} has no {MANIFEST}: whether it is whole cannot be checked"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
-from unsloth_multigpu.checkpoint.mode import refuse_other_mode
+from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, refuse_other_mode
+from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
@@ -29,12 +26,12 @@ from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
 
-# The random state at which the order of the epoch was drawn, where it depends on one.
+# The random state from which the order of the epoch was drawn, where it depends on one.
 ORDER_FILE = "unsloth_multigpu_order.json"
 
 
 class Resume(Part):
-    """The checkpoint that one `train()` resumes from, if any.
+    """The checkpoint that one `train()` resumes from, if any. Rank 0 decides.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -46,9 +43,7 @@ class Resume(Part):
 
     Attributes:
         facts: What the training is, see `training_facts`.
-        writers: Ranks that look after a folder of checkpoints, one for each disk.
         is_sharded: Each rank holds a part of the weights.
-        files_tell: The files of a checkpoint tell whether it was so when they were written.
     """
 
     place = "resume"
@@ -69,8 +64,7 @@ class Resume(Part):
         self._training = training
         self.context = context
         self.facts: dict[str, Any] = {}
-        self.writers: list[int] = [0]
-        self.is_sharded, self.files_tell = False, True
+        self.is_sharded = False
         self._manifest: Manifest | None = None
         self._folder: Path | None = None
 
@@ -79,14 +73,18 @@ class Resume(Part):
         """Decides what the training resumes from. Collective.
 
         Raises:
-            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
-            SetupError: It was written by a sharded training and this one is not, or the other way round.
+            ResumeError: The checkpoint that is asked for is incomplete, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not, or the reverse.
         """
         trainer = self._trainer
         # A name that contains the time or a random number differs between ranks.
         trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(None)
-        self._find_writers(Path(run_dir))
+        for name in clear_parts(Path(run_dir)) if self._manager.identity.rank == 0 else ():
+            logger.warning(
+                "another run is saving %s; this one leaves it alone. Give each run an output_dir of its own",
+                Path(run_dir, name),
+            )
         self.facts = training_facts(trainer, self._manager, self._steps.num_accumulated, self._training)
         self.choose(run_dir, self._arguments, self.facts)
         yield
@@ -98,36 +96,6 @@ class Resume(Part):
             "get_batch_samples": self._batch_samples,
         }
 
-    @property
-    def is_writer(self) -> bool:
-        """True on a rank that manages a folder of checkpoints."""
-        return self._manager.identity.rank in self.writers
-
-    def _find_writers(self, folder: Path) -> None:
-        """One rank manages the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
-        identity = self._manager.identity
-        if identity.world_size > identity.local_world_size:
-            token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
-            if identity.rank == 0:
-                token.parent.mkdir(parents=True, exist_ok=True)
-                token.touch()
-            name = self._manager.gather_texts(token.name)[0]
-            is_seen = (token.parent / name).exists()
-            rows = self._manager.gather_int64([identity.local_rank, is_seen])
-            if not all(seen for _, seen in rows):
-                self.writers = [rank for rank, (local_rank, _) in enumerate(rows) if local_rank == 0]
-                if identity.rank == 0 and not self._trainer.args.save_on_each_node:
-                    logger.warning(
-                        "%s is not shared by the nodes: a restart finds no checkpoint on most of them. "
-                        "Use a shared folder, or set save_on_each_node=True",
-                        folder,
-                    )
-        for name in clear_parts(folder) if self.is_writer else ():
-            logger.warning(
-                "another run is saving %s; this one leaves it alone. Give each run an output_dir of its own",
-                folder / name,
-            )
-
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
         """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
 
@@ -137,75 +105,64 @@ class Resume(Part):
             facts: What the training is, see `training_facts`.
 
         Raises:
-            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
-            SetupError: It was written by a sharded training and this one is not, or the other way round.
+            ResumeError: The checkpoint that is asked for is incomplete, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not, or the reverse.
         """
-        asked, folder = arguments.get("resume_from_checkpoint") or None, Path(run_dir)
-        config, world_size = self._manager.config, self._manager.identity.world_size
-        any_training = Wanted(world_size, grows_with_ranks=not config.keeps_global_batch)
-        this_training = dataclasses.replace(any_training, facts=facts)
-        run_id, step = self.context.run_id, None
+        asked, run_id = arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that has just joined counts from 0 again.
-        attempts = self._manager.gather_int64([self.context.attempt])
-        if run_id and any(attempt for (attempt,) in attempts):
-            step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
-        if step is None and config.resume == "auto":
-            # Looked for before the script's own choice: the same command names the same checkpoint after any progress.
-            step = self._newest(folder, this_training)
-            if step is None and asked is None:
-                logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
-        if step is None and asked is True:
-            step = self._newest(folder, any_training)
-            # Without any checkpoint, Hugging Face's own error is right.
-            if step is None and checkpoints_in(folder):
-                raise ResumeError(f"{folder} has no whole checkpoint.", hint="Leave resume_from_checkpoint out.")
-        elif step is None and asked is not None:
-            named = Path(str(asked))
-            self._answers(lambda: Found(0, check_asked(named, any_training)))
-        if step is not None:
-            arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
+        is_restarted = any(attempt for (attempt,) in self._manager.gather_int64([self.context.attempt]))
+        told = ""
+        if self._manager.identity.rank == 0:
+            try:
+                found = self._find(Path(run_dir), asked, facts, run_id if is_restarted else None)
+                told = json.dumps({"folder": found.folder and os.fspath(found.folder)})
+                for line in dict.fromkeys(found.lines):
+                    logger.warning("%s", line)
+            except ResumeError as error:
+                told = json.dumps({"error": error.args[0], "hint": error.hint})
+        answer = json.loads(self._manager.gather_texts(told)[0])
+        if "error" in answer:
+            raise ResumeError(answer["error"], hint=answer["hint"])
+        if answer["folder"] is not None:
+            arguments["resume_from_checkpoint"] = asked = answer["folder"]
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
-            # Only now: a newer checkpoint that is torn, or of another training, does not matter.
-            refuse_other_mode(
-                self._folder,
-                self._manifest,
-                is_sharded=self.is_sharded,
-                world_size=world_size,
-                files_tell=self.files_tell,
-            )
-        if step is not None:
+            world_size = self._manager.identity.world_size
+            refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
+        if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
         if self._manifest is not None:
             self._steps.balancer.resumed = self._manifest.planner
 
-    def _newest(self, folder: Path, wanted: Wanted) -> int | None:
-        """Step of the newest checkpoint that is whole on all nodes. Collective."""
-        at_most: int | None = None
-        while True:
-            found = self._answers(functools.partial(find_newest, folder, wanted, at_most))
-            steps = [step for step in found if step is not None]
-            if len(steps) < len(found) or len(set(steps)) == 1:
-                return steps[0] if len(steps) == len(found) else None
-            at_most = min(steps)
+    def _find(self, folder: Path, asked: Any, facts: dict[str, Any], restarted_run: str | None) -> Found:
+        """What to resume from, in place of what the script asks for; None = what it asks for.
 
-    def _answers(self, decide: Callable[[], Found]) -> list[int | None]:
-        """The step that each writer finds, the same list on all ranks; its lines are shown. Collective."""
-        text = ""
-        if self.is_writer:
-            try:
-                text = json.dumps(dataclasses.asdict(decide()))
-            except ResumeError as error:
-                text = json.dumps({"error": error.args[0], "hint": error.hint})
-        answers = [json.loads(answer) for answer in self._manager.gather_texts(text) if answer]
-        for answer in answers:
-            if "error" in answer:
-                raise ResumeError(answer["error"], hint=answer["hint"])
-        if self._manager.identity.rank == 0:
-            for line in dict.fromkeys(line for answer in answers for line in answer["lines"]):
-                logger.warning("%s", line)
-        return [answer["step"] for answer in answers]
+        Raises:
+            ResumeError: The checkpoint that it asks for is incomplete, or of another number of ranks.
+        """
+        config = self._manager.config
+        lines: list[str] = []
+        any_training = Wanted(self._manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
+        wanted = [dataclasses.replace(any_training, facts=facts, run_id=restarted_run)] if restarted_run else []
+        # Before the script's own choice: the same command names the same checkpoint after any progress.
+        wanted += [dataclasses.replace(any_training, facts=facts)] if config.resume == "auto" else []
+        for kind in wanted:
+            found = find_newest(folder, kind)
+            lines += found.lines
+            if found.folder is not None:
+                return Found(found.folder, tuple(lines))
+        if asked is True:
+            found = find_newest(folder, any_training)
+            # Without any checkpoint, Hugging Face's own error is right.
+            if found.folder is None and checkpoints_in(folder):
+                raise ResumeError(f"{folder} has no complete checkpoint.", hint="Leave resume_from_checkpoint out.")
+            return Found(found.folder, (*lines, *found.lines))
+        if asked is not None:
+            return Found(None, (*lines, *check_asked(Path(str(asked)), any_training)))
+        if config.resume == "auto":
+            logger.info("resume='auto': no complete checkpoint of this training in %s, it begins at step 0", folder)
+        return Found(None, tuple(lines))
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Gives the resumed epoch the order that it was begun with."""

@@ -1,8 +1,7 @@
-"""Saves the checkpoints of one training: written to a hidden folder, sealed, and renamed when they are whole."""
+"""Saves the checkpoints of one training: written aside, sealed, and renamed when they are complete."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -12,13 +11,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from unsloth_multigpu.checkpoint.claim import MARK, Claim, take
+from unsloth_multigpu.checkpoint.claim import take
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
@@ -27,10 +27,12 @@ from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
 
+logger = get_logger(__name__)
+
 _STATE_FILE = "trainer_state.json"
 # Of the Trainer, of accelerate's FSDP, and of what FSDP writes by torch.distributed.checkpoint.
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
-# Reading and flushing what was written may take long; if its writer dies meanwhile, the launcher ends the run.
+# Reading and flushing large files takes long; if rank 0 dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
 
 
@@ -42,7 +44,7 @@ class Checkpoints(Part):
         manager: This rank's manager.
         steps: What feeds the trainer; its planner's measurements are kept.
         exchange: The gradient strategy in DDP's place, whose state is kept.
-        resume: Knows who writes, and what training this is.
+        resume: Knows what training this is.
     """
 
     place = "checkpoints"
@@ -89,86 +91,89 @@ class Checkpoints(Part):
         return {**metrics, **json.loads(self._manager.gather_texts(json.dumps(numbers))[0])}
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
-        """`Trainer._save_checkpoint`: a folder has its name only when it is whole. Collective."""
+        """`Trainer._save_checkpoint`: a folder gets its name when it is complete. Collective."""
         trainer = self._trainer
         run_dir = trainer._get_output_dir(trial)
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
         if self._before_evaluation is not None:
-            # Stopped in an evaluation, which is not made again after a resume. The training goes on with the state
-            # that it would have left behind: a data loader draws its base seed at its begin.
+            # Stopped in an evaluation, which is not repeated after a resume. The training continues with the state
+            # that it would have left behind: a data loader draws its base seed when it begins.
             write_random_state(self._before_evaluation)
             draw_base_seed()
-        with self._claimed(part, final) as claim:
-            # No rank writes into the folder before it is claimed: until then another run may remove it.
+        with self._claimed(part, final):
+            # No rank writes into the folder before it is locked: until then another run may remove it.
             self._manager.gather_texts("")
-            before = _listing(final) if self._resume.is_writer else {}
+            before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
                 stack.enter_context(self._steps.accumulation_of_script())
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
                 if hasattr(trainer, "_push_from_checkpoint"):
                     push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))
                     stack.enter_context(push)
-                if self._manager.identity.rank != 0 and hasattr(trainer.model, "should_save_on_this_rank"):
-                    # transformers 5 knows rank 0 only, and would leave other nodes' folders without weights.
-                    own = steered(trainer.model, "should_save_on_this_rank", lambda _, is_main: is_main)
-                    stack.enter_context(own)
                 original(model, trial)
             best = os.path.join(run_dir, f"checkpoint-{trainer.state.best_global_step}")
             if trainer.state.best_model_checkpoint == os.fspath(part):
                 trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
             elif trainer.state.best_global_step and os.path.isdir(best):
-                # As the Trainer does, which looked for it next to the hidden folder.
+                # The Trainer looked for it next to the folder that is written.
                 trainer.state.best_model_checkpoint = best
-            # Every rank has written its files. Rank 0 chooses an identifier of this save.
-            is_first = self._manager.identity.rank == 0
-            told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if is_first else None])
+            # Every rank has written its files. Rank 0 chooses an identifier of this save. It also tells the state of
+            # callbacks, which the Trainer reads only on the rank that writes it.
+            told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None])
             name, callbacks = json.loads(self._manager.gather_texts(told)[0])
-            if not is_first:
-                # The Trainer reads the callbacks' state only on the rank that writes it.
+            if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
-            self._in_writers(name, final, functools.partial(self._complete, claim, final, before))
+            self._complete_on_rank_0(f"checkpoints/{name}", part, final, before)
         if pushes:
             cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
-    def _in_writers(self, name: str, final: Path, complete: Callable[[], None]) -> None:
-        """Runs `complete` on the writers while the others wait, longer than a collective may take. Collective."""
-        rank = self._manager.identity.rank
-        keys = {writer: f"checkpoints/{name}/{writer}" for writer in self._resume.writers}
-        is_alone = self._manager.identity.world_size == 1
-        outcome = "failed"
-        try:
-            if rank in self._resume.writers:
-                complete()
-            outcome = "done"
-        finally:
-            if rank in self._resume.writers and not is_alone:
-                self._manager.publish(keys[rank], outcome)
-        for writer, key in keys.items() if not is_alone else ():
-            if self._manager.wait_for(key, f"rank {writer} to save {final}", timeout_s=_SEAL_LIMIT_S) != "done":
-                raise DistributedError(f"rank {writer} failed to save {final}.", hint="The cause is that rank's error.")
+    @property
+    def _is_writer(self) -> bool:
+        return self._manager.identity.rank == 0
 
-    def _complete(self, claim: Claim | None, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Adds what Hugging Face does not save, seals the folder, renames it and deletes older ones."""
-        assert claim is not None  # Only writers complete a save.
-        trainer, state, part = self._trainer, self._trainer.state, claim.part
+    def _complete_on_rank_0(self, key: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
+        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective."""
+        identity = self._manager.identity
+        if self._is_writer:
+            outcome = "failed"
+            try:
+                outcome = "saved" if self._complete(part, final, before) else "elsewhere"
+            finally:
+                if identity.world_size > 1:
+                    self._manager.publish(key, outcome)
+            return
+        outcome = self._manager.wait_for(key, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
+        if outcome == "failed":
+            raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
+        if outcome == "saved" and identity.local_rank == 0 and not final.exists():
+            logger.warning(
+                "rank %d does not see %s: no training can resume from it. Use a folder that all nodes share",
+                identity.rank,
+                final,
+            )
+
+    def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> bool:
+        """Adds what Hugging Face does not save, seals the folder, renames it and deletes older ones.
+
+        Returns:
+            False where the script's own saving has written to another place.
+        """
+        trainer, state = self._trainer, self._trainer.state
         _move_changed(final, before, part)
-        _check_kept(claim, final)
-        if [path.name for path in part.iterdir()] == [MARK]:
-            claim.unmark()
+        if not any(part.iterdir()):
             part.rmdir()
-            return  # The script's own saving writes to another place.
+            return False
         loader = self._steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
-        if trainer.args.should_save:
-            if (part / _STATE_FILE).is_file():
-                # The path of the best checkpoint is its final one only now.
-                state.save_to_json(os.fspath(part / _STATE_FILE))
-            if self._exchange is not None:
-                self._exchange.save_state(part)
-            if order is not None:
-                (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
+        if (part / _STATE_FILE).is_file():
+            # The path of the best checkpoint is its final one only now.
+            state.save_to_json(os.fspath(part / _STATE_FILE))
+        if self._exchange is not None:
+            self._exchange.save_state(part)
+        if order is not None:
+            (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         manifest = Manifest(
             run_id=self._resume.context.run_id or "",
             step=state.global_step,
@@ -181,14 +186,12 @@ class Checkpoints(Part):
             first_step=self._steps.proof.values(),
         )
         seal(part, manifest)
-        # Once more: what was removed before it was sealed is in no checksum.
-        _check_kept(claim, final)
-        claim.unmark()
         put_in_place(part, final)
         best = Path(state.best_model_checkpoint or "").name.removeprefix("checkpoint-")
         keep = {state.global_step, *([int(best)] if best.isdecimal() else [])}
         limit, saves_only_model = trainer.args.save_total_limit, trainer.args.save_only_model
         rotate(final.parent, limit, keep, saves_only_model=saves_only_model)
+        return True
 
     def _cursor(self, loader: Any) -> dict[str, int]:
         """The position in the epoch, with steps and samples where this package deals them."""
@@ -202,27 +205,29 @@ class Checkpoints(Part):
         return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
 
     @contextmanager
-    def _claimed(self, part: Path, final: Path) -> Iterator[Claim | None]:
-        """On a writer, the folder belongs to this run meanwhile, and is removed where the save fails."""
+    def _claimed(self, part: Path, final: Path) -> Iterator[None]:
+        """On rank 0, locks the folder for this run, and removes it where the save fails."""
         from safetensors import SafetensorError
 
         claim = None
         try:
-            if self._resume.is_writer:
-                claim = _claim(part, final)
-                settle(part, final)  # One whose writer still lived when this run began may have been killed since.
-                claim.mark()
-            yield claim
+            if self._is_writer:
+                claim = take(part)
+                if claim is None:
+                    raise SaveError(
+                        f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it.",
+                        hint="Give each run an output_dir of its own, or end the other one first.",
+                    )
+                settle(part, final)  # A run that was killed since this one began may have left something.
+                part.mkdir(parents=True)
+            yield
         except BaseException as error:
-            is_lost = claim is not None and claim.is_lost
             room = _room(final.parent)  # Before what was written so far is removed.
-            if claim is not None and not is_lost:
+            if claim is not None:
                 shutil.rmtree(part, ignore_errors=True)
             # torch and safetensors raise errors of their own where a disk is full.
             is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
             if is_disks and not isinstance(error, MultiGPUError):
-                if is_lost:
-                    raise _taken_away(part, final) from error
                 told = f"{final} could not be saved, earlier checkpoints are untouched{room}: {error}"
                 raise OSError(told) from error
             raise
@@ -232,44 +237,15 @@ class Checkpoints(Part):
 
 
 def _room(folder: Path) -> str:
-    """torch and safetensors do not say of a full disk that it is full. "" where the folder is gone."""
+    """Free bytes, which errors of torch and safetensors do not tell. "" where the folder is gone."""
     try:
         return f"; the disk of {folder} has {shutil.disk_usage(folder).free:,} bytes free"
     except OSError:
         return ""
 
 
-def _claim(part: Path, final: Path) -> Claim:
-    """Makes the folder this run's.
-
-    Raises:
-        SaveError: Another run that lives is writing it.
-    """
-    claim = take(part, is_for_writing=True)
-    if claim is None:
-        raise SaveError(
-            f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it at this moment.",
-            hint="Give each run an output_dir of its own, or end the other one first.",
-        )
-    return claim
-
-
-def _check_kept(claim: Claim, final: Path) -> None:
-    if claim.is_lost:
-        raise _taken_away(claim.part, final)
-
-
-def _taken_away(part: Path, final: Path) -> SaveError:
-    return SaveError(
-        f"{final} could not be saved, earlier checkpoints are untouched: {part} was removed or emptied while it was "
-        "written.",
-        hint="Another run saves in the same output_dir: give each its own. If there is none, a _save_checkpoint of the "
-        "script must not empty its folder.",
-    )
-
-
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Time and size of each file: what shows that it was written."""
+    """Time and size of each file, by which a file that was written is known."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
 

@@ -1,29 +1,21 @@
-"""Data sets are prepared once per node: the others read what the node's first rank has written."""
+"""Data sets are mapped once per node: the first rank calls the function, the others read its cache."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import json
 import pickle
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import RankTimeoutError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.step.effect import state_digest
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
-
-_POLL_S = 0.02
 
 
 def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
@@ -55,14 +47,11 @@ def _map_once(order: _MapOrder, original: Callable[..., Any]) -> Callable[..., A
 
 
 class _MapOrder:
-    """Lets the node's first rank do a `map` before the others do the same one.
+    """Lets the first rank of a node do a `map` before the others do the same one.
 
-    A call is known by the data's fingerprint, the function's hash and the arguments. Where ranks differ in these
-    (a function that cannot be hashed, say) each does its own work: right, only not shared.
-
-    A function can do more than return rows: count words, number labels. Where its state has changed in the first
-    rank's call, the others call it themselves and leave the cache alone. What it drew from the global random
-    generators they take over.
+    A call is identified by the data's fingerprint, the function's hash and the arguments. Where ranks differ in these
+    (a function that cannot be hashed, say) each does its own work. What the function drew from the global random
+    generators the other ranks take over; what else it changed they do not see.
     """
 
     def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -70,160 +59,91 @@ class _MapOrder:
         self._get_manager = get_manager
         self._manager: DDPManager | None = None
         self._num_calls = 0
-        self._depth = 0
-        self._noted: set[str] = set()
-        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._seen: set[str] = set()
+        self._is_inside = False
 
     def run(self, original: Callable[..., Any], dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = args[0] if args else kwargs.get("function")
-        if self._depth or kwargs.get("keep_in_memory"):
-            return original(dataset, *args, **kwargs)
-        manager = self._get_manager()
+        manager = None if self._is_inside or kwargs.get("keep_in_memory") else self._get_manager()
         if manager is None:
             return original(dataset, *args, **kwargs)
         if manager is not self._manager:
             # A new one has an empty store: ranks that left a notebook's cell at different places count from zero again.
-            self._manager, self._num_calls = manager, 0
-            self._noted.clear()
-        identity = manager.identity
-        node = f"map/{identity.rank - identity.local_rank}"
+            self._manager, self._num_calls, self._seen = manager, 0, set()
         self._num_calls += 1
-        call_hash = _call_hash(dataset, function, args, kwargs)
-        key = f"{node}/done/{call_hash or f'{identity.rank} {self._num_calls}'}"
+        function = args[0] if args else kwargs.get("function")
+        identity, digest = manager.identity, _call_hash(dataset, function, args, kwargs)
+        node = f"map/{identity.rank - identity.local_rank}"
+        key = f"{node}/done/{digest or f'{identity.rank} {self._num_calls}'}"
         call = f"{node}/calls/{self._num_calls}"
         # A map inside the mapped function belongs to this call, on every rank.
-        self._depth += 1
+        self._is_inside = True
         try:
             kwargs = self._with_cache_file(dataset, key, args, kwargs)
-            work = functools.partial(original, dataset)
-            # The same call again finds the cache on every rank.
-            is_first = call_hash is not None and key not in self._noted
-            self._noted.add(key)
             if identity.local_rank == 0:
-                return self._lead(manager, work, args, kwargs, key, call, watches=is_first)
-            self._await(manager, key, call)
-            return self._follow(manager, work, args, kwargs, key if is_first else None)
-        finally:
-            self._depth -= 1
-
-    def _lead(
-        self,
-        manager: DDPManager,
-        work: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        key: str,
-        call: str,
-        *,
-        watches: bool,
-    ) -> Any:
-        """The first rank's part: works, and tells the others which side effects the call had."""
-        before = _Before(args, kwargs) if watches else None
-        try:
-            result = work(*args, **kwargs)
-            if before is not None and (effect := before.effect()):
-                manager.publish(f"{key}/effect", json.dumps(effect))
-                if effect["calls"]:
-                    logger.info("Dataset.map: %s, so every rank calls the function itself", effect["calls"])
+                return self._lead(manager, key, call, functools.partial(original, dataset, *args, **kwargs))
+            drawn = self._wait(manager, key, call)
+            result = original(dataset, *args, **kwargs)
+            if drawn and key not in self._seen:
+                _take_over(drawn)
+            self._seen.add(key)
             return result
         finally:
-            # Also after an error: the others then do the same call and meet the same error.
-            manager.publish(key)
-            manager.publish(call)
+            self._is_inside = False
 
-    def _follow(
-        self,
-        manager: DDPManager,
-        work: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        key: str | None,
-    ) -> Any:
-        """Another rank's part: reads the first rank's cache, and repeats the side effects of its call."""
-        if key is None or not manager.is_published(f"{key}/effect"):
-            return work(*args, **kwargs)
-        effect = json.loads(manager.wait_for(f"{key}/effect", "Dataset.map", timeout_s=manager.config.timeout_s))
-        drawn = effect["drawn"]
-        if effect["calls"]:
-            args, kwargs = self._past_the_cache(work, args, kwargs, key)
-            return work(*args, **kwargs)
-        from unsloth_multigpu.group.random_state import write_random_state
+    def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
+        """The first rank's part: works, and tells the others what it has drawn."""
         from unsloth_multigpu.launch.draw import generator_digests
 
-        # A rank that the script has seeded otherwise stays as it is.
-        is_alike = drawn is not None and drawn["before"] == generator_digests()
-        result = work(*args, **kwargs)
-        if is_alike:
-            write_random_state(drawn["after"])
-        return result
+        before, drawn = generator_digests(), ""
+        try:
+            result = work()
+            if generator_digests() != before:
+                from unsloth_multigpu.group.random_state import read_random_state
 
-    def _past_the_cache(
-        self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: str
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments that let this rank call the function, into a file of its own."""
-        names = list(inspect.signature(work).parameters)
-        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs} if len(args) > 1 else kwargs
-        if self._run_dir is None and self._own_folder is None:
-            self._own_folder = tempfile.TemporaryDirectory(prefix="unsloth_multigpu_map_")
-        folder = Path(self._own_folder.name if self._own_folder else f"{self._run_dir}/maps")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        assert self._manager is not None
-        name = f"{key.rpartition('/')[2]}_{self._manager.identity.rank}.arrow"
-        own = {"load_from_cache_file": False, "cache_file_name": str(folder / name)}
-        return args if len(args) <= 1 else (), {**given, **own}
+                drawn = json.dumps([before, read_random_state()])
+            return result
+        finally:
+            # Also after an error: the others then do the same call and get the same error. A second call reads the
+            # cache and draws nothing.
+            if drawn or not manager.is_published(key):
+                manager.publish(key, drawn)
+            manager.publish(call)
+
+    def _wait(self, manager: DDPManager, key: str, call: str) -> str:
+        """Waits for the first rank, and returns what it has drawn in this call."""
+
+        def read() -> str | None:
+            # Once the first rank has passed its call with this number, it will not make this call any more. Where only
+            # this rank runs this part of a notebook's cell, no other rank needs the result.
+            found = manager.read(key)
+            return found if found is not None else "" if manager.is_published(call) or manager.is_abandoned() else None
+
+        return manager.wait(
+            read,
+            "the first rank of its node to process the data set",
+            timeout_s=manager.config.timeout_s,
+            hint="Call Dataset.map on all ranks, or raise timeout_s where it only takes long.",
+        )
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Data made in memory has no cache file by which the other ranks could read the result: it gets one."""
+        """Gives data that was made in memory a cache file, by which the other ranks read the result."""
         is_shareable = self._run_dir is not None and not dataset.cache_files and len(args) <= 1
         if not is_shareable or kwargs.get("cache_file_name") or kwargs.get("load_from_cache_file") is False:
             return kwargs
         folder = Path(str(self._run_dir)) / "maps"
         folder.mkdir(mode=0o700, exist_ok=True)
-        return {
-            **kwargs,
-            "cache_file_name": str(folder / f"{key.rpartition('/')[2]}.arrow"),
-            "load_from_cache_file": True,
-        }
-
-    def _await(self, manager: DDPManager, key: str, call: str) -> None:
-        deadline = time.monotonic() + manager.config.timeout_s
-        # Once the first rank has passed its call with this number, it will not make this call any more.
-        while not manager.is_published(key) and not manager.is_published(call):
-            if manager.is_abandoned():
-                return  # Only this rank runs this part of the cell; no other rank needs the result.
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(
-                    f"rank {manager.identity.rank} waited timeout_s={manager.config.timeout_s:g} seconds for the "
-                    "first rank of its node to process the data set.",
-                    hint="Call Dataset.map on all ranks, or raise timeout_s where it only takes long.",
-                )
-            time.sleep(_POLL_S)
+        file = str(folder / f"{key.rpartition('/')[2]}.arrow")
+        return {**kwargs, "cache_file_name": file, "load_from_cache_file": True}
 
 
-class _Before:
-    """State that a mapped function reaches, and that of the random generators, before it is called."""
+def _take_over(drawn: str) -> None:
+    """Gives this rank the random state that the first rank's call has left, unless the script seeds ranks apart."""
+    from unsloth_multigpu.group.random_state import write_random_state
+    from unsloth_multigpu.launch.draw import generator_digests
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from unsloth_multigpu.launch.draw import generator_digests
-
-        self._roots = (args, kwargs)
-        self._state = state_digest(*self._roots)
-        self._draws = generator_digests()
-
-    def effect(self) -> dict[str, Any] | None:
-        """What the other ranks have to do; None = nothing. `calls` is why they call the function, `drawn` its draws."""
-        from unsloth_multigpu.launch.draw import generator_digests
-
-        calls = ""
-        if self._state is None:
-            calls = "what the function reaches is too large, or too strange, to see whether it has changed"
-        elif state_digest(*self._roots) != self._state:
-            calls = "the function has changed what it reaches"
-        if generator_digests() == self._draws:
-            return {"calls": calls, "drawn": None} if calls else None
-        from unsloth_multigpu.group.random_state import read_random_state
-
-        return {"calls": calls, "drawn": {"before": self._draws, "after": read_random_state()}}
+    before, after = json.loads(drawn)
+    if before == generator_digests():
+        write_random_state(after)
 
 
 def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -233,8 +153,7 @@ def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[
     # The number of processes and the progress bar's text change nothing in the result.
     what = {k: v for k, v in kwargs.items() if k not in ("num_proc", "desc", "function")}
     try:
-        parts = (dataset._fingerprint, Hasher.hash(function), Hasher.hash(args[1:]), Hasher.hash(what))
+        return str(Hasher.hash((dataset._fingerprint, Hasher.hash(function), args[1:], what)))
     except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
         logger.info("Dataset.map: each rank does its own work, the function cannot be hashed (%s)", error)
         return None
-    return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()

@@ -6,24 +6,21 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.group.saves import Saves
 
-_TRANSFORMERS = "transformers>=4.57,<6"
-_DATASETS = "datasets>=3.4.1,<6"
+_TRANSFORMERS, _DATASETS, _UNSLOTH = "transformers>=4.57,<6", "datasets>=3.4.1,<6", "unsloth_zoo>=2026.10.7"
 _RACE = "All ranks would write one folder at once, and read what another is just writing."
 _ONCE = "All ranks would upload the same files."
-_UNSLOTH_MERGE = "Two ranks that merge into one folder merge the LoRA weights twice, without an error."
 
+# Target -> versions. Not every version has all of them.
 _SAVERS = {
     "transformers.modeling_utils:PreTrainedModel.save_pretrained": _TRANSFORMERS,
     "transformers.tokenization_utils_base:PreTrainedTokenizerBase.save_pretrained": _TRANSFORMERS,
@@ -36,66 +33,50 @@ _SAVERS = {
     "transformers.configuration_utils:PretrainedConfig.save_pretrained": _TRANSFORMERS,  # Its name up to version 4.
     "transformers.generation.configuration_utils:GenerationConfig.save_pretrained": _TRANSFORMERS,
     "peft.peft_model:PeftModel.save_pretrained": "peft>=0.18",
-    "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.7",
-    "unsloth_zoo.cpu.loader:save_pretrained_gguf": "unsloth_zoo>=2026.10.7",
+    "unsloth_zoo.cpu.loader:save_pretrained_merged": _UNSLOTH,
+    "unsloth_zoo.cpu.loader:save_pretrained_gguf": _UNSLOTH,
     "matplotlib.figure:Figure.savefig": "matplotlib>=3",
-    "datasets.arrow_dataset:Dataset.save_to_disk": _DATASETS,
-    "datasets.arrow_dataset:Dataset.to_csv": _DATASETS,
-    "datasets.arrow_dataset:Dataset.to_json": _DATASETS,
+    **{f"datasets.arrow_dataset:Dataset.{name}": _DATASETS for name in ("save_to_disk", "to_csv", "to_json")},
     "datasets.arrow_dataset:Dataset.to_parquet": _DATASETS,
 }
 _PUSHERS = {
     "transformers.utils.hub:PushToHubMixin.push_to_hub": _TRANSFORMERS,
-    "unsloth_zoo.cpu.loader:push_to_hub_merged": "unsloth_zoo>=2026.10.7",
+    "unsloth_zoo.cpu.loader:push_to_hub_merged": _UNSLOTH,
     "datasets.arrow_dataset:Dataset.push_to_hub": _DATASETS,
 }
 
 
 def saving_patches(gate: SaveGate) -> list[Patch]:
     """Patches of everything that writes files or uploads."""
-    patches = [
-        Patch(target=target, supports=supports, wrap=wrap, reason=reason, optional=True)
-        for table, wrap, reason in ((_SAVERS, gate.once, _RACE), (_PUSHERS, gate.upload_once, _ONCE))
-        for target, supports in table.items()
-    ]
-    patches.append(
+    trainer = "transformers.trainer:Trainer"
+    reason = "What fails where rank 0 alone uploads would leave the others waiting for its save."
+    rotated = "It counts incomplete checkpoints, also those of another run, and would remove them or this run's."
+    return [
+        *(Patch(target, supports, gate.once, _RACE, optional=True) for target, supports in _SAVERS.items()),
+        *(Patch(target, supports, gate.upload_once, _ONCE, optional=True) for target, supports in _PUSHERS.items()),
         Patch(
-            target="transformers.trainer:Trainer.save_model",
-            supports=_TRANSFORMERS,
-            wrap=gate.after_rank_0,
-            reason="The Trainer saves from rank 0 alone and lets the others read a folder that is not there yet.",
-        )
-    )
-    patches += [
+            f"{trainer}.save_model",
+            _TRANSFORMERS,
+            gate.after_rank_0,
+            "The Trainer saves from rank 0 alone and lets the others read a folder that is not there yet.",
+        ),
+        *(
+            Patch(f"{trainer}.{n}", _TRANSFORMERS, gate.learn_of_rank_0, reason)
+            for n in ("push_to_hub", "init_hf_repo")
+        ),
         Patch(
-            target=target,
-            supports=_TRANSFORMERS,
-            wrap=gate.learn_of_rank_0,
-            reason="What fails where rank 0 alone uploads would leave the others waiting for its save.",
-        )
-        for target in ("transformers.trainer:Trainer.push_to_hub", "transformers.trainer:Trainer.init_hf_repo")
-    ]
-    patches.append(
-        Patch(
-            target="unsloth.save:_bind_saving_method",
-            supports="unsloth>=2026.10.7",
-            wrap=functools.partial(_bind_guarded, gate),
-            reason=_UNSLOTH_MERGE,
+            "unsloth.save:_bind_saving_method",
+            "unsloth>=2026.10.7",
+            functools.partial(_bind_guarded, gate),
+            "Two ranks that merge into one folder merge the LoRA weights twice, without an error.",
             optional=True,
-        )
-    )
-    patches += [
-        Patch(
-            target=target,
-            supports=_TRANSFORMERS,
-            wrap=_of_whole_ones,
-            reason="It counts unfinished checkpoints, also those of another run, and would remove them or this run's.",
-            needs=("output_dir",),
-            optional=True,  # One of the two is there.
-        )
-        for target in ("transformers.trainer:rotate_checkpoints", "transformers.trainer:Trainer._rotate_checkpoints")
+        ),
+        # One of the two is there.
+        *(
+            Patch(target, _TRANSFORMERS, _of_complete_ones, rotated, needs=("output_dir",), optional=True)
+            for target in ("transformers.trainer:rotate_checkpoints", f"{trainer}._rotate_checkpoints")
+        ),
     ]
-    return patches
 
 
 class SaveGate:
@@ -110,7 +91,7 @@ class SaveGate:
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
         self._rank = rank
         self._get_manager = get_manager
-        self._depth = 0
+        self._is_inside = False
         self._is_writer = rank == 0
         # The whole weights of the sharded model that is being saved, on rank 0.
         self._state: dict[str, Any] | None = None
@@ -141,65 +122,47 @@ class SaveGate:
         @functools.wraps(original)
         def gated(*args: Any, **kwargs: Any) -> Any:
             path = _path_of(args, kwargs) if names_path else ""
-            if self._depth:
-                kwargs = self._given(args, kwargs)
-            # A file object is the rank's own. Savers call each other; the outermost call counts for all of them.
-            if path is None or (self._depth and (self._is_writer or runs_everywhere)):
+            if self._is_inside:
+                # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
+                is_run = path is None or self._is_writer or runs_everywhere
+                return self._call(original, args, self._given(args, kwargs)) if is_run else None
+            manager = None if path is None else self._get_manager()
+            if path is None or manager is None:
                 return self._call(original, args, kwargs)
-            if self._depth:
-                return None
-            manager = self._get_manager()
-            if manager is None:
-                return original(*args, **kwargs)
             what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
             saves = manager.saves
             with saves.visit(what):
                 runs_here = runs_everywhere
                 if (model := sharded_model(args)) is not None:
-                    runs_here = self._gather(saves, model, original, what, is_of_trainer=model is not args[0])
+                    runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
                 # An uploader calls a saver, which is given them then.
                 given = self._given(args, kwargs) if writes_files else kwargs
-                save = functools.partial(self._nested, functools.partial(self._call, original, args, given))
+                save = functools.partial(self._outermost, original, args, given)
                 if self._rank == 0:
                     return saves.write(path if writes_files else "", save)
                 if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
-                    self._write_own(save)  # save_on_each_node: the first rank of each node writes its own.
+                    save(is_writer=True)  # save_on_each_node: the first rank of each node writes its own.
                 elif runs_here:
                     save()
                 is_rank_0s, result = saves.follow()
-                return result if is_rank_0s or runs_here else self._write_own(save)
+                return result if is_rank_0s or runs_here else save(is_writer=True)
 
         return gated
 
-    def _gather(
-        self, saves: Saves, model: Any, original: Callable[..., Any], what: str, *, is_of_trainer: bool
-    ) -> bool:
-        """Puts the parts of a sharded model together on rank 0, unless the saver does. Collective.
+    def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
+        """Puts the shards of a model together on rank 0, unless the saver does. Collective.
 
         Returns:
             True for a saver that puts them together itself, which all ranks are to call.
 
         Raises:
-            SetupError: The saver reads weights of which each rank holds a part.
             DistributedError: Another rank's script has ended without it.
             RankTimeoutError: Another rank has not come to this save.
         """
         from unsloth_multigpu.group.shards import whole_state
 
-        is_of_transformers = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-        if is_of_transformers and is_of_trainer:
-            raise SetupError(
-                f"{what}: a Trainer cannot save a model that transformers has sharded by DistributedConfig.",
-                hint="Call trainer.model.save_pretrained(...) on all ranks.",
-            )
-        gathers_itself = is_of_transformers or is_of_trainer or original.__module__.startswith("unsloth.")
-        if not gathers_itself and original.__module__.startswith("unsloth_zoo.cpu"):
-            raise SetupError(
-                f"{what}: Unsloth's CPU backend cannot merge or convert a sharded model.",
-                hint="Save it by save_pretrained(), and merge it in a process of its own.",
-            )
         saves.meet()
-        if gathers_itself:
+        if is_of_trainer or original.__module__.startswith("unsloth."):
             return True
         state = whole_state(model)
         self._state = state if self._rank == 0 else None
@@ -216,32 +179,23 @@ class SaveGate:
         return kwargs if self._state is None else {**kwargs, "state_dict": self._state}
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._as_it_was(args, kwargs):
-            return original(*args, **kwargs)
-
-    def _as_it_was(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """A sharded model of which the whole weights are written has its own class for that long."""
+        """A sharded model whose whole weights are written has its own class meanwhile."""
         if not kwargs.get("state_dict") or sharded_model(args) is not args[0]:
-            return nullcontext()
+            return original(*args, **kwargs)
         from unsloth_multigpu.group.shards import own_class
 
-        return own_class(args[0])
+        with own_class(args[0]):
+            return original(*args, **kwargs)
 
-    def _write_own(self, save: Callable[[], Any]) -> Any:
-        self._is_writer = True
+    def _outermost(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_writer: bool = False
+    ) -> Any:
+        self._is_inside, self._is_writer = True, is_writer or self._rank == 0
         try:
-            return save()
+            return self._call(original, args, kwargs)
         finally:
-            self._is_writer = False
-
-    def _nested(self, save: Callable[[], Any]) -> Any:
-        self._depth += 1
-        try:
-            return save()
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self._state = None
+            self._is_inside, self._is_writer = False, self._rank == 0
+            self._state = None
 
     def leave(self) -> None:
         """This rank's script is over: others may wait for it to save a sharded model."""
@@ -251,8 +205,8 @@ class SaveGate:
         manager.saves.leave()
 
 
-def _of_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """`rotate_checkpoints`: `Checkpoints` removes older ones itself, when the new one is whole and has its name."""
+def _of_complete_ones(original: Callable[..., None]) -> Callable[..., None]:
+    """`rotate_checkpoints`: `Checkpoints` removes older ones itself, when the new one is complete."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import sys
@@ -13,14 +12,13 @@ from typing import Any, cast
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.shard.offload import UNSLOTH_VARIABLE as UNSLOTH_OFFLOAD
-from unsloth_multigpu.shard.offload import asked_of_unsloth
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
 
 # Read by `import unsloth` and when its Trainer is made. A value of the script stays.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
 # Without it Unsloth leaves frozen weights whole on every card that could hold the model, though parts were asked for.
 _UNSLOTH_LAYOUT = "UNSLOTH_FSDP2_LAYOUT"
+_UNSLOTH_OFFLOAD = "UNSLOTH_FSDP2_CPU_OFFLOAD"
 # What TrainingArguments(fsdp=True) takes for its own defaults, written out where the default may change.
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
@@ -38,11 +36,9 @@ def ask_unsloth_to_shard(*, offload: bool = False) -> None:
     os.environ.setdefault(_UNSLOTH_LAYOUT, "sharded")
     if not offload:
         return
-    os.environ.setdefault(UNSLOTH_OFFLOAD, "1")
-    if not asked_of_unsloth(os.environ):
-        raise SetupError(
-            f"shard_offload=True, but {UNSLOTH_OFFLOAD}={os.environ[UNSLOTH_OFFLOAD]!r}.", hint="Leave one of them out."
-        )
+    value = os.environ.setdefault(_UNSLOTH_OFFLOAD, "1")
+    if value.strip().lower() not in ("1", "true", "yes", "on"):  # As Unsloth reads it.
+        raise SetupError(f"shard_offload=True, but {_UNSLOTH_OFFLOAD}={value!r}.", hint="Leave one of them out.")
 
 
 def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> None:
@@ -83,39 +79,7 @@ def shard_patches() -> list[Patch]:
             reason="FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
             optional=True,
         ),
-        Patch(
-            target="transformers.trainer:Trainer.__init__",
-            supports="transformers>=4.57,<6",
-            wrap=_with_own_optimizer,
-            reason="A Trainer refuses an optimizer of the script for FSDP 1; FSDP2 gives it the parts of its weights.",
-            needs=("args", "model_init", "optimizers", "optimizer_cls_and_kwargs"),
-            optional=True,
-        ),
     ]
-
-
-def _with_own_optimizer(original: Callable[..., None]) -> Callable[..., None]:
-    """accelerate puts parts in the place of whole weights in any optimizer, as in the one that the Trainer makes."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError:  # It is the original's to say, which may also know older names of arguments.
-            original(self, *args, **kwargs)
-            return
-        given = bound.arguments
-        optimizers = given.get("optimizers") or (None, None)
-        is_refused = given.get("model_init") is not None or given.get("optimizer_cls_and_kwargs") is not None
-        if is_refused or optimizers == (None, None) or not getattr(given.get("args"), "fsdp", None):
-            original(self, *args, **kwargs)
-            return
-        given["optimizers"] = (None, None)
-        original(*bound.args, **bound.kwargs)
-        self.optimizer, self.lr_scheduler = optimizers
-
-    return __init__
 
 
 def _stored_as_computed(original: Callable[..., None]) -> Callable[..., None]:

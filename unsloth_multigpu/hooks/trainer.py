@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
+_TRAINER = "transformers.trainer:Trainer"
 _DEFAULT_DDP_TIMEOUT_S = 1800
 # Arguments whose `__init__`, as Unsloth writes it anew, raises the batch by the number of processes.
 _RAISED_BY_UNSLOTH = (
@@ -59,98 +60,92 @@ def trainer_patches(
         config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
+        run: Called in place of `train`, see `RunTraining`.
         get_manager: Gives the manager, which opens the group of CPU ranks and gathers an evaluation's metrics.
         notice: Called where a training begins.
         adjust: Called with new `TrainingArguments` before they check themselves.
-        run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
-            `train`.
     """
+    adjusted = functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager, adjust)
+    return [
+        Patch(
+            f"{_TRAINER}.train",
+            _SUPPORTS,
+            functools.partial(_steered_train, run),
+            "DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
+        ),
+        *(_patches_of_ranks(config, world_size, get_manager, notice) if world_size > 1 else []),
+        Patch(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            _SUPPORTS,
+            adjusted,
+            "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once.",
+        ),
+    ]
+
+
+def _patches_of_ranks(
+    config: MultiGPUConfig, world_size: int, get_manager: Callable[[], DDPManager], notice: Callable[[], None]
+) -> list[Patch]:
     get_loaders = functools.cache(_make_loaders)  # Behind the import of torch.
-    evaluation = Patch(
-        target="transformers.trainer:Trainer.evaluation_loop",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_evaluated_by_batch, get_manager, get_loaders),
-        reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
-    )
-    beginning = Patch(
-        target="transformers.trainer_callback:CallbackHandler.on_train_begin",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_noticed_beginning, notice),
-        reason="A training that does not come by Trainer.train would be another one on each rank, without a word.",
-    )
-    search = Patch(
-        target="transformers.trainer:Trainer.hyperparameter_search",
-        supports=_SUPPORTS,
-        wrap=_refused_search,
-        reason="Of several ranks one would choose the trials, and the others wait for it without a limit.",
-    )
-    loader = Patch(
-        target="transformers.trainer:Trainer.get_train_dataloader",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_loader_of_one_process, world_size),
-        reason="Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
-    )
-    loaders = [loader, *_evaluation_loader_patches(world_size, get_loaders)]
-    as_given = Patch(
-        target="transformers.training_args:TrainingArguments.to_dict",
-        supports=_SUPPORTS,
-        wrap=_given_arguments,
-        reason="Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
-    )
+    raised = "Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; what "
     return [
         Patch(
-            target="transformers.trainer:Trainer.train",
-            supports=_SUPPORTS,
-            wrap=functools.partial(_steered_train, run),
-            reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
+            f"{_TRAINER}.evaluation_loop",
+            _SUPPORTS,
+            functools.partial(_evaluated_by_batch, get_manager, get_loaders),
+            "Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
         ),
-        *([evaluation, beginning, search] if world_size > 1 else []),
-        *([*loaders, as_given] if world_size > 1 and config.keeps_global_batch else []),
-        *(_raised_argument_patches() if world_size > 1 else []),
         Patch(
-            target="transformers.training_args:TrainingArguments.__post_init__",
-            supports=_SUPPORTS,
-            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager, adjust),
-            reason="Options of the one line that are arguments of the Trainer; batches that TRL checks at once.",
+            "transformers.trainer_callback:CallbackHandler.on_train_begin",
+            _SUPPORTS,
+            functools.partial(_noticed_beginning, notice),
+            "A training that does not come by Trainer.train would be another one on each rank, without a word.",
+        ),
+        Patch(
+            f"{_TRAINER}.hyperparameter_search",
+            _SUPPORTS,
+            _refused_search,
+            "Of several ranks one would choose the trials, and the others wait for it without a limit.",
+        ),
+        *(_loader_patches(world_size, get_loaders) if config.keeps_global_batch else []),
+        *(
+            Patch(
+                target,
+                "unsloth>=2026.10.7",
+                _told_world_size(1),
+                f"{raised}one process has is divided by the ranks.",
+                optional=True,
+                after="unsloth.models.llama",
+            )
+            for target in _RAISED_BY_UNSLOTH
         ),
     ]
 
 
-def _evaluation_loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders]) -> list[Patch]:
-    built = [
-        Patch(
-            target=target,
-            supports=_SUPPORTS,
-            wrap=functools.partial(_whole_for_readers, world_size, get_loaders),
-            reason="A script that reads it gets the batches of one process; the evaluation loop divides them.",
-        )
-        for target in (
-            "transformers.trainer:Trainer.get_eval_dataloader",
-            "transformers.trainer:Trainer.get_test_dataloader",
-        )
-    ]
-    older = Patch(
-        target="transformers.trainer:Trainer.prediction_loop",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_divided_for_loop, get_loaders),
-        reason="The loop of use_legacy_prediction_loop takes a rank's share, as evaluation_loop does.",
-        optional=True,
-    )
-    return [*built, older]
-
-
-def _raised_argument_patches() -> list[Patch]:
+def _loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders]) -> list[Patch]:
+    """Patches that hold where a step has the samples of one process."""
     return [
         Patch(
-            target=target,
-            supports="unsloth>=2026.10.7",
-            wrap=_told_world_size(1),
-            reason="Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; "
-            "what one process has is divided by the ranks.",
-            optional=True,
-            after="unsloth.models.llama",
-        )
-        for target in _RAISED_BY_UNSLOTH
+            f"{_TRAINER}.get_train_dataloader",
+            _SUPPORTS,
+            functools.partial(_loader_of_one_process, world_size),
+            "Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
+        ),
+        *(
+            Patch(
+                f"{_TRAINER}.{name}",
+                _SUPPORTS,
+                functools.partial(_whole_for_readers, world_size, get_loaders),
+                "A script that reads it gets the batches of one process; the evaluation loop divides them.",
+            )
+            for name in ("get_eval_dataloader", "get_test_dataloader")
+        ),
+        Patch(
+            "transformers.training_args:TrainingArguments.to_dict",
+            _SUPPORTS,
+            _given_arguments,
+            "Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
+        ),
     ]
 
 
@@ -174,52 +169,38 @@ def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
     Args:
         is_followed: True where the training is recorded, and ended after the steps that were asked for.
     """
-    return Patch(
-        target="transformers.trainer:Trainer.train",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_followed_train, is_followed),
-        reason="A training that verify does not follow would run to its end, over what the user has saved.",
+    error = SetupError(
+        "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
+        hint="Let the script call it on every way to train(), or take it out: verify then does it.",
     )
+    reason = "A training that verify does not follow would run to its end, over what the user has saved."
+    return Patch(f"{_TRAINER}.train", _SUPPORTS, functools.partial(_refused_unless, is_followed, error), reason)
 
 
 def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
-    """The patch of a process in which the line has done nothing, because multiprocessing has started it.
+    """The patch of a process that multiprocessing has started, and in which `enable_multi_gpu` does nothing.
 
     Args:
         is_lone: True where `enable_multi_gpu` is in effect after all, and in a process that is not a rank.
     """
-    return Patch(
-        target="transformers.trainer:Trainer.train",
-        supports=_SUPPORTS,
-        wrap=functools.partial(_unsteered_train, is_lone),
-        reason="A rank that multiprocessing started, and that the line took for a helper, would train by itself.",
-        optional=True,
+    error = SetupError(
+        "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was called "
+        "while the script was imported, or before the variables of the rank were set.",
+        hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
     )
+    reason = "A rank that multiprocessing started, and that was taken for a helper process, would train by itself."
+    wrap = functools.partial(_refused_unless, is_lone, error)
+    return Patch(f"{_TRAINER}.train", _SUPPORTS, wrap, reason, optional=True)
 
 
-def _unsteered_train(is_lone: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        if not is_lone():
-            raise SetupError(
-                "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was "
-                "called while the script was imported, or before the variables of the rank were set.",
-                hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, "
-                "MASTER_ADDR and MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
-            )
-        return original(self, *args, **kwargs)
-
-    return train
-
-
-def _followed_train(is_followed: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+def _refused_unless(
+    is_allowed: Callable[[], bool], error: SetupError, original: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:
-        if not is_followed():
-            raise SetupError(
-                "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
-                hint="Let the script call it on every way to train(), or take it out: verify then does it.",
-            )
+        if not is_allowed():
+            raise error
         return original(*args, **kwargs)
 
     return train
@@ -286,14 +267,6 @@ def _whole_for_readers(
     return get_dataloader
 
 
-def _divided_for_loop(get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def prediction_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, get_loaders().divided(dataloader), *args, **kwargs)
-
-    return prediction_loop
-
-
 def _refused_search(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def hyperparameter_search(*args: Any, **kwargs: Any) -> Any:
@@ -330,10 +303,6 @@ def _evaluated_by_batch(
     def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         from unsloth_multigpu.train.evaluation import Evaluation
 
-        if self.is_fsdp_enabled and not self.is_in_train:
-            from unsloth_multigpu.shard.sharding import check_is_placed
-
-            check_is_placed(self)
         counts = self.args.average_tokens_across_devices
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
         # where the model divides by its own.
@@ -450,16 +419,10 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
 
 def _means_of_micro_batches(args: OptionalArguments, *, is_same_batch: bool) -> list[str]:
     """Options of TRL whose meaning depends on the shape of a micro-batch, as they were given."""
-    given = {
-        "loss_type": ("bnpo", getattr(args, "loss_type", None) == "bnpo" and not is_same_batch),
-        "entropy_coef": (
-            getattr(args, "entropy_coef", 0),
-            bool(getattr(args, "entropy_coef", 0)) and not is_same_batch,
-        ),
-        # Its limit is found among the tokens of all ranks.
-        "top_entropy_quantile": (
-            getattr(args, "top_entropy_quantile", 1),
-            getattr(args, "top_entropy_quantile", 1) < 1,
-        ),
-    }
-    return [f"{name}={value!r}" for name, (value, is_affected) in given.items() if is_affected]
+    loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
+    quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.
+    parts = [f"top_entropy_quantile={quantile!r}"] if quantile < 1 else []
+    if not is_same_batch:
+        parts += [f"loss_type={loss!r}"] if loss == "bnpo" else []
+        parts += [f"entropy_coef={entropy!r}"] if entropy else []
+    return parts

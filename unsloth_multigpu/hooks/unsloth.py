@@ -79,7 +79,7 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
         `{"": local_rank}` for maps of one accelerator, the map itself if it names the CPU.
 
     Raises:
-        ConfigError: The map spreads one model over several devices.
+        ConfigError: The map names another device than the rank's.
     """
     places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
     if places <= set(_OFF_DEVICE):
@@ -87,13 +87,8 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
     if places <= here | set(_OFF_DEVICE) and len(places - set(_OFF_DEVICE)) == 1:
         return {"": local_rank} if len(places) == 1 else {k: _moved(v, local_rank) for k, v in device_map.items()}
-    if len(places) == 1:
-        raise ConfigError(
-            f"device_map={device_map!r} names another device than this rank's, {device_type}:{local_rank}.",
-            hint="Leave device_map out.",
-        )
     raise ConfigError(
-        f"device_map={device_map!r} spreads one model over several devices; each rank has one.",
+        f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
         hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
     )
 

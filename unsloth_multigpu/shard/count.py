@@ -1,7 +1,7 @@
-"""Counts the memory of a training: its first step on tensors without values, whole or sharded, on any number of ranks.
+"""Counts the memory of a training: its first step on tensors without values, replicated or sharded.
 
-The script's model, its Trainer's `training_step`, its optimizer and torch's `fully_shard` are the real ones. Ranks that
-are not there answer nothing: torch's group for tests stands in their place.
+The script's model, its Trainer's `training_step`, its optimizer and torch's `fully_shard` are the real ones. torch's
+fake process group, which sends nothing, stands in the place of other ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.shard.describe import micro_batch
 from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
-from unsloth_multigpu.shard.groups import grouped
-from unsloth_multigpu.shard.memory import MOST_RANKS, MemoryForecast, Mode, StepBytes, Training, fits, forecast_of
+from unsloth_multigpu.shard.groups import layers_of
+from unsloth_multigpu.shard.memory import MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
-WITHOUT_FORECAST = "Decide without a forecast: shard='on' or shard='off'."
+_WITHOUT = "Decide without a forecast: shard='on' or shard='off'."
 # transformers sets it for accelerate, which reads it when weights are loaded.
 _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -45,14 +46,14 @@ class Rows:
         if draws_completions(trainer):
             raise SetupError(
                 f"The memory of a {type(trainer).__name__} cannot be forecast: it generates its samples.",
-                hint=WITHOUT_FORECAST,
+                hint=_WITHOUT,
             )
         self._trainer = trainer
         self._training = training
         self._counted: dict[tuple[Any, ...], StepBytes] = {}
 
     def forecast(self, mode: Mode, num_ranks: int) -> MemoryForecast:
-        """Of one rank of so many."""
+        """The memory of one of `num_ranks` ranks."""
         rows, accumulation = self._training.on_ranks(num_ranks)
         is_sharded, has_several = mode == "sharded", accumulation > 1
         # One process frees gradients before each step; DDP's buckets hold them from the start.
@@ -72,30 +73,8 @@ class Rows:
             raise SetupError(
                 f"{self._training.model}: the first step cannot be run on tensors without values: "
                 f"{type(error).__name__}: {error}",
-                hint=WITHOUT_FORECAST,
+                hint=_WITHOUT,
             ) from error
-
-
-def first_that_fits(rows: Rows, training: Training, num_ranks: int, device_bytes: int) -> list[MemoryForecast]:
-    """One device; sharded over twice as many ranks as asked for, and again. Ends with the first that fits.
-
-    Args:
-        rows: Counts them.
-        training: A step has to have samples for the ranks.
-        num_ranks: That were asked for.
-        device_bytes: Memory of one device.
-    """
-    candidates: list[tuple[Mode, int]] = [("ddp", 1)]
-    if training.trains_parts:
-        doubled = (num_ranks * 2**power for power in range(1, MOST_RANKS.bit_length()))
-        candidates += [("sharded", number) for number in doubled if number <= MOST_RANKS]
-    found: list[MemoryForecast] = []
-    for mode, number in candidates:
-        if training.has_samples(number):
-            found.append(rows.forecast(mode, number))
-            if fits(found[-1], device_bytes):
-                break
-    return found
 
 
 def count_step(
@@ -152,7 +131,8 @@ def _count_passes(trainer: Any, batch: Any, counter: FakeByteCounter, before: St
     optimizer.step()
     update = counter.peak - held
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    states = sum({_storage(tensor)._cdata: _storage(tensor).nbytes() for tensor in kept}.values())
+    storages = {part_of(tensor).untyped_storage() for tensor in kept}
+    states = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return replace(before, gradients=gradients, optimizer=states, peak=peak, update=update)
 
 
@@ -168,7 +148,7 @@ def _kept_attributes(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
-    """A mesh of so many ranks, of which there is one. What it sends is lost, and what it receives has no values."""
+    """A mesh of `num_ranks` ranks, of which only this one exists."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -204,7 +184,7 @@ def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) 
     if kind == "Params4bit":
         return _in_4_bits(tensor, device, is_sharded=is_sharded)
     if kind == "Int8Params":
-        return _in_8_bits(tensor, device)
+        raise SetupError("The memory of 8-bit weights cannot be forecast.", hint=_WITHOUT)
     # Not `empty_like`, whose result has values where its argument has.
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -214,31 +194,22 @@ def _in_4_bits(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Par
     """As bitsandbytes packs it. What is sharded is stored as a floating dtype, which FSDP2 can divide."""
     from bitsandbytes.functional import quantize_4bit
 
-    before = weight.quant_state
-    shape = weight.shape if before is None else before.shape
-    dtype = weight.dtype if before is None else before.dtype
+    # Without a state it is not packed yet, and has shape and dtype itself.
+    before = weight.quant_state or weight
     data, state = quantize_4bit(
-        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(before.shape, dtype=before.dtype, device=device),
         blocksize=weight.blocksize,
         compress_statistics=weight.compress_statistics,
         quant_type=weight.quant_type,
-        quant_storage=dtype if is_sharded else weight.quant_storage,
+        quant_storage=before.dtype if is_sharded else weight.quant_storage,
     )
     parameter: Any = nn.Parameter(data, requires_grad=False)
     parameter.quant_state = state
     return parameter  # type: ignore[no-any-return]
 
 
-def _in_8_bits(weight: Any, device: torch.device) -> nn.Parameter:
-    rows, columns = weight.shape
-    data = torch.empty((rows, columns), dtype=torch.int8, device=device)
-    parameter: Any = nn.Parameter(data, requires_grad=False)
-    parameter.CB, parameter.SCB, parameter.has_fp16_weights = data, torch.empty(rows, device=device), False
-    return parameter  # type: ignore[no-any-return]
-
-
 def _divide(trainer: Any, mesh: Any) -> None:
-    """As accelerate does."""
+    """Shards the model as accelerate does."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -247,6 +218,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=layers_of(trainer.model_wrapped),
         cpu_ram_efficient_loading=False,
         reshard_after_forward=True,
         mixed_precision_policy=None if dtype is None else MixedPrecisionPolicy(dtype, torch.float32),
@@ -259,8 +231,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
         is_main_process=True,
         device=trainer.args.device,
     )
-    with grouped(trainer.model_wrapped, plugin):
-        fsdp2_prepare_model(accelerator, trainer.model_wrapped)
+    fsdp2_prepare_model(accelerator, trainer.model_wrapped)
 
 
 def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn.Module) -> torch.optim.Optimizer:
@@ -275,15 +246,5 @@ def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn
 
 
 def _num_bytes(tensor: Any) -> int:
-    part = _part(tensor)
+    part = part_of(tensor)
     return part.numel() * part.element_size()
-
-
-def _storage(tensor: Any) -> torch.UntypedStorage:
-    return _part(tensor).untyped_storage()
-
-
-def _part(tensor: Any) -> torch.Tensor:
-    """Of a sharded tensor what this rank has."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part

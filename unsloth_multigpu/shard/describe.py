@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from unsloth_multigpu.shard.memory import Training
-from unsloth_multigpu.shard.offload import asked_of_accelerate, asked_of_unsloth
-from unsloth_multigpu.shard.optimizer import is_paged, trains_parts
+from unsloth_multigpu.shard.optimizer import trains_parts
 
 # Samples that are looked at for the longest one.
-_MOST_SAMPLES = 20_000
+_MAX_SAMPLES = 20_000
 _PACKED = ("Params4bit", "Int8Params")
 
 
@@ -28,23 +25,19 @@ def describe(
         trainer: A `transformers.Trainer` or subclass.
         tokens: Of the longest sample; None = the longest of the data set.
         keeps_batch: Several ranks share the samples of one process's step.
-        is_offloaded: `shard_offload=True` was given. The script's own way to ask for it is looked for.
+        is_offloaded: `shard_offload=True` was given.
     """
     args, model = trainer.args, trainer.model
     parameters = [*model.parameters()]
     packed = [p for p in parameters if type(p).__name__ in _PACKED]
-    optimizer, has_unsloth = _optimizer(trainer), "unsloth.models._utils" in sys.modules
-    divides = trains_parts(optimizer, with_unsloth=has_unsloth)
-    if "unsloth" in sys.modules:
-        is_asked = asked_of_unsloth(os.environ)
-    else:
-        is_asked = asked_of_accelerate(getattr(args, "fsdp_plugin_args", None))
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if trainer.optimizer is not None:
+        optimizer = type(trainer.optimizer).__name__
+    divides = trains_parts(optimizer, with_unsloth="unsloth.models._utils" in sys.modules)
     longest, source = _longest(trainer, tokens)
     notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
     if not divides:
         notes.append(f"optim={optimizer!r} does not train sharded weights; optim='adamw_torch_fused' does")
-    if is_paged(optimizer):
-        notes.append("paged states are counted in full; the driver may move them to the host's memory")
     return Training(
         model=_name(model),
         num_parameters=sum(map(_numel, parameters)),
@@ -57,7 +50,7 @@ def describe(
         tokens=longest,
         accumulation=args.gradient_accumulation_steps,
         keeps_batch=keeps_batch,
-        offload=is_offloaded or is_asked,
+        offload=is_offloaded,
         trains_parts=divides,
         notes=tuple(notes),
     )
@@ -83,25 +76,17 @@ def _longest(trainer: Any, tokens: int | None) -> tuple[int, str]:
     if tokens is not None:
         return tokens, "as given"
     data = trainer.train_dataset
-    lengths = _lengths(data)
-    limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
-    if not lengths:
+    longest = _num_tokens(_ends(data)[0]) if _has_numbers(data) else 0
+    if not longest:
         return 0, "the first samples, of which the collator makes tokens"
-    seen = f"the longest of {'the first ' if _has_more(data) else ''}{len(lengths)} samples"
-    return min(max(lengths), limit or max(lengths)), seen
+    limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
+    of = f"the first {_MAX_SAMPLES}" if len(data) > _MAX_SAMPLES else len(data)
+    return min(longest, limit or longest), f"the longest of {of} samples"
 
 
-def _has_more(data: Any) -> bool:
-    return not hasattr(data, "__len__") or len(data) > _MOST_SAMPLES
-
-
-def _lengths(data: Any) -> list[int]:
-    """Tokens of the samples that can be asked by number; empty where they have none."""
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        return []
-    samples = (data[index] for index in range(min(len(data), _MOST_SAMPLES)))
-    found = [_num_tokens(sample) for sample in samples]
-    return [length for length in found if length]
+def _has_numbers(data: Any) -> bool:
+    """True where samples can be asked for by number."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def _num_tokens(sample: Any) -> int:
@@ -111,14 +96,14 @@ def _num_tokens(sample: Any) -> int:
 
 def _ends(data: Any) -> tuple[Any, Any]:
     """The longest and the shortest sample, or the first two."""
-    lengths = _lengths(data)
-    if lengths:
-        return data[max(range(len(lengths)), key=lengths.__getitem__)], data[lengths.index(min(lengths))]
-    if hasattr(data, "__getitem__"):
+    if not _has_numbers(data):
+        stream = iter(data)
+        first = next(stream)
+        return first, next(stream, first)
+    lengths = [_num_tokens(data[index]) for index in range(min(len(data), _MAX_SAMPLES))]
+    if not any(lengths):
         return data[0], data[min(1, len(data) - 1)]
-    stream = iter(data)
-    first = next(stream)
-    return first, next(stream, first)
+    return data[lengths.index(max(lengths))], data[lengths.index(min(lengths))]
 
 
 def _with_tokens(sample: Any, longest: int) -> Any:
@@ -141,14 +126,5 @@ def _numel(parameter: Any) -> int:
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
 
 
-def _name(model: nn.Module) -> str:
-    base: Any = model
-    has_adapter = hasattr(model, "peft_config") and hasattr(base, "get_base_model")
-    return type(base.get_base_model() if has_adapter else base).__name__
-
-
-def _optimizer(trainer: Any) -> str:
-    """The name that `TrainingArguments.optim` has, or the class of one that the script has made."""
-    if trainer.optimizer is not None:
-        return type(trainer.optimizer).__name__
-    return str(getattr(trainer.args.optim, "value", trainer.args.optim))
+def _name(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__

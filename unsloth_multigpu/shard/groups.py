@@ -1,73 +1,21 @@
-"""Prepares a model for accelerate's FSDP2: a weight belongs to one group of modules, which is gathered at once.
+"""Which layers accelerate's FSDP2 makes a group of, and which models it cannot divide.
 
 accelerate (1.15, `fsdp2_prepare_model`) makes a group of each module whose class `_no_split_modules` names, of the
-input embeddings, of the last norm with the head, and of all that is left. That fits a decoder. Other models name a
-class that they do not have, or one that contains the embeddings, have no input embeddings, or use a weight in two
-groups.
+input embeddings, of the last norm with the head, and of all that is left. That fits decoders, alone or behind a vision
+tower.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any
 
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.seam import instance_attribute
-
-_GETTERS = ("get_input_embeddings", "get_output_embeddings")
-_WITHOUT = "Leave shard out: DDP trains it."
-# What torch and accelerate raise for a model that they cannot shard. Not RuntimeError: that is a lost rank, or memory.
-_OF_ENGINE = (TypeError, ValueError, KeyError, AttributeError, AssertionError, NotImplementedError)
-_PLACES_OF_ENGINE = ("accelerate.utils.fsdp_utils", "torch.distributed.fsdp")
-
-
-@contextmanager
-def grouped(model: nn.Module, plugin: Any) -> Iterator[None]:
-    """Tells accelerate how to divide the model, while the context is open: until the model is sharded.
-
-    Args:
-        model: About to be sharded.
-        plugin: accelerate's `FullyShardedDataParallelPlugin`. Layers that the script has named stay.
-
-    Raises:
-        SetupError: Two groups would use a trainable weight: after a step each would have its own.
-    """
-    if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = layers_of(model)
-    layers, ends = plugin.transformer_cls_names_to_wrap, ends_of(model)
-    with ExitStack() as stack:
-        for getter in _GETTERS:
-            # With all that is left they are in one group. Encoders and decoders have copies of them there.
-            if _has_no_answer(model, getter) or users_apart(model, layers, ends):
-                stack.enter_context(instance_attribute(model, getter, lambda: None))
-        check_groups(model, layers)
-        yield
-
-
-def _has_no_answer(model: nn.Module, getter: str) -> bool:
-    """transformers asks each class for its embeddings, and many that read no tokens have not been told."""
-    try:
-        getattr(model, getter, lambda: None)()
-    except NotImplementedError:
-        return True
-    return False
-
-
-def ends_of(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embeddings and the head, of which accelerate makes groups; None where the model has none."""
-    found = [None if _has_no_answer(model, g) else getattr(model, g, lambda: None)() for g in _GETTERS]
-    inputs, outputs = (module if isinstance(module, nn.Module) else None for module in found)
-    return inputs, outputs
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """Of `_no_split_modules`, the classes that the model has and that contain neither end of it."""
-    ends = {id(module) for module in ends_of(model) if module is not None}
+    """Of `_no_split_modules`, the classes that the model has and that contain neither its embeddings nor its head."""
+    ends = {id(module) for module in _ends_of(model)}
     modules = list(model.modules())
     present = {type(m).__name__ for m in modules}
     around_ends = {type(m).__name__ for m in modules for i in m.modules() if i is not m and id(i) in ends}
@@ -75,76 +23,35 @@ def layers_of(model: nn.Module) -> list[str]:
     return [name for name in names if name in present and name not in around_ends]
 
 
-def check_groups(model: nn.Module, layers: list[str]) -> None:
-    """Refuses a model of which two groups use the same trainable weight.
-
-    Args:
-        model: Not sharded yet.
-        layers: Names of the classes whose modules are groups.
+def check_shared(model: nn.Module) -> None:
+    """Refuses a model of which two groups may use one trainable weight: after a step each would have its own.
 
     Raises:
-        SetupError: They do. It names the weight by two of its users.
+        SetupError: Other modules than input embeddings and head share one.
     """
-    for one, other in users_apart(model, layers, ends_of(model)):
-        if model.get_parameter(one).requires_grad:
+    ends = {id(module) for end in _ends_of(model) for module in end.modules()}
+    users: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(module) not in ends:
+                users.setdefault(id(parameter), []).append(f"{path}.{name}".lstrip("."))
+    tied = {id(parameter) for end in _ends_of(model) for parameter in end.parameters()}
+    for key, names in users.items():
+        if len(names) > 1 or key in tied:
+            others = " and ".join(names[:2]) if len(names) > 1 else f"{names[0]} and the embeddings"
             raise SetupError(
-                f"{class_of(model).__name__}: {one} and {other} are one weight, of which accelerate's FSDP2 would make "
-                "two: it shards them apart.",
-                hint=_WITHOUT,
+                f"{class_of(model).__name__}: {others} are one weight, of which accelerate's FSDP2 would make two: it "
+                "shards them apart.",
+                hint="Leave shard out: DDP trains it.",
             )
 
 
-def users_apart(
-    model: nn.Module, layers: list[str], ends: tuple[nn.Module | None, nn.Module | None]
-) -> list[tuple[str, str]]:
-    """Weights that several groups use, each by the names that two of them have for it.
-
-    Args:
-        model: Not sharded yet.
-        layers: Names of the classes whose modules are groups.
-        ends: Input embeddings and head. accelerate makes one group of both where they share a weight.
-    """
-    one, other = (getattr(end, "weight", None) for end in ends)
-    groups = {id(ends[0]): "input", id(ends[1]): "input" if one is not None and one is other else "head"}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    users: dict[int, dict[Any, str]] = {}
-    for path, module in modules.items():
-        for name, parameter in module.named_parameters(recurse=False):
-            group = _group_of(path, modules, groups, layers)
-            users.setdefault(id(parameter), {}).setdefault(group, f"{path}.{name}".lstrip("."))
-    pairs = (sorted(places.values())[:2] for places in users.values() if len(places) > 1)
-    return [(first, second) for first, second in pairs]
-
-
-def _group_of(path: str, modules: dict[str, nn.Module], groups: dict[int, str], layers: list[str]) -> Any:
-    """The innermost module on the way to `path` that has a group; "" = all that is left."""
-    while path:
-        module = modules[path]
-        if id(module) in groups:
-            return groups[id(module)]
-        if type(module).__name__ in layers:
-            return id(module)
-        path = path.rpartition(".")[0]
-    return ""
-
-
-def refusal_of(model: nn.Module | None, error: BaseException) -> SetupError | None:
-    """What to tell the user where the engine cannot shard the model; None where the error is another one."""
-    if not isinstance(error, _OF_ENGINE) or not _is_from_engine(error.__traceback__):
-        return None
-    return SetupError(
-        f"accelerate's FSDP2 cannot shard {class_of(model).__name__ if model is not None else 'the model'}: "
-        f"{type(error).__name__}: {error}",
-        hint=f"{_WITHOUT} Or name other layers by fsdp_config={{'transformer_layer_cls_to_wrap': [...]}}.",
-    )
-
-
-def _is_from_engine(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        # A checkpoint is loaded before the first step as well: the model has been sharded then.
-        if trace.tb_frame.f_code.co_name.startswith("load_fsdp_"):
-            return False
-        if str(trace.tb_frame.f_globals.get("__name__")).startswith(_PLACES_OF_ENGINE):
-            return True
-        trace = trace.tb_next
-    return False
+def _ends_of(model: nn.Module) -> list[nn.Module]:
+    """The input embeddings and the head, as far as the model has them."""
+    found = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, getter, lambda: None)())
+        except NotImplementedError:  # transformers asks each class, and many that read no tokens do not answer.
+            continue
+    return [module for module in found if isinstance(module, nn.Module)]

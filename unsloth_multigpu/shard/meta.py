@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,82 +17,37 @@ from unsloth_multigpu.versions import installed_version
 
 _TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
 _WITHOUT = "shard='on' or shard='off' decides without a forecast."
-# Arguments of from_pretrained about files and devices, which a model that is made from its configuration has not.
-_OF_LOADING = frozenset(
-    {
-        "_commit_hash",
-        "_fast_init",
-        "_from_auto",
-        "_from_pipeline",
-        "adapter_kwargs",
-        "adapter_name",
-        "allow_all_kernels",
-        "cache_dir",
-        "code_revision",
-        "device_map",
-        "device_mesh",
-        "disable_mmap",
-        "force_download",
-        "from_flax",
-        "from_tf",
-        "fusion_config",
-        "generation_config",
-        "ignore_mismatched_sizes",
-        "kernel_config",
-        "key_mapping",
-        "local_files_only",
-        "low_cpu_mem_usage",
-        "max_memory",
-        "mirror",
-        "offload_buffers",
-        "offload_folder",
-        "offload_state_dict",
-        "proxies",
-        "resume_download",
-        "revision",
-        "state_dict",
-        "subfolder",
-        "token",
-        "tp_plan",
-        "tp_size",
-        "tqdm_class",
-        "trust_remote_code",
-        "use_auth_token",
-        "use_kernels",
-        "use_safetensors",
-        "variant",
-        "weights_only",
-    }
-)
-_OF_CONFIGURATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Arguments of from_pretrained that `_configuration` leaves to the model.
+_OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
+# Arguments of `_from_config`, beside those of the model's own `__init__`.
+_OF_MODEL = ("attn_implementation", "experts_implementation")
 
 
 def meta_patches() -> list[Patch]:
     """What a script calls before it trains, and what would read or move weights."""
-    modeling, trainer = "transformers.modeling_utils:PreTrainedModel", "transformers.trainer:Trainer"
+    modeling = "transformers.modeling_utils:PreTrainedModel"
     moves = [f"{modeling}.{name}" for name in ("cuda", "to")]
     return [
         Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "No weights are read."),
         *(Patch(target, _TRANSFORMERS, _unmoved, "There is nothing to move.") for target in moves),
-        Patch(f"{trainer}._move_model_to_device", _TRANSFORMERS, _stays, "There is nothing to move."),
         Patch(
             f"{modeling}._init_added_embeddings_weights_with_mean",
             _TRANSFORMERS,
-            _does_nothing,
+            _replaced_by(None),
             "New rows of an embedding are drawn from its values, which are not there.",
             optional=True,
         ),
         Patch(
             "transformers.training_args:is_torch_bf16_gpu_available",
             _TRANSFORMERS,
-            _says_yes,
+            _replaced_by(True),
             "The training is planned for other devices than this process has.",
             optional=True,
         ),
         Patch(
             "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
             "unsloth_zoo>=2026.10.7",
-            _does_nothing,
+            _replaced_by(None),
             "It looks for rows of an embedding that were never trained, by their values.",
             optional=True,
         ),
@@ -113,19 +69,12 @@ def meta_patches() -> list[Patch]:
             for target in ("jit:JITFunction", "autotuner:Autotuner")
         ),
         Patch("peft.peft_model:PeftModel.to", _PEFT, _unmoved, "There is nothing to move.", optional=True),
-        Patch(
-            "peft.peft_model:PeftModel.from_pretrained",
-            _PEFT,
-            _refuse_adapter,
-            "Its weights would be read into a model that has none.",
-            optional=True,
-        ),
     ]
 
 
 def _from_configuration(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
         if kwargs.get("gguf_file"):
             raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -133,15 +82,16 @@ def _from_configuration(original: Callable[..., Any]) -> Callable[..., Any]:
         config.name_or_path = str(name)
         quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
         dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
-        for argument in _OF_LOADING:
-            kwargs.pop(argument, None)
-        model = make_model(cls, config, dtype, quantizer, *args, **kwargs)
+        # What is left is about files and devices, which a model that is made from its configuration has not.
+        taken = {*_OF_MODEL, *inspect.signature(cls.__init__).parameters}
+        kwargs = {name: value for name, value in kwargs.items() if name in taken}
+        model = make_model(cls, config, dtype, quantizer, **kwargs)
         return (model, {}) if wants_info else model
 
     return from_pretrained
 
 
-def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, *args: Any, **kwargs: Any) -> Any:
+def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any) -> Any:
     """A model of the class on the meta device, quantised layers in their places.
 
     Args:
@@ -170,12 +120,9 @@ def _configuration(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, di
         if "attn_implementation" in kwargs:
             config._attn_implementation = kwargs.pop("attn_implementation")
         return config, kwargs
-    of_files = {key: kwargs[key] for key in _OF_CONFIGURATION if key in kwargs}
-    others = {key: value for key, value in kwargs.items() if key not in (*_OF_LOADING, "quantization_config", "dtype")}
-    others.pop("torch_dtype", None)
-    config, unused = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **of_files, **others)
-    kept = {key: kwargs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in kwargs}
-    return config, {**unused, **kept}
+    others = {key: value for key, value in kwargs.items() if key not in _OF_WEIGHTS}
+    config, unused = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **others)
+    return config, {**unused, **{key: kwargs[key] for key in _OF_WEIGHTS if key in kwargs}}
 
 
 def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
@@ -232,21 +179,13 @@ def _unmoved(original: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def move(self: Any, model: Any, device: Any) -> None:
-        if not any(p.is_meta for p in model.parameters()):
-            original(self, model, device)
+def _replaced_by(result: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper that returns `result` and does nothing else."""
 
-    return move
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(original)(lambda *args, **kwargs: result)
 
-
-def _does_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def leave(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    return leave
+    return wrap
 
 
 def _hands_state(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,19 +205,3 @@ def _skips_without_values(original: Callable[..., Any]) -> Callable[..., Any]:
         return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)
 
     return run
-
-
-def _says_yes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def is_available(*args: Any, **kwargs: Any) -> bool:
-        return True
-
-    return is_available
-
-
-def _refuse_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        raise SetupError("A script that loads an adapter's weights cannot be forecast.", hint=_WITHOUT)
-
-    return from_pretrained

@@ -7,19 +7,14 @@ _OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademam
 
 
 def trains_parts(name: str, *, with_unsloth: bool) -> bool:
-    """True where the optimizer can train the parts of a model that FSDP2 has divided.
+    """True where the optimizer can train the shards of FSDP2.
 
-    bitsandbytes' optimizers know plain tensors only; Unsloth's FSDP2 (2026.10.9) hands Adam and AdamW those.
-    transformers' Adafactor mixes the parts with whole rows and columns.
+    bitsandbytes' optimizers take plain tensors only; Unsloth's FSDP2 (2026.10.9) gives these to Adam and AdamW.
+    transformers' Adafactor mixes shards with whole rows and columns.
 
     Args:
         name: `TrainingArguments.optim`.
-        with_unsloth: Unsloth divides the model.
+        with_unsloth: Unsloth shards the model.
     """
     is_of_bitsandbytes = "bnb" in name or name.startswith("paged_") or name in _OF_BITSANDBYTES
     return name != "adafactor" and (not is_of_bitsandbytes or (with_unsloth and "adam" in name))
-
-
-def is_paged(name: str) -> bool:
-    """True where the driver may move states to the host's memory. They are counted in full."""
-    return name.startswith("paged_")

@@ -12,58 +12,27 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.shard.memory import MemoryForecast, Mode, Training, fits
+from unsloth_multigpu.shard.memory import MAX_RANKS, MemoryForecast, Mode, Training, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import exit_on_signal, only_here, run_to_end
+from unsloth_multigpu.wire.process import exit_on_signal, run_to_end
 from unsloth_multigpu.words import how_ended
 
 DEFAULT_LIMIT_S = 600.0
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
 _WITHOUT = "shard='on' or shard='off' decides without a forecast."
-_OUTCOME, _LOG = "forecast.json", "forecast.log"
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator of this machine.
-
-    Args:
-        name: As its driver says.
-        total_bytes: Its memory.
-        free_bytes: What nobody used when the child looked.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The checkpoint that resume="auto" would take.
-
-    Args:
-        folder: Where it is.
-        is_sharded: Its ranks each held a part of the weights.
-    """
-
-    folder: str
-    is_sharded: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +40,7 @@ class Question:
     """What is to be counted.
 
     Args:
-        rows: Ways and numbers of ranks. One that the optimizer or an earlier checkpoint rules out is left out.
+        rows: Modes and numbers of ranks. Sharded ones are left out where the optimizer cannot train shards.
         tokens: Of the longest sample; None = the longest of the data set.
         device_bytes: Memory of one device; None = of the smallest one of this machine.
         otherwise_bytes: That, where this machine has no device; None = not known.
@@ -92,16 +61,14 @@ class Answer:
     Args:
         training: What it would train.
         forecasts: Of the rows that were asked for; where none fits, of more ranks, up to the first that does.
-        devices: What the child saw of this machine; empty without a card.
+        devices: Total bytes of each accelerator of this machine.
         device_bytes: Memory of one device; None = not known.
-        earlier: What it would resume from; None = nothing, or the script's own choice.
     """
 
     training: Training
     forecasts: tuple[MemoryForecast, ...]
-    devices: tuple[Device, ...] = ()
+    devices: tuple[int, ...] = ()
     device_bytes: int | None = None
-    earlier: Earlier | None = None
 
 
 def ask(
@@ -120,11 +87,11 @@ def ask(
         limit_s: It is ended after so many seconds.
 
     Raises:
-        SetupError: The script does not come to a `train()` in this mode, or its step cannot be counted.
+        SetupError: The script does not come to a `train()`, or its step cannot be counted.
         RankTimeoutError: It took longer than `limit_s`.
     """
     with exit_on_signal(), private_dir() as folder:
-        outcome, log = folder / _OUTCOME, folder / _LOG
+        outcome, log = folder / "forecast.json", folder / "forecast.log"
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
         request = ToolRequest("unsloth_multigpu.shard.probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
@@ -149,26 +116,26 @@ def ask(
 def _answer(values: Mapping[str, Any]) -> Answer:
     if "error" in values:
         raise SetupError(values["error"], hint=values["hint"])
-    training, earlier = values["training"], values["earlier"]
+    training = values["training"]
     rows = ({**row, "overhead": tuple(map(tuple, row["overhead"]))} for row in values["forecasts"])
     return Answer(
         training=Training(**{**training, "notes": tuple(training["notes"])}),
         forecasts=tuple(MemoryForecast(**row) for row in rows),
-        devices=tuple(Device(**device) for device in values["devices"]),
+        devices=tuple(values["devices"]),
         device_bytes=values["device_bytes"],
-        earlier=None if earlier is None else Earlier(**earlier),
     )
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
+    """The script has ended before `train()`: its last lines say why."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
-    hint = "enable_multi_gpu() must come before transformers is imported."
+    hint = (
+        "A forecast loads no weights, so the script cannot read them before train(). enable_multi_gpu() must come "
+        "before transformers is imported."
+    )
     if code == -signal.SIGKILL:
-        hint = (
-            "from_pretrained loads no weights in a forecast; what the script builds in another mode lies in this "
-            "machine's memory."
-        )
+        hint = "What the script builds other than by from_pretrained lies in this machine's memory."
     return SetupError(
         f"The script {how_ended(code)} before a train() of a transformers Trainer; its memory cannot be "
         f"forecast.{shown}",
@@ -184,7 +151,7 @@ class Probe(Tool):
         question: Fields of a `Question`.
     """
 
-    # The script may have the line itself, and nothing of the run is kept.
+    # The script may call enable_multi_gpu() itself, and nothing of the run is kept.
     is_comparison = True
 
     def __init__(self, file: str, question: Mapping[str, Any]) -> None:
@@ -192,107 +159,80 @@ class Probe(Tool):
         self._question = Question(**{**question, "rows": tuple((mode, n) for mode, n in question["rows"])})
         self._keeps_batch = True
         self._is_offloaded = False
-        self._resumes = False
         self._is_entered = False
 
     def adjusted(self, config: Any) -> Any:
-        self._keeps_batch = config.global_batch == "keep" and config.batch_size_per_gpu is None
-        self._resumes = config.resume == "auto"
         if not self._is_entered:
-            self._enter()
-        alone: dict[str, Any] = {
-            "num_gpus": 1,
-            "max_restarts": 0,
-            "nnodes": "1",
-            "rdzv_endpoint": None,
-            "rdzv_id": None,
-        }
-        if hasattr(config, "shard"):
-            self._is_offloaded = config.shard_offload
-            alone.update(shard="off", shard_offload=False)
-        return dataclasses.replace(config, resume="off", enable_ddp=True, **alone)
+            from unsloth_multigpu.shard.meta import meta_patches
 
-    def _enter(self) -> None:
-        from unsloth_multigpu.shard.meta import meta_patches
-
-        self._is_entered = True
-        PatchRegistry(meta_patches()).apply()
-        previous = sys.excepthook
-
-        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not self._file.exists():
-                self._write(_failure(error, trace))
-            previous(kind, error, trace)
-
-        sys.excepthook = only_here(tell, otherwise=previous)
+            self._is_entered = True
+            PatchRegistry(meta_patches()).apply()
+        self._keeps_batch = config.keeps_global_batch
+        self._is_offloaded = config.shard_offload
+        return dataclasses.replace(
+            config,
+            num_gpus=1,
+            max_restarts=0,
+            nnodes="1",
+            rdzv_endpoint=None,
+            rdzv_id=None,
+            resume="off",
+            enable_ddp=True,
+            shard="off",
+            shard_offload=False,
+        )
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         values: dict[str, Any]
         try:
-            found = session.find_mode(trainer) if self._resumes else None
-            values = dataclasses.asdict(
-                self._answered(trainer, None if found is None else Earlier(str(found[0]), found[1]))
-            )
+            values = dataclasses.asdict(self._answered(trainer))
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
-        self._write(values)
+        # Renamed when complete, so that a process that is ended while it writes leaves no half of a file.
+        partial = self._file.with_suffix(".part")
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        partial.replace(self._file)
         _leave()
 
-    def _answered(self, trainer: TrainerLike, earlier: Earlier | None) -> Answer:
-        from unsloth_multigpu.shard.count import Rows, first_that_fits
+    def _answered(self, trainer: TrainerLike) -> Answer:
+        from unsloth_multigpu.shard.count import Rows
         from unsloth_multigpu.shard.describe import describe
 
         asked, devices = self._question, _devices()
         training = describe(
             trainer, tokens=asked.tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
         )
-        smallest = min((device.total_bytes for device in devices), default=asked.otherwise_bytes)
+        smallest = min(devices, default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []
         for mode, num_ranks in asked.rows:
-            if earlier is not None and earlier.is_sharded != (mode == "sharded"):
-                continue
             if mode == "ddp" or training.trains_parts:
                 forecasts.append(rows.forecast(mode, num_ranks))
             if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
                 break
-        if earlier is None and device_bytes is not None and not any(fits(row, device_bytes) for row in forecasts):
-            most = max(num_ranks for _, num_ranks in asked.rows)
-            forecasts.extend(first_that_fits(rows, training, most, device_bytes))
-        return Answer(training, tuple(forecasts), devices, device_bytes, earlier)
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        # Renamed when complete, so that a process that is ended while it writes leaves no half of a file.
-        partial = self._file.with_suffix(".part")
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(self._file)
+        if device_bytes is not None and not any(fits(row, device_bytes) for row in forecasts):
+            for mode, num_ranks in _more_rows(training, max(n for _, n in asked.rows)):
+                forecasts.append(rows.forecast(mode, num_ranks))
+                if fits(forecasts[-1], device_bytes):
+                    break
+        return Answer(training, tuple(forecasts), devices, device_bytes)
 
 
-def _failure(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
-    """What went wrong, at which line of the user's own script."""
-    if isinstance(error, MultiGPUError):
-        return {"error": str(error.args[0]), "hint": error.hint}
-    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", "") or "")
-    frames = [f for f in traceback.extract_tb(trace) if os.path.realpath(f.filename) == script]
-    where = f"{Path(script).name} line {frames[-1].lineno}, `{frames[-1].line}`: " if frames else ""
-    return {
-        "error": f"The script cannot be run without its weights: {where}{type(error).__name__}: {error}",
-        "hint": f"What it does there needs weights, which a forecast does not load. {_WITHOUT}",
-    }
+def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
+    """Where no row fits: one device, then twice as many ranks, and again, as far as a step has samples for them."""
+    rows: list[tuple[Mode, int]] = [("ddp", 1)]
+    while training.trains_parts and (num_ranks := num_ranks * 2) <= MAX_RANKS and training.has_samples(num_ranks):
+        rows.append(("sharded", num_ranks))
+    return rows
 
 
-def _devices() -> tuple[Device, ...]:
-    """The accelerators that torch sees in this process."""
+def _devices() -> tuple[int, ...]:
+    """Total bytes of each accelerator that torch sees in this process."""
     import torch
 
     kind = next((k for k in KINDS if hasattr(torch, k) and getattr(torch, k).is_available()), None)
-    if kind is None:
-        return ()
-    module, found = getattr(torch, kind), []
-    for index in range(module.device_count()):
-        free_bytes, total_bytes = module.mem_get_info(index)
-        found.append(Device(module.get_device_properties(index).name, total_bytes, free_bytes))
-    return tuple(found)
+    module = getattr(torch, kind or "", None)
+    return () if module is None else tuple(module.mem_get_info(index)[1] for index in range(module.device_count()))
 
 
 def _leave() -> NoReturn:

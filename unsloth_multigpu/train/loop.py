@@ -36,7 +36,6 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("checkpoints", "Saves what the exchange has made equal on all ranks."),
     ("phases", "Marks on the rank's page what the parts inside of it do: to the supervisor it is one phase."),
     ("progress", "Compares the ranks behind everything that changes weights, and before a checkpoint of them."),
-    ("memory", "Reads the allocator when a whole step is over, of which all other parts have had their share."),
     ("preemption", "Has the last word on what happens behind a step: a stop overrules an evaluation."),
 )
 _ORDER = {name: i for i, (name, _) in enumerate(PLACES)}

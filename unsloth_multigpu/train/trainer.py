@@ -125,10 +125,6 @@ class DDPTrainer:
             self.parts += [OneDecision(trainer, manager, beat), wrapping, trained, buffers]
         elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
             self.parts.append(outlook)
-        if context.shard_choice is not None:
-            from unsloth_multigpu.shard.calibration import Calibration
-
-            self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
             self.parts += [self._resume, Checkpoints(trainer, manager, self.steps, self.exchange, self._resume)]
@@ -225,7 +221,7 @@ class DDPTrainer:
         self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         if self._resume is not None:
-            self._resume.is_sharded, self._resume.files_tell = True, engine is not Engine.UNSLOTH
+            self._resume.is_sharded = True
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
         self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
 

@@ -37,25 +37,6 @@ class ToolRequest:
 
 
 @dataclass(frozen=True)
-class ShardChoice:
-    """What `shard="auto"` has become.
-
-    Args:
-        shard: "on" or "off".
-        allocated_bytes: What a rank's allocator is expected to hold at most.
-        reason: The decision in words, with its numbers.
-    """
-
-    shard: str
-    allocated_bytes: int
-    reason: str
-
-    def variables(self) -> dict[str, str]:
-        """The environment that carries this choice."""
-        return {ENV_SHARD_CHOICE: json.dumps([self.shard, self.allocated_bytes, self.reason])}
-
-
-@dataclass(frozen=True)
 class RunContext:
     """What a supervisor tells its ranks. Without a supervisor of ours only `tool` may be set.
 
@@ -68,7 +49,7 @@ class RunContext:
         run_id: Of this run, the same for all its attempts.
         attempt: How often the ranks were started before.
         tool: Takes part in the run.
-        shard_choice: What `shard="auto"` has become.
+        shard_choice: What `shard="auto"` has become, "on" or "off".
     """
 
     run_dir: str | None = None
@@ -79,13 +60,13 @@ class RunContext:
     run_id: str | None = None
     attempt: int = 0
     tool: ToolRequest | None = None
-    shard_choice: ShardChoice | None = None
+    shard_choice: str | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
         """The context that `environment` carries."""
         pid, seed = environment.get(ENV_SUPERVISOR_PID), environment.get(ENV_RUN_SEED)
-        tool, choice = environment.get(ENV_TOOL), environment.get(ENV_SHARD_CHOICE)
+        tool = environment.get(ENV_TOOL)
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
             supervisor_pid=None if pid is None else int(pid),
@@ -95,7 +76,7 @@ class RunContext:
             run_id=environment.get(ENV_RUN_ID),
             attempt=int(environment.get(ENV_ATTEMPT, "0")),
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
-            shard_choice=None if choice is None else ShardChoice(*json.loads(choice)),
+            shard_choice=environment.get(ENV_SHARD_CHOICE),
         )
 
     def variables(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ from unsloth_multigpu.step.feed import StepFeed
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-BY_SGD = ("asked_scaled", "native", "asked_full", "unsloth_full", "sft_full")
+BY_SGD = ("asked_scaled", "asked_full", "unsloth_full", "sft_full")
 # Before a kind: what its optimizer is told. Such a large epsilon hides the rounding of small gradients from Adam.
 TOLD = {
     "momentum_": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
@@ -80,12 +80,6 @@ class ScalesWeights(TrainerCallback):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.98)
-
-
-def native():
-    from transformers.distributed import DistributedConfig
-
-    return loaded(distributed_config=DistributedConfig(fsdp_size=args.num_gpus)) if args.num_gpus > 1 else loaded()
 
 
 def with_lora(model, adapters=2):

@@ -1,4 +1,4 @@
-"""Trains models that are no decoders, and by optimizers of the script, sharded or whole; notes what was refused.
+"""Trains models of several kinds, sharded or not; notes what was refused.
 
 Usage: shard_kinds.py --num-gpus N --kinds t5,vit --out DIR
 """
@@ -34,10 +34,8 @@ from unsloth_multigpu.group.shards import part_of, whole_of
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODER = {"vocab_size": 40, "num_key_value_heads": 1, **SIZES}
 draw = torch.Generator()
-HELD = []
 
 
 def made(name, config, *of_config, **values):
@@ -64,20 +62,8 @@ def t5():
     return made("T5ForConditionalGeneration", "T5Config", **options), tokens(), {}
 
 
-def bert():
-    """The class of its embeddings is one of those that are not split, and its head shares two weights."""
-    return made("BertForMaskedLM", "BertConfig", vocab_size=40, **STILL, **SIZES), tokens(), {}
-
-
 def vit():
-    model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **STILL, **SIZES)
-    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
-
-
-def convnext():
-    """It has no input embeddings."""
-    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3}
-    model = made("ConvNextForImageClassification", "ConvNextConfig", **sizes)
+    model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **SIZES)
     return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
 
 
@@ -97,24 +83,6 @@ def llava():
         for row, picture in zip(tokens(), pictures(), strict=True)
     ]
     return model, rows, {}
-
-
-def own_optimizer():
-    model, rows, _ = llama()
-    first, *rest = model.parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": rest}], lr=0.1, momentum=0.9)
-    halving = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    return model, rows, {"optimizers": (optimizer, halving)}
-
-
-def used_optimizer():
-    model, rows, _ = llama()
-    return model, rows, {"optimizers": (torch.optim.Adagrad(model.parameters()), None)}
-
-
-def other_optimizer():
-    model, rows, _ = llama()
-    return model, rows, {"optimizers": (torch.optim.SGD(llama()[0].parameters()), None)}
 
 
 class Layer(torch.nn.Linear):
@@ -142,13 +110,6 @@ def shared_layers():
     return model, numbers(), {}
 
 
-def scalar():
-    """torch does not shard a number."""
-    model = Own()
-    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
-    return model, numbers(), {}
-
-
 def hooked():
     model, rows, _ = llama()
     model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -158,13 +119,6 @@ def hooked():
 def adafactor():
     model, rows, _ = llama()
     return model, rows, {"optim": "adafactor"}
-
-
-def held():
-    """A script that keeps parameters to add a penalty of them, say."""
-    model, rows, _ = llama()
-    HELD.extend(model.parameters())
-    return model, rows, {}
 
 
 class CallsInside(transformers.TrainerCallback):
@@ -178,11 +132,6 @@ class CallsInside(transformers.TrainerCallback):
 def inner():
     model, rows, _ = llama()
     return model, rows, {"callbacks": [CallsInside()]}
-
-
-def evaluated():
-    model, rows, _ = llama()
-    return model, rows, {"eval_dataset": rows[:4]}
 
 
 class Picky(torch.nn.Module):
@@ -241,8 +190,6 @@ for kind in args.kinds.split(","):
     try:
         trainer_class = options.pop("trainer_class", Trainer)
         trainer = trainer_class(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
-        if kind == "evaluated":
-            trainer.evaluate()
         trainer.train()
         if kind == "vit":
             # Of weights that have one row the second rank has an empty part.
@@ -257,7 +204,7 @@ for kind in args.kinds.split(","):
         assert not watcher.norms or kind == "inner"
     else:
         after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
-        if kind in ("t5", "llava"):
+        if kind == "llava":
             trainer.save_model(str(args.out / "save_model" / kind))
             model.save_pretrained(str(args.out / "save_pretrained" / kind))
         facts["norms"] = watcher.norms

@@ -176,7 +176,7 @@ def _values(answer: Answer, numbers: Sequence[int]) -> dict[str, Any]:
         "model": training.pop("model"),
         "notes": list(training.pop("notes")),
         "training": training,
-        "devices": [asdict(device) for device in answer.devices],
+        "devices": [{"total_bytes": num_bytes} for num_bytes in answer.devices],
         "device_bytes": device_bytes,
         "reserve": RESERVE,
         "forecasts": forecasts,
