@@ -19,7 +19,7 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.program import Program, ScriptProgram
+from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
@@ -58,7 +58,7 @@ class Session:
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
     # What this process runs: a script, or the cells of a notebook.
-    program: Program = field(default_factory=ScriptProgram)
+    program: Program = field(default_factory=Program)
     # True once this process was the kernel of a notebook's ranks, which it cannot start a second time.
     had_workers: bool = False
     is_closed: bool = False
@@ -295,9 +295,7 @@ def open_session(
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(
-        config, identity, console, context or RunContext(), tool or Tool(), program=program or ScriptProgram()
-    )
+    session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "

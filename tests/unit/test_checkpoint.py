@@ -634,18 +634,15 @@ def test_one_process_that_is_not_steered_refuses_parts_as_well(tmp_path: Path, a
     assert "on two GPUs or more" in refused.value.hint
 
 
-@pytest.mark.parametrize(("per_rank", "num_different"), [(True, 2), (False, 1)])
-def test_rank_that_the_checkpoint_does_not_know_draws_as_the_seed_per_rank_says(
-    tmp_path: Path, per_rank: bool, num_different: int
-) -> None:
+def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path: Path) -> None:
     found = set()
     for rank in (2, 3):
         args = SimpleNamespace(process_index=rank, world_size=4, seed=5)
         trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=6))
         with seeded_draws(0):
-            resume_of(trainer, rank=rank, seed_per_rank=per_rank)[0]._load_random_state(pytest.fail, str(tmp_path))
+            resume_of(trainer, rank=rank)[0]._load_random_state(pytest.fail, str(tmp_path))
             found.add(str(draws()))
-    assert len(found) == num_different
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("is_skipped", [True, False])

@@ -12,7 +12,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.program import ScriptProgram, find_worker_program
+from unsloth_multigpu.program import Program, find_worker_program
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -42,7 +42,7 @@ def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram
 
 
 def test_a_script_counts_each_training_as_it_begins() -> None:
-    program = ScriptProgram()
+    program = Program()
     assert [program.begin_training() for _ in range(3)] == [0, 1, 2]
     assert program.can_exchange()
 

@@ -168,7 +168,7 @@ def test_ranks_that_share_a_sample_are_left_alone_and_nothing_is_asked_of_them(
         DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0)).run(lambda: None)
 
 
-@pytest.mark.parametrize("options", [{"grad_compression": "fp16"}, {"strategy": "allreduce"}])
+@pytest.mark.parametrize("options", [{"strategy": "ddp:grad_compression=fp16"}, {"strategy": "allreduce"}])
 def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from unsloth_multigpu.text_table import aligned
@@ -54,19 +54,6 @@ class Screen:
             self.console.print(text, style=style, soft_wrap=True)
         else:
             print(text, file=self.stream, flush=True)
-
-    def highlighted(self, text: str, styles: Mapping[str, str]) -> None:
-        """A text of several lines, with its last line break, on a terminal.
-
-        Args:
-            styles: Pattern -> the style of what matches.
-        """
-        from rich.text import Text
-
-        shown = Text(text)
-        for pattern, style in styles.items():
-            shown.highlight_regex(pattern, style)
-        self.console.print(shown, soft_wrap=True, end="")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
         """A table with the names of its columns.
