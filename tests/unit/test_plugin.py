@@ -218,18 +218,6 @@ def test_library_newer_than_tested_is_told_once(
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "verify_every", "text"),
-    [(1, 100, "checked;"), (2, 100, "checked, and the ranks' weights are compared;"), (2, 0, "verify_every=0")],
-)
-def test_untested_library_is_told_with_what_watches_over_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, verify_every: int, text: str
-) -> None:
-    monkeypatch.setattr(versions, "installed_version", {"torch": "9.0"}.get)
-    session._warn_of_untested(ump.MultiGPUConfig(verify_every=verify_every), num_ranks)
-    assert text in caplog.text
-
-
 # A script whose worker imports it again, as spawned workers do.
 WORKER = """
 import multiprocessing, sys

@@ -64,8 +64,6 @@ def test_number_of_ranks_is_what_was_asked_for(
         ("cuda", 2, 3, "cuda", "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
         ("cpu", 0, 2, "cuda", "device='cuda', but no such device is visible", "check the driver"),
         ("cpu", 0, None, "xpu", "device='xpu', but no such device is visible", "Set device='auto'"),
-        ("cpu", 0, 10**9, "auto", "num_gpus=1000000000: CPU ranks share 3 core(s)", "Set num_gpus=3"),
-        ("cuda", 2, 65, "cpu", "num_gpus=65: CPU ranks share 3 core(s)", "Set num_gpus=3"),
         ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
     ],
 )
@@ -73,7 +71,6 @@ def test_what_the_machine_does_not_have_is_an_error(
     monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, message: str, hint: str
 ) -> None:
     see(monkeypatch, kind, count)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with pytest.raises(SetupError) as error:
         ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
     first, _, second = str(error.value).partition("\nHint: ")
@@ -204,12 +201,11 @@ def test_work_before_the_line_is_named_with_its_cost(
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{kind: opened}))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(start.time, "process_time", lambda: 42.4)
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     memory, work = caplog.messages
     assert "this process keeps 3.0 GiB there" in memory
-    assert "42 s of work (imported: unsloth" in work
+    assert "comes after the import of unsloth" in work
     assert "each of the 2 ranks does again" in work
 
 
@@ -233,7 +229,6 @@ def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: p
         monkeypatch.delitem(sys.modules, name, raising=False)
     cuda = SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
-    monkeypatch.setattr(start.time, "process_time", lambda: 3.0)
     caplog.set_level(logging.DEBUG)
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
