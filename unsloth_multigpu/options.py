@@ -45,24 +45,7 @@ ENV_CONFIG = ENV_PREFIX + "CONFIG"
 # The pyproject.toml that counts, "" for none: what a command tells processes that it starts in another folder.
 ENV_PYPROJECT = ENV_PREFIX + "PYPROJECT"
 # Variables with our prefix that are no options.
-INTERNAL_VARIABLES = frozenset(
-    {
-        ENV_RUN_DIR,
-        ENV_SUPERVISOR_PID,
-        ENV_LOG_DIR_OF_RUN,
-        ENV_RUN_SEED,
-        ENV_RUN_DRAWS,
-        ENV_ATTEMPT,
-        ENV_RUN_ID,
-        ENV_RANK_PID,
-        ENV_TOOL,
-        ENV_SHARD_CHOICE,
-        ENV_NOTEBOOK,
-        ENV_PROBE,
-        ENV_CONFIG,
-        ENV_PYPROJECT,
-    }
-)
+INTERNAL_VARIABLES = frozenset(value for name, value in tuple(globals().items()) if name.startswith("ENV_"))
 
 # Groups of `--help` and of docs/options.md, in their order.
 EVERYDAY = "Everyday"

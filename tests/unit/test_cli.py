@@ -178,20 +178,9 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "-m"], "run: no module was given.\nHint: "),
         (["run", "absent.py", "--num-gpus", "2"], "run: there is no file 'absent.py'.\nHint: "),
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
-        (
-            ["run", "--num-gpu", "2", "train.py"],
-            "arguments: --num-gpu\nHint: Did you mean --num-gpus? unsloth-multigpu run --help lists",
-        ),
-        (
-            ["doctor", "--jsn"],
-            "doctor: unrecognized arguments: --jsn\nHint: Did you mean --json? unsloth-multigpu doctor ",
-        ),
-        (
-            ["run", "--no-shard-ofload", "train.py"],
-            "Hint: Did you mean --no-shard-offload? unsloth-multigpu run --help",
-        ),
-        (["run", "--zzz=1", "train.py"], "arguments: --zzz=1\nHint: unsloth-multigpu run --help lists"),
-        (["verfy", "train.py"], "Hint: Did you mean verify? unsloth-multigpu --help lists"),
+        (["run", "--num-gpu", "2", "train.py"], "arguments: --num-gpu"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn\nHint: unsloth-multigpu --help lists what there is."),
+        (["verfy", "train.py"], "invalid choice: 'verfy'"),
         (
             ["bench", "--device", "gpu"],
             "--device gpu: expected one of auto, cpu, cuda.\nHint: ",

@@ -75,12 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 0
     own, program = split_program(given)
     try:
-        options, unknown = parser.parse_known_args(own)
+        options = parser.parse_args(own)
         command = commands[options.command]
-        if unknown:
-            meant = parser.meant_by(command.name, unknown)
-            hint = f"{meant}unsloth-multigpu {command.name} --help lists what there is."
-            raise ConfigError(f"{command.name}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
         if command.runs_program:
             _check_program(program, command.name)
         code = command.run(options, program)

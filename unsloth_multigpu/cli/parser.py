@@ -1,15 +1,14 @@
-"""The parser of the command line, which says what a wrong word was meant to be."""
+"""The parser of the command line."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.command import Command
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import did_you_mean
 from unsloth_multigpu.versions import installed_version
 
 
@@ -18,25 +17,11 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self.commands: dict[str, Parser] = {}
-        self._meant = ""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        hint = f"{self._meant}{self.prog} --help lists what there is."
-        self.exit(ConfigError.exit_code, f"error: {ConfigError(message, hint=hint)}\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            words = list(map(str, action.choices))
-            self._meant = did_you_mean(str(value), {word: word for word in words})
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {', '.join(words)})")
-
-    def meant_by(self, command: str, unknown: Sequence[str]) -> str:
-        """The begin of a hint about options that a command does not know."""
-        wrong = next((argument for argument in unknown if argument.startswith("-")), "").partition("=")[0]
-        known = self.commands[command]._option_string_actions
-        return did_you_mean(wrong, {option: option for option in known}) if wrong else ""
+        error = ConfigError(message, hint=f"{self.prog} --help lists what there is.")
+        self.exit(error.exit_code, f"error: {error}\n")
 
 
 def make_parser(commands: Mapping[str, Command]) -> Parser:
@@ -55,7 +40,6 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         usage = usage_of(name) if command.runs_program else None
         own = subparsers.add_parser(name, help=command.help, description=command.description, usage=usage)
         command.add_options(own)
-        parser.commands[name] = own
     return parser
 
 

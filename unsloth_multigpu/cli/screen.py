@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.words import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,14 +152,8 @@ class Progress:
 
 
 def about(seconds: float) -> str:
-    """A time for people, as exact as an estimate is: "about 40 s", "about 3 min", "about 2 h 10 min"."""
-    if seconds < 55:
-        return f"about {max(5, 5 * round(seconds / 5))} s"
-    minutes = max(1, round(seconds / 60))
-    if minutes < 60:
-        return f"about {minutes} min"
-    hours, rest = divmod(10 * round(minutes / 10), 60)
-    return f"about {hours} h" + (f" {rest} min" if rest else "")
+    """A time that is an estimate: "about 3 min 20 s"."""
+    return f"about {duration(seconds)}"
 
 
 def left_s(expected_s: Sequence[float], took_s: Sequence[float]) -> float:
