@@ -140,13 +140,6 @@ def test_run_hands_every_option_on_by_the_environment(started, given):
     assert {name for case in HANDED_ON for name in case} == set(command_options("run"))
 
 
-def test_command_without_arguments_prints_its_help(capsys):
-    assert main.main([]) == 0
-    out, err = capsys.readouterr()
-    assert "watch a running job" in out
-    assert err == ""
-
-
 def test_run_takes_the_options_of_the_tool_that_takes_part(started, monkeypatch):
     chaos = ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", {"folder": "", "faults": [], "work": "aside"})
     os.environ.update(chaos.variables())
@@ -154,13 +147,6 @@ def test_run_takes_the_options_of_the_tool_that_takes_part(started, monkeypatch)
     monkeypatch.setattr(start, "supervise", lambda command, config, num_ranks: told.append(config.log_dir))
     run("--num-gpus", "2", "train.py")
     assert told == ["aside/logs"]
-
-
-def test_run_flag_wins_over_the_variable(started):
-    os.environ["UNSLOTH_MULTIGPU_NUM_GPUS"] = "3"
-    run("--num-gpus", "2", "train.py")
-    assert started[0][1] == 2
-    assert os.environ["UNSLOTH_MULTIGPU_NUM_GPUS"] == "2"
 
 
 def test_run_starts_no_ranks_inside_a_rank(started):

@@ -124,28 +124,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
     return configs
 
 
-def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> None:
-    values: dict[str, dict[str, Any]] = {
-        **ASKING,
-        "num_gpus": {"num_gpus": 3},
-        "device": {"device": "cpu"},
-        "log_dir": {"log_dir": Path("mine")},
-        "timeout_s": {"timeout_s": 60},
-        "hang_timeout_s": {"hang_timeout_s": 60},
-        "grace_s": {"grace_s": 60},
-        "rdzv_endpoint": ASKING["nnodes"],
-        "rdzv_id": ASKING["nnodes"],
-        "node_rank": {**ASKING["nnodes"], "node_rank": 1},
-        "verify_every": {"verify_every": 7},
-    }
-    assert values.keys() == TABLE.keys()
-    for name, keywords in values.items():
-        with pytest.raises(Opened, match="opened"):
-            ump.enable_multi_gpu(**keywords)
-        assert getattr(opened.pop(), name) not in (TABLE[name].default, None), name
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-
-
 def test_strategy_is_a_type_of_its_own_or_its_text(opened: list[MultiGPUConfig]) -> None:
     for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
         with pytest.raises(Opened, match="opened"):
@@ -170,14 +148,6 @@ def test_option_is_refused_where_nothing_follows_it(scope: Scope, name: str) -> 
     for place in OUT_OF_SCOPE.get(scope, ()):
         with pytest.raises(ConfigError, match=f"^{name}="):
             MultiGPUConfig(**{**place, **options})
-
-
-def test_default_asks_for_nothing() -> None:
-    for config in (
-        MultiGPUConfig(),
-        MultiGPUConfig(balance="off", on_nan="off"),
-    ):
-        assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
 
 
 def test_every_option_is_read() -> None:

@@ -249,29 +249,6 @@ def test_apply_inside_the_import_of_its_target_raises(write: Write, monkeypatch:
 # Versions and shapes.
 
 
-def test_version_above_the_range_is_tried(write: Write, installed: dict[str, str]) -> None:
-    """What it has made of its functions is seen where the patches land; nothing else is known of it."""
-    module = importlib.import_module(write())
-    installed["lib"] = "7.1"
-    patches = registry(f"{module.__name__}:function", needs=("x", "scale"))
-    patches.apply()
-    patches.verify()
-    assert states(patches) == ["landed"]
-    patches.undo()
-    with pytest.raises(PatchError, match=r"gone in lib 7\.1: there is no such target"):
-        registry(f"{module.__name__}:gone").apply()
-
-
-def test_version_that_is_known_to_be_wrong_raises_with_the_reason(
-    write: Write, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = importlib.import_module(write())
-    monkeypatch.setattr(versions, "KNOWN_WRONG", {"lib": {">=7": "it trains in circles"}})
-    installed["lib"] = "7.1"
-    with pytest.raises(VersionError, match=r"lib 7\.1 is installed, but it trains in circles"):
-        registry(f"{module.__name__}:function").apply()
-
-
 def test_version_outside_the_range_raises_and_touches_nothing(write: Write, installed: dict[str, str]) -> None:
     module = importlib.import_module(write())
     installed["other"] = "0.9"
@@ -463,28 +440,6 @@ def test_verify_notices_any_way_of_losing_ours(write: Write, action: str) -> Non
         importlib.reload(module)
     with pytest.raises(PatchError, match=r"Thing\.method was replaced"):
         patches.verify()
-
-
-def test_verify_notices_a_module_that_came_past_the_import_system(write: Write) -> None:
-    name = write()
-    patches = registry(f"{name}:function")
-    patches.apply()
-    module = ModuleType(name)
-    module.function = lambda x: x  # type: ignore[attr-defined]
-    sys.modules[name] = module
-    with pytest.raises(PatchError, match=r"not in it \(waiting for import\)"):
-        patches.verify()
-
-
-def test_undo_makes_copies_on_instances_pass_through(write: Write) -> None:
-    module = importlib.import_module(write())
-    patches = registry(f"{module.__name__}:Thing.method")
-    patches.apply()
-    thing = module.Thing()
-    thing.method = thing.method
-    assert thing.method(1) == ("ours", ("method", 1))
-    patches.undo()
-    assert thing.method(1) == ("method", 1)
 
 
 def test_undo_of_two_patches_on_one_target_restores_the_original(write: Write) -> None:

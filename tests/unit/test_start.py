@@ -88,15 +88,6 @@ def test_ranks_share_the_only_card_where_nccl_is_told_so(
         assert ranks_to_start(MultiGPUConfig(num_gpus=4)) == 4
 
 
-@pytest.mark.parametrize(("count", "device"), [(0, "auto"), (0, "cpu"), (4, "cpu"), (4, "auto")])
-def test_ranks_say_themselves_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int, device: str
-) -> None:
-    see(monkeypatch, "cuda" if count else "cpu", count)
-    assert ranks_to_start(MultiGPUConfig(num_gpus=2, device=device)) == 2
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "0,1")])
 def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
     see(monkeypatch, "cuda", 2)
@@ -132,13 +123,6 @@ def test_supervisor_is_there_for_several_ranks_several_nodes_and_restarts(
     options: dict[str, Any], num_ranks: int, expected: bool
 ) -> None:
     assert needs_supervisor(MultiGPUConfig(**options), num_ranks) is expected
-
-
-def test_one_rank_with_a_supervisor_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, "cpu", 0)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SetupError, match="max_restarts and nnodes need Linux; this is darwin"):
-        ranks_to_start(MultiGPUConfig(max_restarts=1))
 
 
 class Ended(BaseException):
