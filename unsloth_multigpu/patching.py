@@ -77,7 +77,7 @@ class PatchRegistry:
         A patch that fails in a later import makes that import raise, this time and every time.
 
         Raises:
-            VersionError: A distribution is installed in a version below its range, or in one that is known to be wrong.
+            VersionError: A distribution is installed in a version below its range.
             PatchError: A target is missing or has another shape, or this registry was applied before.
         """
         if self._is_applied:
@@ -173,10 +173,9 @@ class _Seam:
         if row.installed is None:
             self.state = "not installed"
         elif not row.ok:
-            why = row.reason or f"{self.patch.target} is known for {row.supported}"
             raise VersionError(
-                f"{row.name} {row.installed} is installed, but {why}.",
-                hint="Install another version of it." if row.reason else f'pip install "{self.patch.supports}"',
+                f"{row.name} {row.installed} is installed, but {self.patch.target} is known for {row.supported}.",
+                hint=f'pip install "{self.patch.supports}"',
             )
         elif self.module not in sys.modules and _find_spec(self.module) is None:
             self._record_absence()

@@ -16,7 +16,6 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig, given_options, num_nodes, variable
-from unsloth_multigpu.words import gib
 
 logger = get_logger(__name__)
 
@@ -222,13 +221,10 @@ def _refuse_earlier_trainer(num_ranks: int) -> None:
 
 def _warn_of_early_work(num_ranks: int) -> None:
     torch = sys.modules.get("torch")
-    opened = [] if torch is None else [m for name in KINDS if (m := getattr(torch, name, None)) and m.is_initialized()]
-    if opened:
-        held_bytes = sum(module.memory_allocated(i) for module in opened for i in range(module.device_count()))
+    if torch is not None and any(m.is_initialized() for name in KINDS if (m := getattr(torch, name, None))):
         logger.warning(
-            "enable_multi_gpu() comes after work on a GPU: this process keeps %s there while the ranks train. "
-            "Make it the first line of the script.",
-            gib(held_bytes, 1),
+            "enable_multi_gpu() comes after work on a GPU, whose memory this process keeps while the ranks train. Make "
+            "it the first line of the script."
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
     if heavy:

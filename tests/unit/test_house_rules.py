@@ -570,7 +570,7 @@ def test_state_check_catches_a_planted_violation(source: str, fact: str) -> None
     "source",
     [
         "TABLE = {'a': 1}\ndef f():\n    return {**TABLE, 'b': 2}",
-        "KNOWN_WRONG: Mapping[str, str] = {}",
+        "KNOWN: Mapping[str, str] = {}",
         "TABLE = {'a': 1}\ndef f(TABLE):\n    TABLE['b'] = 2",
         "TABLE = {'a': 1}\ndef f():\n    TABLE = {}\n    TABLE['b'] = 2",
         "@dataclass\nclass A:\n    x: list[int] = field(default_factory=list)",
