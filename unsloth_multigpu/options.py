@@ -153,9 +153,7 @@ class MultiGPUConfig:
         Strategy,
         Option(EVERYDAY, TRAINED, check=read_strategy, shown="NAME[:OPTION=VALUE,...]", commands=_RUN_AND_VERIFY),
     ] = _DDP
-    shard: Annotated[
-        str, Option(EVERYDAY, TRAINED, asking=("auto", "on"), words=("off", "auto", "on"), commands=_EVERY_COMMAND)
-    ] = "off"
+    shard: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto", "on"), commands=_EVERY_COMMAND)] = "off"
     balance: Annotated[
         str, Option(EVERYDAY, PLANNED, asking=("tokens",), words=("auto", "off", "tokens"), commands=_EVERY_COMMAND)
     ] = "auto"
