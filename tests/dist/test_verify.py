@@ -49,7 +49,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     # The third step ends an epoch with one sample for three ranks; two of them compute a filler.
     # Beside the weights, such updates are small.
     options = ["--steps", 4, "--no-dropout", "--num-gpus", 3]
-    run = verify(tmp_path, "train.py", *options, "--dropout", "0.3", "--lr", 1e-5)
+    run = verify(tmp_path, *options, "train.py", "--dropout", "0.3", "--lr", 1e-5)
     assert run.code == 0, run.err
     assert "One process and 3 ranks agree over 4 steps." in run.out
     found = receipt(tmp_path)
