@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import Row, brief, did_you_mean
+from unsloth_multigpu.row import brief
 
-PYPROJECT_TABLE = "tool.unsloth_multigpu"
 _NAME = "unsloth_multigpu"
+_FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."
 
 
 def find_pyproject() -> Path | None:
@@ -30,75 +30,55 @@ def find_pyproject() -> Path | None:
     return next((file for file in files if os.path.isfile(file)), None)
 
 
-def read_yaml(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:
-    """The options of a YAML file: name -> value as a config keeps it.
+def read_yaml(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Place, name and text of each line of a YAML file.
 
     Raises:
-        ConfigError: It cannot be read, is no mapping, has a name twice or one that is no option, or a value that cannot
-            be used. File and line are named.
+        ConfigError: It cannot be read, is no mapping of texts, or has a name twice.
     """
-    values: dict[str, Any] = {}
-    for line, name, text in _pairs(file):
-        where = f"{file}, line {line}"
-        row = _row(where, name, text, options)
-        if name in values:
-            raise ConfigError(f"{where}: {name} is given twice.", hint="Leave one of them out.")
-        values[name] = None if text.strip().lower() in ("", "none", "null", "~") else _taken(where, row, name, text)
-    return {name: value for name, value in values.items() if value is not None}
+    import yaml
+
+    try:
+        root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}", hint=_FORM) from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file} has no options in it.", hint=_FORM)
+    seen = set()
+    for key, node in root.value:
+        place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place}{name} has several values; expected one.", hint=_FORM)
+        if name in seen:
+            raise ConfigError(f"{place}{name} is given twice.", hint="Leave one of them out.")
+        seen.add(name)
+        yield place, name, node.value
 
 
-def read_pyproject(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:
-    """The options of the table `[tool.unsloth_multigpu]`: name -> value as a config keeps it; none where there is none.
+def read_pyproject(file: Path) -> Iterator[tuple[str, str, Any]]:
+    """Place, name and value of each line of the table `[tool.unsloth_multigpu]`.
 
     Raises:
-        ConfigError: The file has the package's name in it and cannot be read, or the table has a name that is no option
-            or a value that cannot be used.
+        ConfigError: The file has the package's name in it and cannot be read.
     """
     text = _text(file)
     if _NAME not in text:
-        return {}  # Its form is nobody's matter here then.
+        return  # Its form is nobody's matter here then.
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
-        tools = tomllib.loads(text).get("tool", {})
+        table = tomllib.loads(text).get("tool", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} cannot be read: {error}.", hint="Mend it; other tools read it as well.") from None
-    where = f"{file}, [{PYPROJECT_TABLE}]"
-    table = tools.get(_NAME, {}) if isinstance(tools, dict) else tools
+    table = table.get(_NAME, {}) if isinstance(table, dict) else table
+    where = f"{file}, [tool.{_NAME}]"
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option in a line below it.")
-    values = {}
-    for name, value in table.items():
-        values[name] = _checked(where, _row(where, name, value, options), name, value)
-    return values
-
-
-def _pairs(file: Path) -> Iterator[tuple[int, str, str]]:
-    """Line, name and text of each pair."""
-    try:
-        import yaml
-    except ImportError as missing:
-        raise ConfigError(
-            f"{file} is YAML, and PyYAML is not installed.", hint="Install unsloth_multigpu again, which requires it."
-        ) from missing
-    try:
-        root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}", hint="Write `name: value`, one in a line.") from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} has no options in it.", hint="Write `name: value`, one in a line.")
-    for key, node in root.value:
-        line, name = key.start_mark.line + 1, str(key.value)
-        if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(
-                f"{file}, line {line}: {name} has several values; expected one.",
-                hint="Options of a strategy stand behind a colon: `strategy: diloco:every_steps=8`.",
-            )
-        yield line, name, node.value
+    yield from ((f"{where}: ", name, value) for name, value in table.items())
 
 
 def _text(file: Path) -> str:
@@ -106,26 +86,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the file's rights.") from None
-
-
-def _row(where: str, name: str, value: Any, options: Mapping[str, Row]) -> Row:
-    known = {known: known for known in options}
-    if name in known:
-        return options[name]
-    hint = did_you_mean(name, known) or f"Options: {', '.join(known)}."
-    raise ConfigError(f"{where}: {name}={brief(value)} names no option.", hint=hint)
-
-
-def _taken(where: str, row: Row, name: str, text: str) -> Any:
-    """The value that a text means, as for a variable."""
-    try:
-        return row.kind.take(name, row.kind.parse(name, text.strip()))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.args[0]}", hint=error.hint) from None
-
-
-def _checked(where: str, row: Row, name: str, value: Any) -> Any:
-    try:
-        return row.kind.take(name, value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.args[0]}", hint=error.hint) from None

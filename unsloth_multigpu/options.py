@@ -1,21 +1,22 @@
-"""The one configuration of a run: frozen, checked when it is made, and the only reader of UNSLOTH_MULTIGPU_* variables.
+"""The options of a run: one frozen dataclass, and its loader.
 
-What the options are is in `table`; here is what comes from it.
+The class says everything about an option but what the code does with it. Checks, variables, the command line with
+`--help` and `docs/options.md` come from it. This module is the only reader of UNSLOTH_MULTIGPU_* options.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.row import CommandOption, Nodes, Scope, brief, did_you_mean, rows, take_values
-from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
-from unsloth_multigpu.table import FORMER, SECTIONS, OptionTable
+from unsloth_multigpu.row import CommandOption, Option, Scope, options_of, take_values, unknown_option
+from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -43,33 +44,149 @@ ENV_PROBE = ENV_PREFIX + "PROBE"
 ENV_CONFIG = ENV_PREFIX + "CONFIG"
 # The pyproject.toml that counts, "" for none: what a command tells processes that it starts in another folder.
 ENV_PYPROJECT = ENV_PREFIX + "PYPROJECT"
-_FILES = (ENV_CONFIG, ENV_PYPROJECT)
-INTERNAL_VARIABLES = frozenset(
-    {
-        ENV_RUN_DIR,
-        ENV_SUPERVISOR_PID,
-        ENV_LOG_DIR_OF_RUN,
-        ENV_RUN_SEED,
-        ENV_RUN_DRAWS,
-        ENV_ATTEMPT,
-        ENV_RUN_ID,
-        ENV_RANK_PID,
-        ENV_TOOL,
-        ENV_SHARD_CHOICE,
-        ENV_NOTEBOOK,
-        ENV_PROBE,
-    }
+# Variables with our prefix that are no options.
+INTERNAL_VARIABLES = frozenset(value for name, value in tuple(globals().items()) if name.startswith("ENV_"))
+
+# Groups of `--help` and of docs/options.md, in their order.
+EVERYDAY = "Everyday"
+GRADIENTS = "How gradients meet"
+DEALING = "Which samples, where"
+FAILING = "When something fails"
+PLACE = "Processes and devices"
+NODES = "Several nodes"
+GROUPS = (EVERYDAY, GRADIENTS, DEALING, FAILING, PLACE, NODES)
+
+# Names of former options and of arguments of the older plugin -> what to use.
+FORMER = {
+    "sync": "strategy=..., its name now",
+    "grad_compression": "strategy=ump.DDP(grad_compression=...)",
+    "ddp_backend": "TrainingArguments(ddp_backend=...)",
+    "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
+    "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
+    "enable_memory_optimization": "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "gradient_aggregation": "enable_ddp=False alone, whose shards weigh what they weigh on one device",
+    "debug": 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")',
+}
+
+RANKS, TRAINER, SEVERAL_NODES = (Scope.RANKS,), (Scope.TRAINER,), (Scope.NODES,)
+TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Scope.TRAINER)
+
+_RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
+_DDP = DDP()
+_ALL_GPUS = "all visible GPUs; where there is none, this process alone"
+_FOR_ELASTIC_NODES = (
+    "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
+    "NUM_GPUS --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id ID train.py"
 )
 
 
 @dataclass(frozen=True)
-class MultiGPUConfig(OptionTable):
-    """Every option of a run; `docs/options.md` describes them. `MultiGPUConfig.resolve` makes one from arguments,
-    environment and defaults.
+class MultiGPUConfig:
+    """Every option of a run. `resolve` makes one from arguments, variables, files and defaults.
+
+    `--help` and docs/options.md have these texts.
+
+    Args:
+        num_gpus: Ranks on this machine. More than there are GPUs is an error. Without a GPU, that many CPU ranks over
+            gloo, after a warning.
+        batch_size_per_gpu: Samples of one micro-batch on each rank, in place of per_device_train_batch_size. An
+            optimizer step then sees N times as many, as with global_batch="scale".
+        enable_ddp: One process per device. Off: the older plugin's serial path, which is slower than one GPU: this
+            process alone, with a copy of the model per device, which compute one after the other.
+        global_batch: "keep": an optimizer step sees the samples of the one-GPU run. "scale": every rank takes the
+            script's batch and Hugging Face deals the samples, as under torchrun; a step sees N times as many.
+        strategy: How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco". Options of a
+            strategy stand behind a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also as
+            ump.DiLoCo(every_steps=8).
+        shard: "on": each rank holds a part of the weights, gradients and optimizer states (FSDP2, by Unsloth where it
+            is imported, else by accelerate), for models that do not fit one GPU. "off": every rank holds the whole
+            model, unless the script itself asks for FSDP2. "auto": that, where a forecast of the memory says that it
+            is needed.
+        balance: "auto": the samples of a step are dealt by length, so that all ranks finish together, where that leaves
+            the gradient as it is. "tokens": that, or an error that says why not; also in one process, where it saves
+            padding. "off": dealt in order.
+        resume: "auto": a training that was stopped resumes from the last complete checkpoint in its output folder, if
+            the same training wrote one. "off": as the script says.
+        device: "auto", "cpu", "cuda" (ROCm too), "xpu" or "npu". "auto": accelerators if there are any, else the CPU.
+        log_dir: Folder of rank_N.log, made if missing.
+        shard_offload: With shard="on" or "auto": weights, gradients and optimizer states of a sharded model lie in host
+            memory. A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models that do
+            not fit sharded either.
+        max_tokens_per_micro_batch: Most tokens of a micro-batch, rows x longest row. More lets short texts share a
+            micro-batch; less saves memory.
+        max_restarts: How often all ranks are started again after one failed.
+        timeout_s: Limit, in seconds, of a collective and of a wait for another rank.
+        hang_timeout_s: Seconds without progress after which a training rank is called hung and the run ends. Longer
+            while it loads, saves, evaluates, compiles or makes its first step, and where micro-batches of this run take
+            long (ten times the longest). 0 = never.
+        grace_s: Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends: the time to finish a step and to save.
+        on_nan: What a gradient that is not finite does. "raise": it ends the run. "skip": the step is left out on all
+            ranks. "off": it is left to the script.
+        check_first_step: Computes a step as one process does and as the ranks share it, before it is trained, and
+            compares the gradients. "auto": the first step, in a minute at most; of code that is the script's own also
+            steps 2, 4, 8 and so on and the first of each epoch. "every": each step. "off": none.
+        loss_reduction: How the loss is reduced. "auto": known of the classes of transformers, TRL and Unsloth, else
+            measured. "token_sum": a sum divided by num_items_in_batch, whose samples may be in any micro-batch.
+            "row_mean", "token_mean": a mean over rows or labels. "whole": anything; micro-batches stay whole.
+        inexact: What a training does that is not exactly that of one process, as the comparison of a step finds.
+            "warn": it is said, with its size. "raise": it is refused.
+        verify_every: Steps between two comparisons of all ranks' weights, and until then after steps 1, 2, 4, 8 and so
+            on; 0 = never.
+        nnodes: Nodes of the run, all of which take part from the first step to the last.
+        rdzv_endpoint: Where the nodes meet: HOST:PORT, served by the node of that name.
+        rdzv_id: The run's name among those that meet there.
+        node_rank: Place of this node among the others, from 0. The first ranks run on node 0.
 
     Raises:
         ConfigError: An option has a value that cannot be used, alone or beside another.
     """
+
+    num_gpus: Annotated[
+        int | None, Option(EVERYDAY, least=1, otherwise=_ALL_GPUS, commands=_RUN_AND_CHAOS, is_of_node=True)
+    ] = None
+    batch_size_per_gpu: Annotated[
+        int | None, Option(EVERYDAY, RANKS, least=1, otherwise="the script's", commands=_RUN_AND_VERIFY)
+    ] = None
+    enable_ddp: Annotated[bool, Option(GRADIENTS, TRAINER)] = True
+    global_batch: Annotated[str, Option(EVERYDAY, RANKS, words=("keep", "scale"), commands=_RUN_AND_VERIFY)] = "keep"
+    strategy: Annotated[
+        Strategy,
+        Option(EVERYDAY, TRAINED, check=read_strategy, shown="NAME[:OPTION=VALUE,...]", commands=_RUN_AND_VERIFY),
+    ] = _DDP
+    shard: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto", "on"), commands=_EVERY_COMMAND)] = "off"
+    balance: Annotated[
+        str, Option(EVERYDAY, PLANNED, asking=("tokens",), words=("auto", "off", "tokens"), commands=_EVERY_COMMAND)
+    ] = "auto"
+    resume: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto"))] = "off"
+    device: Annotated[str, Option(PLACE, words=("auto", "cpu", *KINDS), commands=_EVERY_COMMAND)] = "auto"
+    log_dir: Annotated[str, Option(PLACE, shown="FOLDER", commands=_RUN_AND_VERIFY, is_of_node=True)] = "logs"
+    shard_offload: Annotated[bool, Option(PLACE, RANKS, commands=_EVERY_COMMAND)] = False
+    max_tokens_per_micro_batch: Annotated[
+        int | None,
+        Option(DEALING, PLANNED, least=1, otherwise="what equal numbers of rows reach", commands=_RUN_AND_VERIFY),
+    ] = None
+    max_restarts: Annotated[int, Option(FAILING, RANKS, commands=_RUN_AND_CHAOS)] = 0
+    timeout_s: Annotated[float, Option(FAILING, least=0.001, shown="SECONDS")] = 1800.0
+    # Ranks report every 0.5 seconds.
+    hang_timeout_s: Annotated[
+        float, Option(FAILING, least=2, zero_is_never=True, shown="SECONDS", commands=_RUN_AND_CHAOS)
+    ] = 120.0
+    grace_s: Annotated[float, Option(FAILING, least=0.001, shown="SECONDS", commands=_RUN_AND_CHAOS)] = 30.0
+    on_nan: Annotated[str, Option(FAILING, TRAINED, asking=("skip",), words=("raise", "skip", "off"))] = "raise"
+    check_first_step: Annotated[str, Option(FAILING, TRAINER, asking=("every",), words=("auto", "off", "every"))] = (
+        "auto"
+    )
+    loss_reduction: Annotated[
+        str, Option(DEALING, TRAINER, words=("auto", "token_sum", "row_mean", "token_mean", "whole"))
+    ] = "auto"
+    inexact: Annotated[str, Option(FAILING, TRAINER, words=("warn", "raise"))] = "warn"
+    verify_every: Annotated[int, Option(FAILING)] = 100
+    nnodes: Annotated[str, Option(NODES, RANKS, pattern="[1-9][0-9]*", shown="NUMBER", hint=_FOR_ELASTIC_NODES)] = "1"
+    rdzv_endpoint: Annotated[
+        str | None, Option(NODES, SEVERAL_NODES, pattern=r".+:\d+", shown="HOST:PORT", is_of_node=True)
+    ] = None
+    rdzv_id: Annotated[str | None, Option(NODES, SEVERAL_NODES)] = None
+    node_rank: Annotated[int | None, Option(NODES, SEVERAL_NODES, otherwise="by address", is_of_node=True)] = None
 
     def __post_init__(self) -> None:
         take_values(self)
@@ -95,21 +212,26 @@ class MultiGPUConfig(OptionTable):
 
     def of_the_run(self) -> dict[str, Any]:
         """The plain values of options that must be equal on all ranks; the others each node may set for itself."""
-        options = rows(self)
+        options = options_of(MultiGPUConfig)
         return {name: value for name, value in self.plain_values().items() if not options[name].is_of_node}
 
     def asked(self, scope: Scope) -> list[str]:
-        """What was asked of `scope`, as name=value, in the order of the table."""
+        """What was asked of `scope`, as name=value, in the order of the fields."""
         values = self.plain_values()
         return [
             f"{name}={values[name]!r}"
-            for name, row in rows(self).items()
-            if scope in row.scopes and row.asks(getattr(self, name))
+            for name, option in options_of(MultiGPUConfig).items()
+            if scope in option.scopes and option.asks(getattr(self, name))
         ]
 
     def with_shard(self, shard: str) -> MultiGPUConfig:
         """The same run where `shard="auto"` has become `shard`. What is not sharded is not offloaded."""
         return replace(self, shard=shard, shard_offload=self.shard_offload and shard == "on")
+
+    @property
+    def grad_compression(self) -> str | None:
+        """How DDP makes gradients smaller; None = not at all."""
+        return self.strategy.grad_compression if isinstance(self.strategy, DDP) else None
 
     @property
     def keeps_global_batch(self) -> bool:
@@ -126,32 +248,52 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     """The options that somebody has given, and not the defaults; see `MultiGPUConfig.resolve`.
 
     Raises:
-        ConfigError: A variable with our prefix or a name in a file names no option, or has a text that means no value.
+        ConfigError: A variable with our prefix or a name in a file names no option, or has a value that cannot be used.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    variables = os.environ if environment is None else environment
-    return {**_read_files(variables, searches=environment is None), **_read_environment(variables), **given}
+    options = options_of(MultiGPUConfig)
+    values: dict[str, Any] = {}
+    for place, shown, name, value in _sources(os.environ if environment is None else environment, environment is None):
+        if name not in options:
+            known = {n: n if place else variable(n) for n in options}
+            raise unknown_option(f"{place}{shown}", value, name, known)
+        if isinstance(value, str):
+            if value.strip().lower() in ("", "none", "null", "~"):
+                continue
+            value = options[name].parse(value.strip())
+        try:
+            values[name] = options[name].take(shown, value)
+        except ConfigError as error:
+            raise ConfigError(f"{place}{error.args[0]}", hint=error.hint) from None
+    return {**values, **{name: value for name, value in arguments.items() if value is not None}}
+
+
+def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[str, str, str, Any]]:
+    """Place, shown name, name and value of all that files and variables say, what counts more behind the others."""
+    pyproject = _pyproject(environment) if searches else environment.get(ENV_PYPROJECT, "")
+    if pyproject:
+        yield from ((place, name, name, value) for place, name, value in read_pyproject(Path(pyproject)))
+    if file := environment.get(ENV_CONFIG, "").strip():
+        yield from ((place, name, name, value) for place, name, value in read_yaml(Path(file)))
+    for shown, text in environment.items():
+        if shown.startswith(ENV_PREFIX) and shown not in INTERNAL_VARIABLES:
+            yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, CommandOption]:
-    """The options of a run that a command has, by their names, in the order of the sections.
+    """The options of a run that a command has, by their names, in the order of the groups.
 
     Args:
         command: "run", "verify" or "chaos".
         defaults: Of that command, where they are others than a run's.
     """
-    others = defaults or {}
+    usual = {name: option.usual() for name, option in options_of(MultiGPUConfig).items()} | dict(defaults or {})
     return {
         name: CommandOption(
-            row.kind.value_type,
-            row.line(str(others[name]) if name in others else None),
-            row.kind.shown(),
-            row.kind.words(),
-            row.section,
+            str if option.check else option.type, f"{option.help} [{usual[name]}]", option.metavar(), group=group
         )
-        for section in SECTIONS
-        for name, row in rows(MultiGPUConfig).items()
-        if command in row.commands and row.section == section
+        for group in GROUPS
+        for name, option in options_of(MultiGPUConfig).items()
+        if command in option.commands and option.group == group
     }
 
 
@@ -166,18 +308,11 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A keyword that is no option.
     """
-    options = rows(MultiGPUConfig)
+    options = options_of(MultiGPUConfig)
     for keyword, value in keywords.items():
-        if keyword in options:
-            continue
-        if keyword in FORMER:
-            hint = f"Use {FORMER[keyword]}."
-        else:
-            carried = _carried(lambda cls, name: f"strategy=ump.{cls.__name__}({name}=...)")
-            meant = did_you_mean(keyword, {**{name: name for name in options}, **carried})
-            rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(options)}."
-            hint = f"{meant}{rest}"
-        raise ConfigError(f"enable_multi_gpu() got {keyword}={brief(value)}, which it does not know.", hint=hint)
+        if keyword not in options:
+            error = unknown_option(f"enable_multi_gpu: {keyword}", value, keyword, {name: name for name in options})
+            raise ConfigError(*error.args, hint=f"Use {FORMER[keyword]}." if keyword in FORMER else error.hint)
     return dict(keywords)
 
 
@@ -187,7 +322,7 @@ def num_nodes(nnodes: str) -> int:
     Raises:
         ConfigError: It is no number.
     """
-    return int(Nodes().take("nnodes", nnodes))
+    return int(options_of(MultiGPUConfig)["nnodes"].take("nnodes", nnodes))
 
 
 def file_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -201,62 +336,50 @@ def _pyproject(environment: Mapping[str, str]) -> str:
     return environment[ENV_PYPROJECT] if ENV_PYPROJECT in environment else str(find_pyproject() or "")
 
 
-def _read_files(environment: Mapping[str, str], *, searches: bool) -> dict[str, Any]:
-    options = rows(MultiGPUConfig)
-    pyproject = _pyproject(environment) if searches else environment.get(ENV_PYPROJECT, "")
-    values = read_pyproject(Path(pyproject), options) if pyproject else {}
-    if file := environment.get(ENV_CONFIG, "").strip():
-        values |= read_yaml(Path(file), options)
-    return values
-
-
-def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    options = rows(MultiGPUConfig)
-    values: dict[str, Any] = {}
-    for shown, text in environment.items():
-        if not shown.startswith(ENV_PREFIX) or shown in INTERNAL_VARIABLES or shown in _FILES:
-            continue
-        name = shown[len(ENV_PREFIX) :].lower()
-        if name not in options:
-            known = ", ".join(sorted(map(variable, options)))
-            carried = _carried(lambda cls, name: f"{variable('strategy')}={cls.name}:{name}=...")
-            meant = did_you_mean(name, {**{n: variable(n) for n in options}, "config": ENV_CONFIG, **carried})
-            hint = f"{meant}Else unset it." if meant else f"Unset it. Variables: {known}."
-            raise ConfigError(f"{shown}={brief(text)} names no option.", hint=hint)
-        if text.strip() and text.strip().lower() != "none":
-            kind = options[name].kind
-            values[name] = kind.take(shown, kind.parse(shown, text.strip()))
-    return values
-
-
-def _carried(form: Callable[[type[Strategy], str], str]) -> dict[str, str]:
-    """Options that a strategy carries -> how they are given: by the first strategy that has them."""
-    return {name: form(cls, name) for cls in reversed(STRATEGIES.values()) for name in rows(cls)}
-
-
 def _check_together(config: MultiGPUConfig) -> None:
-    """Checks that the options fit together: that nobody is asked for what nobody would do."""
-    _check_nodes(config)
-    _check_planner(config)
-    _check_sync(config)
-    _check_shard(config)
-    if not config.enable_ddp and (given := config.asked(Scope.RANKS)):
+    """Checks that the options fit together: that nothing is asked for which nothing would do."""
+    for scope, reason in _closed_scopes(config):
+        if given := config.asked(scope):
+            raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")
+    if num_nodes(config.nnodes) > 1:
+        _check_nodes(config)
+    if config.shard != "off" and config.strategy != DDP():
         raise ConfigError(
-            f"{given[0]} is for several ranks; enable_ddp=False is the legacy path, one process that cuts the script's "
-            "batches.",
+            f"shard={config.shard!r} leaves the exchange of gradients to FSDP2, and strategy='{config.strategy}'.",
             hint="Leave one of them out.",
+        )
+    if config.shard_offload and config.shard == "off":
+        raise ConfigError(
+            "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
+            hint="Set shard='on' or shard='auto', or leave shard_offload out.",
+        )
+    # PowerSGD keeps the error of a step for the next one.
+    is_one = config.strategy.has_one_gradient and config.grad_compression != "powersgd"
+    if config.on_nan == "skip" and not is_one:
+        raise ConfigError(
+            f"on_nan='skip' needs the one gradient of the step on every rank; strategy='{config.strategy}' has none.",
+            hint="Set on_nan='raise' or 'off'.",
         )
 
 
+def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
+    """Scopes in which nothing may be asked for, and why."""
+    if not config.enable_ddp:
+        yield Scope.RANKS, "is for several ranks, and enable_ddp=False is the legacy path in one process"
+    if num_nodes(config.nnodes) == 1:
+        yield Scope.NODES, "is for several nodes, and nnodes='1'"
+    if config.balance == "off":
+        yield Scope.PLANNER, "is for the planner, and balance='off'"
+    if not config.keeps_global_batch:
+        yield Scope.PLANNER, "is for the planner, and global_batch='scale' or batch_size_per_gpu leave it out"
+    if not config.is_synchronous:
+        yield Scope.PLANNER, f"is for the planner, and with strategy='{config.strategy}' ranks do not wait for others"
+
+
 def _check_nodes(config: MultiGPUConfig) -> None:
-    count = num_nodes(config.nnodes)
-    if count == 1:
-        if given := config.asked(Scope.NODES):
-            raise ConfigError(f"{given[0]} is for several nodes.", hint="Leave it out, or set nnodes.")
-        return
-    if config.node_rank is not None and config.node_rank >= count:
+    if config.node_rank is not None and config.node_rank >= int(config.nnodes):
         raise ConfigError(
-            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {count - 1}.",
+            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {int(config.nnodes) - 1}.",
             hint="Count the nodes from 0.",
         )
     for name in ("rdzv_endpoint", "rdzv_id"):
@@ -265,56 +388,3 @@ def _check_nodes(config: MultiGPUConfig) -> None:
                 f"{name}=None, but nnodes={config.nnodes!r}: nodes would not find each other.",
                 hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',
             )
-
-
-def _check_planner(config: MultiGPUConfig) -> None:
-    given = config.asked(Scope.PLANNER)
-    if given and config.balance == "off":
-        raise ConfigError(
-            f"{given[0]} is for the planner, and balance='off'.", hint="Set balance='auto', or leave one of them out."
-        )
-    if given and not config.keeps_global_batch:
-        raise ConfigError(
-            f"{given[0]} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
-            hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
-        )
-    if given and not config.is_synchronous:
-        raise ConfigError(
-            f"{given[0]} lets ranks end a step together; with strategy='{config.strategy}' they do not "
-            "wait for each other.",
-            hint="Leave one of them out.",
-        )
-
-
-def _check_sync(config: MultiGPUConfig) -> None:
-    if not isinstance(config.strategy, DDP) and (given := config.asked(Scope.DDP)):
-        raise ConfigError(
-            f"{given[0]} has no meaning for strategy='{config.strategy}'.", hint="Leave it out, or set strategy='ddp'."
-        )
-    if config.on_nan == "skip" and not config.strategy.has_one_gradient:
-        raise ConfigError(
-            f"on_nan='skip' needs one gradient that all ranks see; with strategy='{config.strategy}' each steps on "
-            "its own.",
-            hint="Set on_nan='raise' or 'off'.",
-        )
-    if config.on_nan == "skip" and config.grad_compression == "powersgd":
-        raise ConfigError(
-            "on_nan='skip' cannot work with grad_compression='powersgd', which keeps a step's error for the next.",
-            hint="Set grad_compression='bf16', or on_nan='raise'.",
-        )
-
-
-def _check_shard(config: MultiGPUConfig) -> None:
-    if config.shard == "off":
-        if config.shard_offload:
-            raise ConfigError(
-                "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
-                hint="Set shard='on' or shard='auto', or leave shard_offload out.",
-            )
-        return
-    if config.grad_compression is not None:
-        raise ConfigError(
-            f"grad_compression={config.grad_compression!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges "
-            "the gradients.",
-            hint="Leave one of them out.",
-        )

@@ -24,24 +24,8 @@ _WINDOW_S = 10.0
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 _TAIL_BYTES = 4096
-# What a worker of a notebook shows in its log of a table or a picture.
-_OBJECT = re.compile(r"<[\w.]+ object( at 0x[0-9a-f]+)?>")
+_NOT_SHOWN = ("pid_begin_ticks", "begin_s")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What the driver says of a rank's card; None = it does not say.
-
-    Args:
-        utilization: Part of the time in which it computed, in percent.
-        temperature_c: In degrees Celsius.
-        used_bytes: Its memory in use, by all processes.
-    """
-
-    utilization: int | None = None
-    temperature_c: int | None = None
-    used_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +46,10 @@ class Rates:
     waiting: float | None = None
     padding: float | None = None
 
+    def values(self) -> dict[str, float | None]:
+        """JSON values."""
+        return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
+
 
 @dataclass(frozen=True)
 class RankRow:
@@ -74,7 +62,6 @@ class RankRow:
         quiet_s: Seconds since it last said where it is.
         rates: Of its own work.
         held_bytes: Memory now: of the process on the CPU, what torch has allocated on an accelerator.
-        gpu: None where the driver cannot be asked.
         log: Last line of its log; "" where it has none, as rank 0.
     """
 
@@ -84,7 +71,6 @@ class RankRow:
     quiet_s: float
     rates: Rates
     held_bytes: int | None
-    gpu: Gpu | None
     log: str
 
     @property
@@ -141,12 +127,7 @@ class Look:
         return {
             "schema_version": 1,
             "run": {
-                "pid": self.run.pid,
-                "job": self.run.job,
-                "command": self.run.command,
-                "folder": self.run.folder,
-                "log_dir": self.run.log_dir,
-                "num_ranks": self.run.num_ranks,
+                **{name: value for name, value in vars(self.run).items() if name not in _NOT_SHOWN},
                 "elapsed_s": self.elapsed_s,
                 "state": self.run.state(),
             },
@@ -154,22 +135,16 @@ class Look:
             "max_steps": self.max_steps,
             "eta_s": self.eta_s,
             "first_step": self.first_step or None,
-            **_rates(self.rates),
+            **self.rates.values(),
             "ranks": [_values(row) for row in self.rows],
         }
 
 
 class Overview:
-    """Looks at a run again and again.
+    """Looks at a run again and again."""
 
-    Args:
-        run: Which run.
-        cards: Asks the driver for the card of a device id; None = there is no driver to ask.
-    """
-
-    def __init__(self, run: Run, cards: Any = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self._cards = cards
         self._reader = HeartbeatReader(run.folder, run.num_ranks)
         self._looks: deque[tuple[float, dict[int, Figures]]] = deque()
 
@@ -199,12 +174,9 @@ class Overview:
 
     def _row(self, rank: int, beat: Heartbeat, rates: Rates, now_s: float) -> RankRow:
         state, rss_bytes = _process(beat.pid)
-        is_on_cpu = not beat.device_id
-        gpu = None if self._cards is None or is_on_cpu else self._cards.ask(beat.device_id)
-        held_bytes = rss_bytes if is_on_cpu else beat.figures.held_bytes
+        held_bytes = beat.figures.held_bytes if beat.device_id else rss_bytes
         log = last_line(Path(self.run.log_dir) / f"rank_{rank}.log") if rank else ""
-        quiet_s = max(0.0, now_s - beat.progress_s)
-        return RankRow(rank, beat, state, quiet_s, rates, held_bytes, gpu, log)
+        return RankRow(rank, beat, state, max(0.0, now_s - beat.progress_s), rates, held_bytes, log)
 
 
 def last_line(path: Path) -> str:
@@ -216,7 +188,7 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     shown = [_CONTROL.sub("", line).strip() for line in shown_lines(text)]
-    return next((line for line in reversed(shown) if line and not _OBJECT.fullmatch(line)), "")
+    return next((line for line in reversed(shown) if line), "")
 
 
 def columns_of(look: Look) -> list[tuple[str, list[str]]]:
@@ -232,9 +204,7 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
         "waiting": [_percent(row.rates.waiting) for row in rows],
         "padding": [_percent(row.rates.padding) for row in rows],
         "memory": [_size(row.held_bytes) for row in rows],
-        "peak": [_size(_peak(row)) for row in rows],
-        "GPU": [_unit((row.gpu or Gpu()).utilization, " %") for row in rows],
-        "temp.": [_unit((row.gpu or Gpu()).temperature_c, " C") for row in rows],
+        "peak": [_size(row.beat.figures.peak_bytes) for row in rows],
         "log": [row.log for row in rows],
     }
     always = ("rank", "device", "step", "doing")
@@ -260,13 +230,8 @@ def headline(look: Look) -> str:
     return ", ".join(parts)
 
 
-def _rates(rates: Rates) -> dict[str, float | None]:
-    names = ("samples_per_s", "tokens_per_s", "waiting", "padding")
-    return {name: getattr(rates, name) for name in names}
-
-
 def _values(row: RankRow) -> dict[str, Any]:
-    beat, figures, gpu = row.beat, row.beat.figures, row.gpu or Gpu()
+    beat, figures = row.beat, row.beat.figures
     return {
         "rank": row.rank,
         "pid": beat.pid,
@@ -278,11 +243,8 @@ def _values(row: RankRow) -> dict[str, Any]:
         "collective": beat.operation or None,
         "step": beat.step if beat.step >= 0 else None,
         **{name: getattr(figures, name) for name in Figures.__dataclass_fields__ if name != "held_bytes"},
-        **_rates(row.rates),
+        **row.rates.values(),
         "memory_bytes": row.held_bytes,
-        "gpu_utilization": gpu.utilization,
-        "gpu_temperature_c": gpu.temperature_c,
-        "gpu_memory_bytes": gpu.used_bytes,
         "log": row.log or None,
     }
 
@@ -330,12 +292,6 @@ def _doing(row: RankRow) -> str:
     return f"{phase}{where}, no progress for {duration(row.quiet_s)}"
 
 
-def _peak(row: RankRow) -> int | None:
-    """The page has that of the last step."""
-    peak_bytes = row.beat.figures.peak_bytes
-    return None if peak_bytes is None else max(peak_bytes, row.held_bytes or 0)
-
-
 def _step(beat: Heartbeat) -> str:
     if beat.step < 0:
         return "-"
@@ -354,7 +310,3 @@ def _percent(value: float | None) -> str:
 
 def _size(value: int | None) -> str:
     return "-" if value is None else gib(value)
-
-
-def _unit(value: int | None, unit: str) -> str:
-    return "-" if value is None else f"{value}{unit}"

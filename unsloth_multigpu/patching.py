@@ -6,7 +6,6 @@ Nothing here imports a target's module: a patch waits for the user's import.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from wrapt import register_post_import_hook
@@ -27,9 +26,6 @@ State = Literal["landed", "waiting for import", "absent", "not installed", "undo
 
 _log = get_logger(__name__)
 _MISSING: Any = object()
-# How deep our function may lie under what replaced it: wrappers over wrappers, each with what it holds. A name counts
-# for several levels, since it also leads to much that is not a wrapper.
-_WRAPPER_DEPTH, _NAME_STEPS, _MOST_PARTS = 12, 6, 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class PatchRegistry:
         A patch that fails in a later import makes that import raise, this time and every time.
 
         Raises:
-            VersionError: A distribution is installed in a version below its range, or in one that is known to be wrong.
+            VersionError: A distribution is installed in a version below its range.
             PatchError: A target is missing or has another shape, or this registry was applied before.
         """
         if self._is_applied:
@@ -99,8 +95,8 @@ class PatchRegistry:
     def verify(self) -> None:
         """Checks that each target still leads to our function: it is there, or what is there holds it.
 
-        Costs a few dictionary look-ups per patch. What holds ours, in `__wrapped__`, in a closure or by a name that it
-        reads, is trusted to call it. A patch whose function is being called needs no look: it was reached.
+        Costs a few dictionary look-ups per patch. What holds ours, in `__wrapped__` or in a closure, is trusted to call
+        it. A patch whose function is being called needs no look: it was reached.
 
         Raises:
             PatchError: A target was replaced, or its module is imported without the patch.
@@ -121,7 +117,9 @@ class PatchRegistry:
         return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._seams]
 
     def _land_when_imported(self, name: str) -> None:
-        if _whole_module(name) is not None:
+        if (module := sys.modules.get(name)) is not None:
+            if _is_initializing(module):
+                raise PatchError(f"{name} is just being imported.", hint="Call enable_multi_gpu() before that import.")
             self._land(name)
             return
 
@@ -175,10 +173,9 @@ class _Seam:
         if row.installed is None:
             self.state = "not installed"
         elif not row.ok:
-            why = row.reason or f"{self.patch.target} is known for {row.supported}"
             raise VersionError(
-                f"{row.name} {row.installed} is installed, but {why}.",
-                hint="Install another version of it." if row.reason else f'pip install "{self.patch.supports}"',
+                f"{row.name} {row.installed} is installed, but {self.patch.target} is known for {row.supported}.",
+                hint=f'pip install "{self.patch.supports}"',
             )
         elif self.module not in sys.modules and _find_spec(self.module) is None:
             self._record_absence()
@@ -223,17 +220,13 @@ class _Seam:
                 f"{self.module} is imported, but the patch of {self.path} is not in it ({self.state}).",
                 hint="Import it in the ordinary way, from an installed distribution, after enable_multi_gpu().",
             )
-        if not self.num_active and not _holds(raw, self.function, self.holder):
-            raise self.lost(raw)
-
-    def lost(self, raw: Any) -> PatchError:
-        """What stands in our function's place does not lead to it."""
-        return PatchError(
-            f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now, and does not "
-            "call what it found.",
-            hint="Let it keep the function that it found there and call it, as functools.wraps and closures do; or put "
-            "it there before enable_multi_gpu().",
-        )
+        if not self.num_active and not _leads_to(raw, self.function):
+            raise PatchError(
+                f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now, and does "
+                "not call what it found.",
+                hint="Let it call the function that it found there, and say so by functools.wraps; or put it there "
+                "before enable_multi_gpu().",
+            )
 
     def _find(self) -> tuple[Any, Any]:
         """Returns (holder, raw descriptor or _MISSING). Binds nothing and wakes no lazy attribute."""
@@ -273,17 +266,6 @@ class _Seam:
         return switch
 
 
-def _whole_module(name: str) -> ModuleType | None:
-    """Returns the imported module, None where it is not. Waits for another thread that is importing it."""
-    module = sys.modules.get(name)
-    if module is None or not _is_initializing(module):
-        return module
-    module = importlib.import_module(name)
-    if _is_initializing(module):  # This very thread is in the middle of it, and its import cannot be waited for.
-        raise PatchError(f"{name} is just being imported.", hint="Call enable_multi_gpu() before that import.")
-    return module
-
-
 def _is_initializing(module: ModuleType) -> bool:
     return bool(getattr(vars(module).get("__spec__"), "_initializing", False))
 
@@ -300,66 +282,33 @@ def _find_spec(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, locations) if locations else None
 
 
-def _holds(raw: Any, function: Any, holder: Any) -> bool:
-    """True if `raw` is `function`, or is made of something that is: what it wraps, closes over, or reads by name."""
+def _leads_to(raw: Any, function: Any) -> bool:
+    """True if `raw` is `function`, or wraps something that is: by `__wrapped__`, in its closure or as a partial."""
     seen: set[int] = set()
-    found = [(raw, _WRAPPER_DEPTH)]
+    found = [raw]
     while found:
-        link, depth = found.pop()
+        link = found.pop()
         if link is function:
             return True
-        if depth and id(link) not in seen:
-            seen.add(id(link))
-            found.extend((part, depth - 1) for part in _parts(link))
-            found.extend((part, max(0, depth - _NAME_STEPS)) for part in _read_by_name(link, holder))
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        if isinstance(link, (staticmethod, classmethod, MethodType)):
+            found.append(link.__func__)
+        elif isinstance(link, functools.partial):
+            found.append(link.func)
+        elif isinstance(link, FunctionType):
+            found.append(vars(link).get("__wrapped__"))
+            for cell in link.__closure__ or ():
+                with suppress(ValueError):  # Empty while the name that it stands for has no value.
+                    found.append(cell.cell_contents)
     return False
-
-
-def _read_by_name(link: Any, holder: Any) -> list[Any]:
-    """What a function may read from its module, or from where it stands."""
-    if not isinstance(link, FunctionType):
-        return []
-    names = _names_read(link.__code__)
-    from_module = [link.__globals__[n] for n in names if n in link.__globals__]
-    return [*from_module, *(inspect.getattr_static(holder, n, None) for n in names)]
-
-
-def _parts(link: Any) -> list[Any]:
-    """What a function, a wrapper object or a container of one keeps. Nothing is called or bound."""
-    if isinstance(link, FunctionType):
-        return [*_filled(link.__closure__ or ()), *(link.__defaults__ or ()), *vars(link).values()]
-    if isinstance(link, functools.partial):
-        return [link.func, *link.args, *link.keywords.values()]
-    if isinstance(link, (staticmethod, classmethod, MethodType)):
-        return [link.__func__, getattr(link, "__self__", None)]
-    if isinstance(link, (tuple, list)):
-        return list(link[:_MOST_PARTS])
-    if isinstance(link, dict):
-        return list(link.values())[:_MOST_PARTS]
-    if callable(link) and not isinstance(link, (type, ModuleType)):
-        return [inspect.getattr_static(link, "__call__"), *list(getattr(link, "__dict__", {}).values())[:_MOST_PARTS]]
-    return []
-
-
-def _names_read(code: CodeType) -> set[str]:
-    nested = (_names_read(c) for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*nested)
-
-
-def _filled(cells: Iterable[CellType]) -> list[Any]:
-    # A cell is empty while the name that it stands for has no value.
-    contents = []
-    for cell in cells:
-        with suppress(ValueError):
-            contents.append(cell.cell_contents)
-    return contents
 
 
 def _describe(raw: Any) -> str:
     # The code knows where it was written; `functools.wraps` makes name and module lie.
-    if raw is _MISSING:
-        return "nothing"
     function = getattr(raw, "__func__", raw)
-    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
     code = getattr(function, "__code__", None)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+    if raw is _MISSING or code is None:
+        return "nothing" if raw is _MISSING else repr(raw)
+    return f"{function.__module__}.{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.launch.spawned import is_helper
@@ -27,13 +27,9 @@ from unsloth_multigpu.start import (
     this_command,
 )
 from unsloth_multigpu.strategy import Strategy
-from unsloth_multigpu.table import SeldomOptions
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,7 +84,7 @@ def enable_multi_gpu(
     balance: str | None = None,
     resume: str | None = None,
     replay: bool = False,
-    **seldom: Unpack[SeldomOptions],
+    **others: Any,
 ) -> None:
     """Makes this script train on every GPU. Call it first, before `import unsloth`.
 
@@ -112,26 +108,19 @@ def enable_multi_gpu(
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last complete checkpoint of this training, "off" as the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
-        seldom: The other options, by name.
+        others: The other options of `MultiGPUConfig`, by name.
 
     Raises:
         ConfigError: A value that cannot be used, or a second call with other values.
         SetupError: This machine or this place cannot do what was asked.
         VersionError: A library outside the supported range.
     """
-    everyday = {
-        "num_gpus": num_gpus,
-        "batch_size_per_gpu": batch_size_per_gpu,
-        "enable_ddp": enable_ddp,
-        "global_batch": global_batch,
-        "strategy": strategy,
-        "shard": shard,
-        "balance": balance,
-        "resume": resume,
-    }
+    everyday: dict[str, Any] = dict(num_gpus=num_gpus, batch_size_per_gpu=batch_size_per_gpu, enable_ddp=enable_ddp)
+    everyday |= dict(global_batch=global_batch, strategy=strategy, shard=shard, balance=balance, resume=resume)
     try:
-        _refuse_replay()
-        _enable({**everyday, **from_keywords(seldom)}, replay=replay)
+        if (program := find_worker_program()) is not None:
+            program.refuse_replay()
+        _enable({**everyday, **from_keywords(others)}, replay=replay)
     except MultiGPUError as error:
         if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
             raise
@@ -162,12 +151,6 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
             end_interrupted()
         console.close()
         raise
-
-
-def _refuse_replay() -> None:
-    """Raises in a worker of a notebook that runs a cell from before the line again, in which an earlier call failed."""
-    if (program := find_worker_program()) is not None:
-        program.refuse_replay()
 
 
 def _refuse_unsteered_training() -> None:

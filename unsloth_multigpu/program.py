@@ -1,11 +1,11 @@
-"""What a rank runs, a script or cells, and how its session depends on that. Cells are in `notebook.program`."""
+"""What a rank runs, and how its session depends on that. Here: a script. Cells are in `notebook.program`."""
 
 from __future__ import annotations
 
 import atexit
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.wire.process import only_here
 
@@ -35,46 +35,14 @@ def _ipython_shell() -> Any:
     return None if ipython is None else ipython.get_ipython()
 
 
-class Program(Protocol):
-    """What a session asks about the code that its process runs."""
-
-    def enter(self, session: Session) -> None:
-        """Makes this process a rank. The session has no patches yet."""
-
-    def prepare(self, manager: DDPManager) -> None:
-        """Tells a new manager how this rank meets the others."""
-
-    def can_exchange(self) -> bool:
-        """False where the other ranks do not run what this rank runs now, or cannot be reached."""
-
-    def begin_training(self) -> int:
-        """Counts a call of `train()`.
-
-        Returns:
-            Which training it is, counted from 0: the same number for the same training when the code is run again.
-
-        Raises:
-            SetupError: A training cannot begin here.
-        """
-
-    def end_training(self) -> None:
-        """The call of `train()` has returned."""
-
-    def note_training(self, loop: Loop) -> None:
-        """All ranks are about to train the Trainer that this loop steers."""
-
-    def note_wrapper(self, model: nn.Module) -> None:
-        """A loop without a Trainer is about to train this wrapper."""
-
-
-class ScriptProgram:
+class Program:
     """A script. It runs once from its first line to its last, and whoever started the process judges its end."""
 
     def __init__(self) -> None:
         self._num_begun = 0
 
     def enter(self, session: Session) -> None:
-        """Makes this process a rank, where a launcher has started it as one."""
+        """Makes this process a rank, where a launcher has started it as one. The session has no patches yet."""
         identity, config = session.identity, session.config
         if identity.launcher == "none":
             return
@@ -92,25 +60,32 @@ class ScriptProgram:
             session.on_close.callback(warn_of_lone_steps().remove)
 
     def prepare(self, manager: DDPManager) -> None:
-        """The manager finds the others by itself."""
+        """Tells a new manager how this rank meets the others. In a script it finds them by itself."""
 
     def can_exchange(self) -> bool:
-        """All ranks run the same script."""
+        """False where the other ranks do not run what this rank runs now, or cannot be reached."""
         return True
 
     def begin_training(self) -> int:
-        """Trainings are counted as they begin."""
+        """Counts a call of `train()`.
+
+        Returns:
+            Which training it is, counted from 0: the same number for the same training when the code is run again.
+
+        Raises:
+            SetupError: A training cannot begin here.
+        """
         self._num_begun += 1
         return self._num_begun - 1
 
     def end_training(self) -> None:
-        """Nothing to do: a training that fails ends the script."""
+        """The call of `train()` has returned."""
 
     def note_training(self, loop: Loop) -> None:
-        """Nothing to note: the training cannot be cut and begun again."""
+        """All ranks are about to train the Trainer that this loop steers."""
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """Nothing to note, as above."""
+        """A loop without a Trainer is about to train this wrapper."""
 
 
 def _share_questions(session: Session) -> None:

@@ -52,117 +52,89 @@ class InstanceSeam:
         return f"{self.owner}.{self.name}"
 
 
-def _of_trainer(name: str, reason: str, *needs: str, **options: Any) -> InstanceSeam:
-    return InstanceSeam("trainer", name, reason, needs, **options)
+def _seam(target: str, reason: str, *needs: str, **more: Any) -> InstanceSeam:
+    owner, _, name = target.rpartition(".")
+    return InstanceSeam(owner or "trainer", name, reason, needs, **more)  # type: ignore[arg-type]
 
 
 _WAITS = "Tells the watchdog that the ranks are making samples, which takes longer than a step."
 _PASSES = "Tells the watchdog that a reference model passes over all rows before the first step."
 _ALONE = "In the loss of a micro-batch each rank has rows of its own; metrics are put together when they are logged."
+_EVENT = ("args", "state", "control")
 
-SEAMS: dict[str, InstanceSeam] = {
-    seam.name: seam
-    for seam in (
-        _of_trainer("get_train_dataloader", "Its loader is turned into one of whole optimizer steps."),
-        _of_trainer(
-            "get_batch_samples",
-            "Takes one step of the loader, counts its tokens over all ranks, and continues in the middle of an epoch.",
-            *("epoch_iterator", "num_batches", "device"),
-            called="step",
-        ),
-        _of_trainer(
-            "training_step",
-            "Computes a rank's micro-batches; gradients meet in the last one, and are judged and exchanged.",
-            *("model", "inputs", "num_items_in_batch"),
-            called="step",
-        ),
-        _of_trainer(
-            "compute_loss",
-            "Weighs a micro-batch by its part of the step, and keeps its loss for the message about a nan.",
-            *("model", "inputs", "num_items_in_batch"),
-            called="step",
-        ),
-        _of_trainer(
-            "get_total_train_batch_size", "The samples of a step, which the start of the training prints.", "args"
-        ),
-        _of_trainer(
-            "_maybe_log_save_evaluate",
-            "Ranks put their metrics together before a line is written, and act on one decision.",
-            *("tr_loss",),
-            called="step end",
-        ),
-        _of_trainer("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
-        _of_trainer("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
-        _of_trainer("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
-        _of_trainer("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
-        _of_trainer(
-            "_save_checkpoint",
-            "A checkpoint has its name only when it is whole.",
-            *("model", "trial"),
-            called="save",
-        ),
-        _of_trainer("_get_output_dir", "A checkpoint is first written into a hidden folder.", "trial"),
-        _of_trainer(
-            "_push_from_checkpoint", "A checkpoint is pushed when it is whole.", "checkpoint_folder", optional=True
-        ),
-        _of_trainer("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
-        _of_trainer(
-            "_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"
-        ),
-        _of_trainer("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
-        _of_trainer(
-            "_load_optimizer_and_scheduler",
-            "Tells a strategy which checkpoint to resume from.",
-            "checkpoint",
-        ),
-        _of_trainer("store_flos", "Tells the watchdog that the last step is done."),
-        _of_trainer("save_model", "`chaos` fails here.", "output_dir"),
-        _of_trainer("_generate_and_score_completions", _WAITS, optional=True),
-        _of_trainer("generate_on_policy_outputs", _WAITS, optional=True),
-        _of_trainer("compute_ref_log_probs", _PASSES, optional=True),
-        _of_trainer("compute_reference_log_probs", _PASSES, optional=True),
-        InstanceSeam("accelerator", "gather", _ALONE, ("tensor",)),
-        InstanceSeam("accelerator", "gather_for_metrics", _ALONE, ("input_data",)),
-        InstanceSeam("accelerator", "reduce", _ALONE, ("tensor", "reduction")),
-        InstanceSeam(
-            "accelerator",
-            "pad_across_processes",
-            "Batches of an evaluation have their own shapes until they are put together.",
-            ("tensor",),
-        ),
-        InstanceSeam(
-            "accelerator",
-            "clip_grad_norm_",
-            "A step whose gradient is not finite is found, named and left out before it reaches the weights.",
-            ("parameters", "max_norm", "norm_type"),
-            called="step",
-            unless_off="max_grad_norm",
-        ),
-        InstanceSeam(
-            "accelerator",
-            "backward",
-            "Weighs what a script's own training_step computes without compute_loss.",
-            ("loss",),
-        ),
-        InstanceSeam("accelerator", "prepare_model", "DDP is made with our settings, or not at all.", ("model",)),
-        InstanceSeam(
-            "accelerator", "prepare_data_loader", "Steps are dealt here, not by accelerate.", ("data_loader",)
-        ),
-        InstanceSeam(
-            "callback_handler",
-            "call_event",
-            "Callbacks see the gradient_accumulation_steps of the script, and have a time of their own.",
-            ("event", "args", "state", "control"),
-        ),
-        InstanceSeam("callback_handler", "on_train_begin", "Callbacks see the loader of one process."),
-        InstanceSeam(
-            "callback_handler",
-            "on_evaluate",
-            "Callbacks of all ranks decide by rank 0's numbers.",
-            ("args", "state", "control", "metrics"),
-        ),
-    )
-}
+# Of the Trainer where a target names no object.
+_TABLE = (
+    _seam("get_train_dataloader", "Its loader is turned into one of whole optimizer steps."),
+    _seam(
+        "get_batch_samples",
+        "Takes one step of the loader, counts its tokens over all ranks, and continues in the middle of an epoch.",
+        *("epoch_iterator", "num_batches", "device"),
+        called="step",
+    ),
+    _seam(
+        "training_step",
+        "Computes a rank's micro-batches; gradients meet in the last one, and are judged and exchanged.",
+        *("model", "inputs", "num_items_in_batch"),
+        called="step",
+    ),
+    _seam(
+        "compute_loss",
+        "Weighs a micro-batch by its part of the step, and keeps its loss for the message about a nan.",
+        *("model", "inputs", "num_items_in_batch"),
+        called="step",
+    ),
+    _seam("get_total_train_batch_size", "The samples of a step, which the start of the training prints.", "args"),
+    _seam(
+        "_maybe_log_save_evaluate",
+        "Ranks put their metrics together before a line is written, and act on one decision.",
+        "tr_loss",
+        called="step end",
+    ),
+    _seam("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
+    _seam("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
+    _seam("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
+    _seam("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
+    _seam("_save_checkpoint", "A checkpoint has its name only when it is complete.", "model", "trial", called="save"),
+    _seam("_get_output_dir", "A checkpoint is first written into a hidden folder.", "trial"),
+    _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
+    _seam("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
+    _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
+    _seam("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
+    _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
+    _seam("store_flos", "Tells the watchdog that the last step is done."),
+    _seam("save_model", "`chaos` fails here.", "output_dir"),
+    _seam("_generate_and_score_completions", _WAITS, optional=True),
+    _seam("generate_on_policy_outputs", _WAITS, optional=True),
+    _seam("compute_ref_log_probs", _PASSES, optional=True),
+    _seam("compute_reference_log_probs", _PASSES, optional=True),
+    _seam("accelerator.gather", _ALONE, "tensor"),
+    _seam("accelerator.gather_for_metrics", _ALONE, "input_data"),
+    _seam("accelerator.reduce", _ALONE, "tensor", "reduction"),
+    _seam(
+        "accelerator.pad_across_processes",
+        "Batches of an evaluation have their own shapes until they are put together.",
+        "tensor",
+    ),
+    _seam(
+        "accelerator.clip_grad_norm_",
+        "A step whose gradient is not finite is found, named and left out before it reaches the weights.",
+        *("parameters", "max_norm", "norm_type"),
+        called="step",
+        unless_off="max_grad_norm",
+    ),
+    _seam("accelerator.backward", "Weighs what a script's own training_step computes without compute_loss.", "loss"),
+    _seam("accelerator.prepare_model", "DDP is made with our settings, or not at all.", "model"),
+    _seam("accelerator.prepare_data_loader", "Steps are dealt here, not by accelerate.", "data_loader"),
+    _seam(
+        "callback_handler.call_event",
+        "Callbacks see the gradient_accumulation_steps of the script, and have a time of their own.",
+        "event",
+        *_EVENT,
+    ),
+    _seam("callback_handler.on_train_begin", "Callbacks see the loader of one process."),
+    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's numbers.", *_EVENT, "metrics"),
+)
+SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 
 
 class Steered(functools.partial):  # type: ignore[type-arg]

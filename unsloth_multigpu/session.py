@@ -18,7 +18,7 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.program import Program, ScriptProgram
+from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
@@ -57,7 +57,7 @@ class Session:
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
     # What this process runs: a script, or the cells of a notebook.
-    program: Program = field(default_factory=ScriptProgram)
+    program: Program = field(default_factory=Program)
     # True once this process was the kernel of a notebook's ranks, which it cannot start a second time.
     had_workers: bool = False
     is_closed: bool = False
@@ -154,14 +154,23 @@ class Session:
     def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         if self.identity.world_size == 1 and arguments.get("trial") is not None:
-            return self._run_trial(original_train)
+            # A search makes arguments and accelerator inside `train()`, so a trial cannot be steered.
+            if asked := self.config.asked(Scope.TRAINER):
+                raise SetupError(
+                    f"{asked[0]} steers a training, and the trials of hyperparameter_search are not steered.",
+                    hint="Leave it out in a search.",
+                )
+            return original_train()
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
-            return self._run_serial(trainer, original_train)
+            from unsloth_multigpu.legacy.serial import SerialTrainer
+
+            serial = SerialTrainer(trainer, self.config)
+            result = serial.run(original_train)
+            self.report = serial.report
+            return result
         steered = None
-        if self.identity.world_size == 1 and self.config.grad_compression is not None:
-            logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
-        if self.identity.world_size == 1 and not isinstance(self.config.strategy, DDP):
+        if self.identity.world_size == 1 and self.config.strategy != DDP():
             logger.warning(
                 "strategy=%s: one process has no other rank to meet and trains as without it", self.config.strategy
             )
@@ -187,26 +196,11 @@ class Session:
                 self._meet_after_failure(train_index)
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
-        elif of_tool is not None:
-            result = self._run_alone(trainer, original_train, of_tool)
         else:
-            result = self._run_with_outlook(trainer, original_train)
+            result = self._run_alone(trainer, original_train, of_tool)
         self.program.end_training()
         self.tool.end_training()
         return result
-
-    def _run_trial(self, original_train: Callable[[], Any]) -> Any:
-        """Trains a trial of `hyperparameter_search`, which makes its arguments and its accelerator inside `train()`.
-
-        Raises:
-            SetupError: An option was given that only a steered training follows.
-        """
-        if asked := self.config.asked(Scope.TRAINER):
-            raise SetupError(
-                f"{asked[0]} steers a training, and the trials of hyperparameter_search are not steered.",
-                hint="Leave it out in a search.",
-            )
-        return original_train()
 
     def _meet_after_failure(self, train_index: int) -> None:
         """The script has caught an error of the last training. Another rank may still be in that one, where it would
@@ -221,22 +215,18 @@ class Session:
             what = f"rank {rank} to leave the training that has failed on this rank"
             manager.wait_for_number(f"begun/{rank}", train_index, what, timeout_s=self.config.timeout_s)
 
-    def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
-        """Trains in a process that only a tool looks at."""
+    def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part | None) -> Any:
+        """Trains in a process at which a tool looks, or what says how much sooner a second GPU would be."""
         from unsloth_multigpu.train.figures import Meter
-        from unsloth_multigpu.train.loop import Loop
-
-        meter = Meter(trainer, self.manager(), self.beat)
-        with Loop(trainer, [meter, of_tool]).steering():
-            result = original_train()
-        self.report = meter.report_alone()
-        return result
-
-    def _run_with_outlook(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
-        """Trains in a process that nothing looks at but what says how much sooner a second GPU would be."""
         from unsloth_multigpu.train.loop import Loop
         from unsloth_multigpu.train.outlook import outlook_of
 
+        if of_tool is not None:
+            meter = Meter(trainer, self.manager(), self.beat)
+            with Loop(trainer, [meter, of_tool]).steering():
+                result = original_train()
+            self.report = meter.report_alone()
+            return result
         outlook = None if self.context.tool is not None else outlook_of(trainer, self.config)
         with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
             return original_train()
@@ -249,15 +239,6 @@ class Session:
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
         return (asks_for_plan or asks_for_guard) and not self.tool.is_comparison
-
-    def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
-        """The legacy path of the older plugin."""
-        from unsloth_multigpu.legacy.serial import SerialTrainer
-
-        steered = SerialTrainer(trainer, self.config)
-        result = steered.run(original_train)
-        self.report = steered.report
-        return result
 
 
 def open_session(
@@ -282,9 +263,7 @@ def open_session(
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(
-        config, identity, console, context or RunContext(), tool or Tool(), program=program or ScriptProgram()
-    )
+    session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
@@ -316,25 +295,18 @@ def open_session(
         sentence = start_sentence(identity, config, session.context.log_dir)
         tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
         tell("%s", sentence)
-        _warn_of_untested(config, identity.world_size)
+        _warn_of_untested()
     return session
 
 
-def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
+def _warn_of_untested() -> None:
     """Warns once of libraries that are newer than any tested version. One that does not fit raises elsewhere."""
-    newer = [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]
-    if not newer:
-        return
-    compared = ""
-    if num_ranks > 1:
-        is_off = config.verify_every == 0
-        compared = ", but verify_every=0 compares no weights" if is_off else ", and the ranks' weights are compared"
-    logger.warning(
-        "newer than tested: %s. Every function that is steered is checked%s; `unsloth-multigpu verify` compares the "
-        "first steps with one process",
-        ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
-        compared,
-    )
+    if newer := [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]:
+        logger.warning(
+            "newer than tested: %s. Every function that is steered is checked; `unsloth-multigpu verify` compares the "
+            "first steps with one process",
+            ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
+        )
 
 
 def _patches(session: Session) -> list[Patch]:

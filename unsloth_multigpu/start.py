@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,14 +16,8 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, num_nodes, variable
-from unsloth_multigpu.words import gib
 
 logger = get_logger(__name__)
-
-# Work before the line that is worth a warning, in seconds; importing this package and torch takes about 3.
-_EARLY_WORK_S = 10.0
-# More CPU ranks than this are almost certainly a typo, unless there are many cores: each loads a torch of its own.
-_MANY_CPU_RANKS = 64
 
 
 def config_on_cluster(config: MultiGPUConfig, arguments: Mapping[str, Any], *, is_notebook: bool) -> MultiGPUConfig:
@@ -97,11 +90,6 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
         )
     if config.device == "cpu" or available == 0:
         num_devices = config.num_gpus or 1
-        num_cores = os.cpu_count() or 1
-        if num_devices > max(_MANY_CPU_RANKS, 4 * num_cores):
-            raise SetupError(
-                f"num_gpus={num_devices}: CPU ranks share {num_cores} core(s).", hint=f"Set num_gpus={num_cores}, say."
-            )
         if num_devices > 1 and not config.enable_ddp:  # Ranks say it themselves.
             reason = "device='cpu'" if config.device == "cpu" else NO_ACCELERATOR
             what = "replicas on the CPU, one after the other"
@@ -139,7 +127,11 @@ def supervise(
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
     if config.shard == "auto":
-        config = with_shard_chosen(command, config, num_ranks)
+        from unsloth_multigpu.shard.choice import choose
+
+        # By the environment the ranks are told.
+        os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
+        config = config.with_shard(shard)
     endpoint, _ = read_cluster(os.environ).get("rdzv_endpoint", (None, ""))
     if endpoint is not None and endpoint == config.rdzv_endpoint:
         # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
@@ -173,18 +165,6 @@ def refuse_in_notebook(config: MultiGPUConfig) -> None:
             f"shard={config.shard!r} is for scripts: after Stop all ranks of a notebook get rank 0's whole weights.",
             hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
         )
-
-
-def with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:
-    """The options with what `shard="auto"` becomes, which the ranks are told by the environment.
-
-    Raises:
-        SetupError: The model fits neither way, or that cannot be said.
-    """
-    from unsloth_multigpu.shard.choice import choose
-
-    os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
-    return config.with_shard(shard)
 
 
 def this_command() -> list[str]:
@@ -241,22 +221,16 @@ def _refuse_earlier_trainer(num_ranks: int) -> None:
 
 def _warn_of_early_work(num_ranks: int) -> None:
     torch = sys.modules.get("torch")
-    opened = [] if torch is None else [m for name in KINDS if (m := getattr(torch, name, None)) and m.is_initialized()]
-    if opened:
-        held_bytes = sum(module.memory_allocated(i) for module in opened for i in range(module.device_count()))
+    if torch is not None and any(m.is_initialized() for name in KINDS if (m := getattr(torch, name, None))):
         logger.warning(
-            "enable_multi_gpu() comes after work on a GPU: this process keeps %s there while the ranks train. "
-            "Make it the first line of the script.",
-            gib(held_bytes, 1),
+            "enable_multi_gpu() comes after work on a GPU, whose memory this process keeps while the ranks train. Make "
+            "it the first line of the script."
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
-    # The time of this process alone: ranks do not repeat the waiting for a child process or for input.
-    seconds = time.process_time()
-    if heavy or seconds > _EARLY_WORK_S:
+    if heavy:
         logger.warning(
-            "enable_multi_gpu() comes after %.0f s of work%s, which each of the %d ranks does again. "
-            "Make it the first line of the script.",
-            seconds,
-            f" (imported: {', '.join(heavy)})" if heavy else "",
+            "enable_multi_gpu() comes after the import of %s, which each of the %d ranks does again. Make it the first "
+            "line of the script.",
+            ", ".join(heavy),
             num_ranks,
         )

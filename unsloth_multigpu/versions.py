@@ -27,9 +27,6 @@ SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": "
 SUPPORTED_FOR_FEDERATED: Mapping[str, str] = {"flwr": ">=1.41,<2", "cloudpickle": ">=3"}
 _OUTSIDE_RANKS: Mapping[str, str] = {**SUPPORTED_IN_NOTEBOOKS, **SUPPORTED_FOR_FEDERATED}
 
-# Releases within or above a range that train otherwise than one process, or fail: name -> specifier -> reason.
-KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {}
-
 # Without these the package still trains a plain transformers script.
 OPTIONAL = frozenset({"unsloth", "unsloth_zoo", *_OUTSIDE_RANKS})
 
@@ -41,9 +38,8 @@ class VersionRow:
     Args:
         installed: None where its metadata is absent.
         supported: A range such as `<6,>=4.57`.
-        ok: It is new enough, and not known to be wrong.
+        ok: It is new enough.
         is_newer: It is newer than what was tested, and otherwise ok.
-        reason: What is known to be wrong with it.
     """
 
     name: str
@@ -51,7 +47,6 @@ class VersionRow:
     supported: str
     ok: bool
     is_newer: bool = False
-    reason: str = ""
 
 
 def version_rows() -> list[VersionRow]:
@@ -64,14 +59,12 @@ def check_version(requirement: str) -> VersionRow:
     """Compares what is installed with a requirement such as `transformers>=4.57,<6`.
 
     Local versions (`2.13.0+cpu`) and prereleases within the range count as supported. A release above it is ok and
-    `is_newer`. `ok` is False where the library is absent, too old, known to be wrong, or its version is not one that
-    PEP 440 can order.
+    `is_newer`. `ok` is False where the library is absent or too old, or its version is not one that PEP 440 can order.
 
     Raises:
         packaging.requirements.InvalidRequirement: The requirement cannot be parsed.
     """
     from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
     wanted = Requirement(requirement)
@@ -83,9 +76,6 @@ def check_version(requirement: str) -> VersionRow:
         return row
     if version is None:
         return row
-    for specifier, reason in KNOWN_WRONG.get(wanted.name, {}).items():
-        if SpecifierSet(specifier).contains(version, prereleases=True):
-            return replace(row, reason=reason)
     is_tested = wanted.specifier.contains(version, prereleases=True)
     lower = [bound for bound in wanted.specifier if not bound.operator.startswith("<")]
     is_new_enough = all(bound.contains(version, prereleases=True) for bound in lower)

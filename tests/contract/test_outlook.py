@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +111,7 @@ def test_micro_batches_of_a_step_can_be_shared(tmp_path, slow, caplog):
     assert len(lines_of(trainer, caplog)) == 1
 
 
-def test_line_is_for_one_gpu_and_can_be_switched_off(tmp_path):
+def test_line_is_for_one_gpu(tmp_path):
     trainer = trainer_of(tmp_path)
     assert outlook_of(trainer, CONFIG) is None  # On a CPU a second GPU is no answer.
     on_card = SimpleNamespace(
@@ -121,7 +120,6 @@ def test_line_is_for_one_gpu_and_can_be_switched_off(tmp_path):
         is_fsdp_enabled=False,
     )
     assert isinstance(outlook_of(on_card, CONFIG), Outlook)
-    assert outlook_of(on_card, dataclasses.replace(CONFIG, forecast=False)) is None
     on_card.args.n_gpu = 2
     assert outlook_of(on_card, CONFIG) is None
 

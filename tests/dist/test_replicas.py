@@ -18,12 +18,12 @@ RUNS = {
     "scale": {"plant": "scale"},
     "unseen": {"plant": "scale", "verify_every": 0},
     "none": EXACT,
-    "fp16": {**EXACT, "grad_compression": "fp16"},
+    "fp16": {**EXACT, "strategy": "ddp:grad_compression=fp16"},
     # This model has one bucket, so gloo can carry powersgd for once: there is nothing to get out of order.
-    "powersgd": {**EXACT, "grad_compression": "powersgd", "plant": "one_bucket"},
-    "twice": {"grad_compression": "fp16", "max_steps": 2, "plant": "twice"},
-    "refused_bf16": {"grad_compression": "bf16"},
-    "refused_powersgd": {"grad_compression": "powersgd"},
+    "powersgd": {**EXACT, "strategy": "ddp:grad_compression=powersgd", "plant": "one_bucket"},
+    "twice": {"strategy": "ddp:grad_compression=fp16", "max_steps": 2, "plant": "twice"},
+    "refused_bf16": {"strategy": "ddp:grad_compression=bf16"},
+    "refused_powersgd": {"strategy": "ddp:grad_compression=powersgd"},
     "last_step": {"plant": "flip", "verify_every": 100, "max_steps": 3},
 }
 COMPRESSED = "grad_compression={}: gradients are sent smaller and are no longer exact"

@@ -111,12 +111,12 @@ def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
         ump.enable_multi_gpu()
         assert ump.get_multi_gpu_status() == before
         assert (before.is_enabled, before.world_size, before.launcher) == (True, 2, "unsloth_multigpu")
-        assert (before.config.timeout_s, before.config.seed_per_rank) == (77.0, False)
+        assert (before.config.timeout_s, before.config.verify_every) == (77.0, 0)
         if before.rank == 0:
             print("steered", before.config.num_gpus, [row.state for row in before.patches][0])
         """)
     )
-    options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--no-seed-per-rank"]
+    options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--verify-every=0"]
     run = run_python([*RUN, *options, "train.py"], tmp_path)
     assert run.code == 0, run.err
     assert run.out == "steered 2 waiting for import\n"

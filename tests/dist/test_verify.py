@@ -49,7 +49,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     # The third step ends an epoch with one sample for three ranks; two of them compute a filler.
     # Beside the weights, such updates are small.
     options = ["--steps", 4, "--no-dropout", "--num-gpus", 3]
-    run = verify(tmp_path, "train.py", *options, "--dropout", "0.3", "--lr", 1e-5)
+    run = verify(tmp_path, *options, "train.py", "--dropout", "0.3", "--lr", 1e-5)
     assert run.code == 0, run.err
     assert "One process and 3 ranks agree over 4 steps." in run.out
     found = receipt(tmp_path)
@@ -95,7 +95,7 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
 @pytest.mark.slow
 def test_fault_behind_the_gradient_is_named(tmp_path):
     # Replicas stay equal, and so do loss and gradient norm of the first step. Beside the weights the fault is small.
-    run = verify(tmp_path, "train.py", "--steps", 1, "--num-gpus", 2, "--lr", 1e-5, "--fault", "learning_rate")
+    run = verify(tmp_path, "--steps", 1, "--num-gpus", 2, "train.py", "--lr", 1e-5, "--fault", "learning_rate")
     assert run.code == 77, run.err
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: weights: the updates of " in run.out
     found = receipt(tmp_path)
@@ -112,7 +112,7 @@ def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
     line = "import os\nos.makedirs('below', exist_ok=True)\nos.chdir('below')\n"
     line += "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(verify_every=0)\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
-    run = verify(tmp_path, "train.py", "--steps", 2, "--fault", "one_rank")
+    run = verify(tmp_path, "--steps", 2, "train.py", "--fault", "one_rank")
     assert run.code == 77, run.err
     assert "DivergenceError" in run.err
     assert "verify: 2 steps on 2 ranks ended with exit code 77." in run.err
@@ -122,7 +122,7 @@ def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
 def test_training_that_the_line_does_not_reach_is_not_begun(tmp_path):
     line = "import unsloth_multigpu\nif __name__ == 'no':\n    unsloth_multigpu.enable_multi_gpu()\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
-    run = verify(tmp_path, "train.py", "--steps", 1)
+    run = verify(tmp_path, "--steps", 1, "train.py")
     assert run.code == 1
     assert run.err.count("SetupError: verify cannot follow this training and does not begin it") == 1, run.err
     assert left(tmp_path) == ["went_on_1_0"]  # By its `finally`.
@@ -132,7 +132,7 @@ def test_training_that_the_line_does_not_reach_is_not_begun(tmp_path):
 def test_argument_that_overrules_an_option_is_told(tmp_path):
     line = "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(balance='off')\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
-    run = verify(tmp_path, "--balance", "auto", "train.py", "--steps", 1)
+    run = verify(tmp_path, "--balance", "auto", "--steps", 1, "train.py")
     assert run.code == 64, run.err
     assert "asked for balance='auto', but the script's enable_multi_gpu() says 'off'" in run.err
     assert left(tmp_path) == []
@@ -141,7 +141,7 @@ def test_argument_that_overrules_an_option_is_told(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_larger_steps_are_named(tmp_path):
-    run = verify(tmp_path, "train.py", "--steps", 2, "--global-batch", "scale")
+    run = verify(tmp_path, "--steps", 2, "--global-batch", "scale", "train.py")
     assert run.code == 77, run.err
     assert "global_batch='scale': a step of several ranks has more samples" in run.out
     assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
@@ -168,7 +168,7 @@ def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_error_of_the_script_is_passed_on(tmp_path):
-    run = verify(tmp_path, "train.py", "--steps", 3, "--fault", "raise")
+    run = verify(tmp_path, "--steps", 3, "train.py", "--fault", "raise")
     assert run.code == 1
     assert run.err.count("Traceback") == 1, run.err
     assert run.err.count("ValueError: rank 1 fell\n") == 1
@@ -195,7 +195,7 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
 @pytest.mark.thorough
 def test_stuck_and_stopped_runs_are_ended(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    run = verify(tmp_path, "train.py", "--timeout-s", 5)
+    run = verify(tmp_path, "--timeout-s", 5, "train.py")
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     # By SIGTERM, which the whole run must hear of.

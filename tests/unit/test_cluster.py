@@ -109,7 +109,7 @@ def test_variable_that_is_missing_is_named(environment: dict[str, str], name: st
 def test_nodes_that_come_and_go_are_refused_with_the_command_that_has_them(
     on_cluster: Callable[..., MultiGPUConfig],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"'1:4'; expected a number.*\nHint: .* torchrun --nnodes 1:4 "):
+    with pytest.raises(ConfigError, match=r"'1:4'; expected NUMBER.*\nHint: .* torchrun --nnodes MIN:MAX "):
         on_cluster({**KUBEFLOW, "PET_NNODES": "1:4"})
 
 

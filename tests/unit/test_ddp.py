@@ -15,6 +15,7 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -291,7 +292,9 @@ def told_by(
 @pytest.mark.parametrize("is_transformers_4", [False, True])
 def test_ddp_is_told_also_where_its_settings_are_made_late(over: Any, is_transformers_4: bool) -> None:
     over("nccl")
-    told = told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), is_transformers_4=is_transformers_4)
+    told = told_by(
+        MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), is_transformers_4=is_transformers_4
+    )
     assert (str(told.comm_hook), told.gradient_as_bucket_view, told.find_unused_parameters) == ("fp16", True, False)
 
 
@@ -300,7 +303,7 @@ def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
     handler = SimpleNamespace(find_unused_parameters=True, comm_hook="no", comm_state_option={})
     accelerator, before = Accelerator(handler), dict(vars(handler))
     for number in (1, 2):
-        wrap(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), accelerator)
+        wrap(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), accelerator)
         assert [str(told.comm_hook) for told in accelerator.told] == ["fp16"] * number
         assert vars(handler) == before
         assert accelerator.ddp_handler is handler
@@ -372,7 +375,7 @@ def test_compression_is_a_hook_that_accelerate_registers(over: Any, option: str,
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
     over("nccl")
-    handler = told_by(MultiGPUConfig(grad_compression=option), tiny(llama()))
+    handler = told_by(MultiGPUConfig(strategy=f"ddp:grad_compression={option}"), tiny(llama()))
     # A member of the enum: accelerate knows no hook by its name.
     assert handler.comm_hook is DDPCommunicationHookType[hook]
     registered: list[Any] = []
@@ -386,33 +389,33 @@ def test_compression_is_a_hook_that_accelerate_registers(over: Any, option: str,
 def test_compression_that_gloo_cannot_carry_is_refused(over: Any, option: str, backend: str) -> None:
     over(backend)
     with pytest.raises(SetupError, match=f"needs NCCL or XCCL; the gradients of this run go over {backend}") as caught:
-        told_by(MultiGPUConfig(grad_compression=option), tiny(llama()))
+        told_by(MultiGPUConfig(strategy=f"ddp:grad_compression={option}"), tiny(llama()))
     assert 'grad_compression="fp16"' in caught.value.hint
 
 
 def test_fp16_is_for_every_backend(over: Any) -> None:
     over("gloo")
-    assert str(told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama())).comm_hook) == "fp16"
+    assert str(told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama())).comm_hook) == "fp16"
 
 
 def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
     over("nccl")
     with pytest.raises(SetupError, match="the script registers the communication hook 'power_sgd'"):
-        told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), hook="power_sgd")
+        told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), hook="power_sgd")
     told_by(MultiGPUConfig(), tiny(llama()), hook="power_sgd")
 
 
 def test_compression_is_told_where_the_accelerator_has_no_settings(over: Any) -> None:
     over("nccl")
-    told = told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), handler=None)
+    told = told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), handler=None)
     assert (str(told.comm_hook), told.gradient_as_bucket_view) == ("fp16", True)
 
 
 def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
     over("nccl")
     with pytest.raises(SetupError, match="powersgd' cannot work with fp16=True"):
-        told_by(MultiGPUConfig(grad_compression="powersgd"), tiny(llama()), scaler="a GradScaler")
-    told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), scaler="a GradScaler")
+        told_by(MultiGPUConfig(strategy="ddp:grad_compression=powersgd"), tiny(llama()), scaler="a GradScaler")
+    told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), scaler="a GradScaler")
 
 
 @pytest.mark.parametrize("option", [None, "fp16"])
@@ -430,7 +433,7 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         is_deepspeed_enabled=False,
         _train_batch_size=4,
     )
-    manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO, waits=WAITS)
+    manager = SimpleNamespace(config=MultiGPUConfig(strategy=DDP(option)), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))  # type: ignore[arg-type]
     if option is None:
         assert steered.run(lambda: "trained") == "trained"

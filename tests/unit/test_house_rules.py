@@ -34,7 +34,6 @@ LAYERS = {
     "row": 0,
     "option_file": 0,
     "strategy": 0,
-    "table": 0,
     "options": 0,
     "report": 0,
     "text_table": 0,

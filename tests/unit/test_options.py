@@ -1,4 +1,4 @@
-"""The table of options: every row is whole, and every place that is made from it, or repeats it, says the same."""
+"""The options of a run: every field says all that is needed, and all that is made from it agrees."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import inspect
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.row import Count, Row, Scope, flag, option, rows
+from unsloth_multigpu.options import ENV_PREFIX, EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
+from unsloth_multigpu.row import Option, Scope, flag, options_of
 from unsloth_multigpu.strategy import (
     DDP,
     STRATEGIES,
@@ -27,12 +27,11 @@ from unsloth_multigpu.strategy import (
     Strategy,
     read_strategy,
 )
-from unsloth_multigpu.table import EVERYDAY, SECTIONS, SeldomOptions
 from unsloth_multigpu.tools.doctor.options import options_markdown
 
 ROOT = Path(__file__).parents[2]
-TABLE = rows(MultiGPUConfig)
-CARRIED = [(cls, name, row) for cls in STRATEGIES.values() for name, row in rows(cls).items()]
+TABLE = options_of(MultiGPUConfig)
+CARRIED = [(name, row) for cls in STRATEGIES.values() for name, row in options_of(cls).items()]
 # An option -> a value that asks for something, beside others that it needs.
 ASKING: dict[str, dict[str, Any]] = {
     "batch_size_per_gpu": {"batch_size_per_gpu": 4},
@@ -43,7 +42,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "shard_offload": {"shard": "on", "shard_offload": True},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
-    "grad_compression": {"grad_compression": "bf16"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
@@ -58,65 +56,45 @@ ASKING: dict[str, dict[str, Any]] = {
 # Where nothing follows what was asked of a scope.
 OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
     Scope.RANKS: [{"enable_ddp": False}],
-    Scope.DDP: [{"strategy": "allreduce"}, {"strategy": "local_sgd"}],
     Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"strategy": "diloco"}],
     Scope.NODES: [{}],
 }
 
 
-def incomplete(name: str, row: Row) -> list[str]:
-    """What is missing in a row."""
-    found = [] if re.fullmatch(r"(\S.*\.|\S.*\.\")", row.help) else ["help, which is whole sentences"]
-    found += ["what the default stands for"] if row.default is None and not row.otherwise else []
-    found += ["a kind that takes the default"] if row.default is not None and not is_taken(name, row) else []
+def incomplete(name: str, option: Option) -> list[str]:
+    """What an option does not say."""
+    found = [] if re.fullmatch(r"(\S.*\.|\S.*\.\")", option.help) else ["help, which is whole sentences"]
+    found += ["what the default stands for"] if option.default is None and not option.otherwise else []
+    if option.default is not None and option.take(name, option.default) != option.default:
+        found += ["a type that takes the default"]
     return found
 
 
-def is_taken(name: str, row: Row) -> bool:
-    return bool(row.kind.take(name, row.default) == row.default)
+@pytest.mark.parametrize(("name", "option"), [*TABLE.items(), *CARRIED])
+def test_option_says_all_that_is_needed(name: str, option: Option) -> None:
+    assert incomplete(name, option) == []
+    assert option.group in (GROUPS if name in TABLE else ("",))
+    assert set(option.commands) <= {"run", "verify", "chaos"}
+    assert "run" in option.commands  # What a tool hands on, a run has.
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_row_is_whole(name: str) -> None:
-    row = TABLE[name]
-    assert incomplete(name, row) == []
-    assert row.section in SECTIONS
-    assert set(row.commands) <= {"run", "verify", "chaos"}
-    assert "run" in row.commands or not row.commands  # What a tool hands on, a run has.
+def test_option_without_help_or_annotation_is_caught() -> None:
+    planted = dataclasses.make_dataclass("Planted", [("count", Annotated[int, Option()], 1)])
+    assert incomplete("count", options_of(planted)["count"]) == ["help, which is whole sentences"]
+    with pytest.raises(TypeError, match="annotated with no Option"):
+        options_of(dataclasses.make_dataclass("Bare", [("count", int, 1)]))
 
 
-@pytest.mark.parametrize(("cls", "name", "row"), CARRIED, ids=[f"{cls.name} {name}" for cls, name, _ in CARRIED])
-def test_row_of_a_strategy_is_whole(cls: type[Strategy], name: str, row: Row) -> None:
-    assert incomplete(name, row) == []
-    assert f"        {name}: " in str(inspect.getdoc(cls)).replace("\n    ", "\n        ")
-
-
-def test_option_without_a_row_or_help_is_caught() -> None:
-    planted = dataclasses.make_dataclass("Planted", [("count", int, option(1, Count(0), ""))])
-    assert incomplete("count", rows(planted)["count"]) == ["help, which is whole sentences"]
-    with pytest.raises(KeyError, match="row"):
-        rows(dataclasses.make_dataclass("Bare", [("count", int, 1)]))
-
-
-def test_line_has_the_options_of_the_table_in_its_order() -> None:
-    signature = inspect.signature(ump.enable_multi_gpu).parameters
-    *everyday, replay, seldom = signature.values()
+def test_line_has_the_options_of_everyday_use_in_their_order() -> None:
+    *everyday, replay, others = inspect.signature(ump.enable_multi_gpu).parameters.values()
     # The third argument stands where the older plugin had it.
-    assert [p.name for p in everyday] == [n for n, row in TABLE.items() if row.section == EVERYDAY or n == "enable_ddp"]
+    assert [p.name for p in everyday] == [n for n, row in TABLE.items() if row.group == EVERYDAY or n == "enable_ddp"]
     assert [p.name for p in everyday[:3]] == list(TABLE)[:3] == ["num_gpus", "batch_size_per_gpu", "enable_ddp"]
     assert {p.default for p in everyday} == {None}
-    assert (replay.name, replay.default, seldom.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)
-    others = {name: row for name, row in TABLE.items() if name not in signature}
-    assert list(SeldomOptions.__annotations__) == list(others)
-    # What is taken in a second type as well.
-    wider = {"strategy": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
-    wider["nnodes"] = "str | int"
-    types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
+    assert (replay.name, replay.default, others.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)
     annotations = {p.name: p.annotation for p in everyday}
-    annotations |= {
-        name: a.__forward_arg__ for name, a in zip(others, SeldomOptions.__annotations__.values(), strict=True)
-    }
-    assert annotations == {name: f"{wider.get(name, kind)} | None" for name, kind in types.items()}
+    assert annotations.pop("strategy") == "str | Strategy | None"
+    assert annotations == {name: f"{TABLE[name].type.__name__} | None" for name in annotations}
 
 
 def test_docstring_of_the_line_has_its_keywords() -> None:
@@ -146,31 +124,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
     return configs
 
 
-def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> None:
-    values: dict[str, dict[str, Any]] = {
-        **ASKING,
-        "num_gpus": {"num_gpus": 3},
-        "device": {"device": "cpu"},
-        "forecast": {"forecast": False},
-        "seed_per_rank": {"seed_per_rank": False},
-        "log_dir": {"log_dir": Path("mine")},
-        "timeout_s": {"timeout_s": 60},
-        "hang_timeout_s": {"hang_timeout_s": 60},
-        "grace_s": {"grace_s": 60},
-        "rdzv_endpoint": ASKING["nnodes"],
-        "rdzv_id": ASKING["nnodes"],
-        "node_rank": {**ASKING["nnodes"], "node_rank": 1},
-        "verify_every": {"verify_every": 7},
-        "log_metrics": {"log_metrics": False},
-    }
-    assert values.keys() == TABLE.keys()
-    for name, keywords in values.items():
-        with pytest.raises(Opened, match="opened"):
-            ump.enable_multi_gpu(**keywords)
-        assert getattr(opened.pop(), name) not in (TABLE[name].default, None), name
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-
-
 def test_strategy_is_a_type_of_its_own_or_its_text(opened: list[MultiGPUConfig]) -> None:
     for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
         with pytest.raises(Opened, match="opened"):
@@ -197,14 +150,6 @@ def test_option_is_refused_where_nothing_follows_it(scope: Scope, name: str) -> 
             MultiGPUConfig(**{**place, **options})
 
 
-def test_default_asks_for_nothing() -> None:
-    for config in (
-        MultiGPUConfig(),
-        MultiGPUConfig(balance="off", on_nan="off"),
-    ):
-        assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
-
-
 def test_every_option_is_read() -> None:
     read = set()
     for path in (ROOT / "unsloth_multigpu").rglob("*.py"):
@@ -220,7 +165,7 @@ def test_commands_have_flags_of_the_table() -> None:
     for command in ("run", "verify", "chaos"):
         table = command_options(command)
         # In the order of docs/options.md.
-        known = [name for section in SECTIONS for name, row in TABLE.items() if row.section == section]
+        known = [name for group in GROUPS for name, row in TABLE.items() if row.group == group]
         assert list(table) == [name for name in known if command in TABLE[name].commands]
         assert all(text.startswith(TABLE[name].help) for name, (_, text, *_) in table.items())
     assert command_options("chaos", {"balance": "off"})["balance"][1].endswith(" [off]")
@@ -243,7 +188,7 @@ def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = [name for name in re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) if name in TABLE]
     # The script's own arguments say it as well.
-    assert named == [n for n, row in TABLE.items() if row.section == EVERYDAY and n != "batch_size_per_gpu"]
+    assert named == [n for n, row in TABLE.items() if row.group == EVERYDAY and n != "batch_size_per_gpu"]
     assert "(docs/options.md)" in text
 
 
@@ -251,6 +196,7 @@ def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
     ("strategy", "text"),
     [
         (DDP(), "ddp"),
+        (DDP("bf16"), "ddp:grad_compression=bf16"),
         (AllReduce(), "allreduce"),
         (AllReduce(bucket_mb=0), "allreduce:bucket_mb=0"),
         (AllReduce(bucket_mb=2.5), "allreduce:bucket_mb=2.5"),
@@ -273,26 +219,27 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("", "strategy=''; expected 'ddp' or 'allreduce' or", "Set strategy to one of them; "),
-        ("DiLoCo", "strategy='DiLoCo'; expected 'ddp' or", "Set strategy to one of them; "),
-        ("diloco(every_steps=8)", "strategy='diloco(every_steps=8)'; expected", "Set strategy to one of them; "),
-        ("ddp:bucket_mb=4", "ddp has no option 'bucket_mb'", "ddp has no options."),
-        ("diloco:", "diloco has no option ''", "Options of diloco: every_steps, outer_learning_rate, outer_momentum."),
-        ("diloco:every=8", "diloco has no option 'every'", "Did you mean every_steps? Options of diloco: every_steps,"),
+        ("", "strategy=''; expected 'ddp' or 'allreduce' or", "doctor --options"),
+        ("dilco:every_steps=8", "strategy='dilco:every_steps=8'; expected 'ddp' or", "Did you mean diloco? "),
+        ("ddp:bucket_mb=4", "'bucket_mb' is no option of ddp", "Options of ddp: grad_compression."),
         (
-            "local_sgd:outer_momentum=0",
-            "local_sgd has no option 'outer_momentum'",
-            "Options of local_sgd: every_steps.",
+            "diloco:every=8",
+            "'every' is no option of diloco",
+            "Did you mean every_steps? Options of diloco: every_steps,",
         ),
-        ("diloco:every_steps", "every_steps has no value", "Set strategy=diloco:every_steps=16, say."),
-        ("diloco:every_steps=", "every_steps=''; expected a whole number", "every_steps=2, say"),
-        ("diloco:every_steps=4,every_steps=8", "every_steps is given twice", "every_steps=16, say"),
-        ("diloco:every_steps=4,", "diloco has no option ''", "Options of diloco"),
-        ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "Leave every_steps out."),
-        ("local_sgd:every_steps=1.5", "every_steps='1.5'; expected a whole number", "every_steps=2"),
+        ("diloco:every_steps", "'every_steps' has no value", "Options of diloco: every_steps, outer_learning_rate,"),
+        ("diloco:every_steps=4,every_steps=8", "'every_steps' is given twice", "Options of diloco"),
+        ("diloco:every_steps=4,", "'' is no option of diloco", "Options of diloco"),
+        ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "Leave every_steps out"),
+        ("local_sgd:every_steps=1.5", "every_steps='1.5'; expected a whole number", "Leave every_steps out"),
         ("allreduce:bucket_mb=-1", "bucket_mb=-1.0; expected a number of at least 0", "Leave bucket_mb out"),
         ("diloco:outer_momentum=nan", "outer_momentum=nan; expected a number of at least 0", "out"),
-        ("diloco:outer_momentum=1", "outer_momentum=1.0 grows without a limit", "Leave outer_momentum out"),
+        (
+            "diloco:outer_momentum=1",
+            "outer_momentum=1.0; expected a number of at least 0 and below 1",
+            "outer_momentum",
+        ),
+        ("ddp:grad_compression=int8", "grad_compression='int8'; expected 'bf16' or 'fp16'", "Leave grad_compression"),
     ],
 )
 def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, hint: str) -> None:

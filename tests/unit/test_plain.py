@@ -23,7 +23,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader
 from unsloth_multigpu.plain.wrap import wrap_model
 from unsloth_multigpu.plugin import Session
-from unsloth_multigpu.program import ScriptProgram
+from unsloth_multigpu.program import Program
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
@@ -55,7 +55,7 @@ def test_one_process_with_one_device_gets_the_model_itself():
     [
         {"strategy": "local_sgd"},
         {"enable_ddp": False},
-        {"grad_compression": "fp16"},
+        {"strategy": "ddp:grad_compression=fp16"},
         {"balance": "tokens"},
         {"max_tokens_per_micro_batch": 64},
         {"resume": "auto"},
@@ -78,7 +78,7 @@ def test_value_that_asks_for_nothing_is_taken_in_a_plain_loop(options, monkeypat
 
 
 def test_rank_gets_ddp_once(lone_group, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", SimpleNamespace(is_closed=False, manager=manager, program=ScriptProgram()))
+    monkeypatch.setattr(plugin, "_session", SimpleNamespace(is_closed=False, manager=manager, program=Program()))
     wrapped = ump.wrap_model_multi_gpu(net(), find_unused_parameters=True)
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.find_unused_parameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
-from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -100,29 +99,6 @@ def test_numbers_of_numpy_and_paths_are_taken() -> None:
     assert ump.get_active_config() == ump.MultiGPUConfig(num_gpus=1, log_dir="l")
 
 
-def test_command_that_cannot_be_started_again_is_refused_before_devices_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(start, "is_called_by_pytest", lambda: True)
-    monkeypatch.setattr(start, "visible_accelerators", lambda: pytest.fail("counted"))
-    with pytest.raises(SetupError, match="cannot start ranks from a test"):
-        ump.enable_multi_gpu(num_gpus=2)
-
-
-def test_call_after_disable_may_have_other_arguments() -> None:
-    ump.enable_multi_gpu(num_gpus=1)
-    ump.disable_multi_gpu()
-    ump.enable_multi_gpu(num_gpus=1, global_batch="scale")
-    config = ump.get_active_config()
-    assert config is not None
-    assert config.global_batch == "scale"
-
-
-def test_disable_without_a_session_is_harmless() -> None:
-    ump.disable_multi_gpu()
-    ump.disable_multi_gpu()
-
-
 def package_logger() -> tuple[object, ...]:
     package = logging.getLogger("unsloth_multigpu")
     return package.level, package.propagate, list(package.handlers)
@@ -183,18 +159,6 @@ def test_call_that_fails_leaves_nothing(arguments: dict[str, Any], error: type[E
     assert not ump.is_multi_gpu_enabled()
 
 
-def test_patch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply(self: PatchRegistry) -> None:
-        raise SetupError("no such function", hint="None.")
-
-    monkeypatch.setattr(PatchRegistry, "apply", apply)
-    before = package_logger()
-    with pytest.raises(SetupError):
-        ump.enable_multi_gpu(num_gpus=1)
-    assert package_logger() == before
-    assert not ump.is_multi_gpu_enabled()
-
-
 def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
@@ -216,55 +180,6 @@ def test_library_newer_than_tested_is_told_once(
     installed["datasets"] = "4.8.0"
     ump.enable_multi_gpu(num_gpus=1)
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "verify_every", "text"),
-    [(1, 100, "checked;"), (2, 100, "checked, and the ranks' weights are compared;"), (2, 0, "verify_every=0")],
-)
-def test_untested_library_is_told_with_what_watches_over_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, verify_every: int, text: str
-) -> None:
-    monkeypatch.setattr(versions, "installed_version", {"torch": "9.0"}.get)
-    session._warn_of_untested(ump.MultiGPUConfig(verify_every=verify_every), num_ranks)
-    assert text in caplog.text
-
-
-# A script whose worker imports it again, as spawned workers do.
-WORKER = """
-import multiprocessing, sys
-import unsloth_multigpu as ump
-import unsloth_multigpu.start as start
-start.visible_accelerators = lambda: ("cpu", 0)
-is_worker = multiprocessing.parent_process() is not None
-ump.enable_multi_gpu(num_gpus=2 if is_worker else 1)
-
-def work():
-    print("worker", ump.is_multi_gpu_enabled(), "torch" in sys.modules, flush=True)
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=work)
-    process.start()
-    process.join()
-    print("script", ump.is_multi_gpu_enabled(), process.exitcode)
-"""
-
-
-def test_worker_of_a_script_starts_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(WORKER)
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["worker False False", "script True 0"], done.stderr
-
-
-def test_wrong_argument_is_an_error_in_a_worker_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
-    # The patch of a helper stays for its lifetime, and this process is none.
-    monkeypatch.setattr("unsloth_multigpu.plugin._refuse_unsteered_training", lambda: None)
-    ump.enable_multi_gpu(num_gpus=2)
-    assert not ump.is_multi_gpu_enabled()
-    with pytest.raises(ConfigError):
-        ump.enable_multi_gpu(num_gpus=0)
 
 
 @pytest.mark.parametrize("is_compared", [True, False])

@@ -127,7 +127,7 @@ def test_reasons_for_differences_that_options_tell_are_found():
     assert names(trainer_with(nn.Linear(2, 2, dtype=torch.bfloat16))) == {"precision"}
     assert names(trainer_with(), global_batch="scale") == {"larger steps"}
     assert names(trainer_with(), batch_size_per_gpu=3) == {"larger steps"}
-    assert names(trainer_with(), grad_compression="fp16") == {"compression"}
+    assert names(trainer_with(), strategy="ddp:grad_compression=fp16") == {"compression"}
     assert names(trainer_with(), strategy="diloco") == {"local steps"}
     mixed = trainer_with()
     mixed.accelerator.mixed_precision = "fp16"

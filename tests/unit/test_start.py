@@ -64,8 +64,6 @@ def test_number_of_ranks_is_what_was_asked_for(
         ("cuda", 2, 3, "cuda", "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
         ("cpu", 0, 2, "cuda", "device='cuda', but no such device is visible", "check the driver"),
         ("cpu", 0, None, "xpu", "device='xpu', but no such device is visible", "Set device='auto'"),
-        ("cpu", 0, 10**9, "auto", "num_gpus=1000000000: CPU ranks share 3 core(s)", "Set num_gpus=3"),
-        ("cuda", 2, 65, "cpu", "num_gpus=65: CPU ranks share 3 core(s)", "Set num_gpus=3"),
         ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
     ],
 )
@@ -73,7 +71,6 @@ def test_what_the_machine_does_not_have_is_an_error(
     monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, message: str, hint: str
 ) -> None:
     see(monkeypatch, kind, count)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with pytest.raises(SetupError) as error:
         ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
     first, _, second = str(error.value).partition("\nHint: ")
@@ -89,15 +86,6 @@ def test_ranks_share_the_only_card_where_nccl_is_told_so(
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", value)
     with nullcontext() if is_allowed else pytest.raises(SetupError, match=f"but {count} GPU"):
         assert ranks_to_start(MultiGPUConfig(num_gpus=4)) == 4
-
-
-@pytest.mark.parametrize(("count", "device"), [(0, "auto"), (0, "cpu"), (4, "cpu"), (4, "auto")])
-def test_ranks_say_themselves_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int, device: str
-) -> None:
-    see(monkeypatch, "cuda" if count else "cpu", count)
-    assert ranks_to_start(MultiGPUConfig(num_gpus=2, device=device)) == 2
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "0,1")])
@@ -135,13 +123,6 @@ def test_supervisor_is_there_for_several_ranks_several_nodes_and_restarts(
     options: dict[str, Any], num_ranks: int, expected: bool
 ) -> None:
     assert needs_supervisor(MultiGPUConfig(**options), num_ranks) is expected
-
-
-def test_one_rank_with_a_supervisor_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, "cpu", 0)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(SetupError, match="max_restarts and nnodes need Linux; this is darwin"):
-        ranks_to_start(MultiGPUConfig(max_restarts=1))
 
 
 class Ended(BaseException):
@@ -199,17 +180,14 @@ def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams: str, code: 
 def test_work_before_the_line_is_named_with_its_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    opened = SimpleNamespace(
-        is_initialized=lambda: True, device_count=lambda: 2, memory_allocated=lambda i: i * 3 * 2**30
-    )
+    opened = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{kind: opened}))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(start.time, "process_time", lambda: 42.4)
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     memory, work = caplog.messages
-    assert "this process keeps 3.0 GiB there" in memory
-    assert "42 s of work (imported: unsloth" in work
+    assert "comes after work on a GPU" in memory
+    assert "comes after the import of unsloth" in work
     assert "each of the 2 ranks does again" in work
 
 
@@ -233,7 +211,6 @@ def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: p
         monkeypatch.delitem(sys.modules, name, raising=False)
     cuda = SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
-    monkeypatch.setattr(start.time, "process_time", lambda: 3.0)
     caplog.set_level(logging.DEBUG)
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)

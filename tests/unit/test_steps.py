@@ -12,7 +12,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.row import Scope, rows
+from unsloth_multigpu.row import Scope, options_of
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece
 from unsloth_multigpu.step.feed import StepFeed
@@ -279,7 +279,7 @@ OF_THE_PLANNER = {
 
 @pytest.mark.parametrize("name", OF_THE_PLANNER)
 def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
-    assert OF_THE_PLANNER.keys() == {n for n, row in rows(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    assert OF_THE_PLANNER.keys() == {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
     config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})

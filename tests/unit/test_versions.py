@@ -61,18 +61,6 @@ def test_check_version_counts_local_and_prerelease_versions(
     assert (row.name, row.installed, row.ok, row.is_newer) == ("torch", installed, ok, is_newer)
 
 
-@pytest.mark.parametrize(("installed", "ok"), [("2.13.0", True), ("2.14.0+cpu", False), ("2.16.1", False)])
-def test_version_that_is_known_to_be_wrong_is_refused_with_its_reason(
-    fake_installed: FakeInstalled, monkeypatch: pytest.MonkeyPatch, installed: str, ok: bool
-) -> None:
-    wrong = {"torch": {"==2.14.*": "its all-reduce adds twice", ">=2.16": "it has no DDP"}}
-    monkeypatch.setattr(versions, "KNOWN_WRONG", wrong)
-    fake_installed({"torch": installed})
-    row = versions.check_version("torch>=2.6,<2.15")
-    reasons = {"2.13.0": "", "2.14.0+cpu": "its all-reduce adds twice", "2.16.1": "it has no DDP"}
-    assert (row.ok, row.is_newer, row.reason) == (ok, False, reasons[installed])
-
-
 def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstalled) -> None:
     fake_installed({})
     assert versions.check_version("torch>=2.6") == versions.VersionRow("torch", None, ">=2.6", ok=False)

@@ -207,8 +207,7 @@ class Resume(Part):
             return original(checkpoint)
         from transformers import set_seed
 
-        place = rank if self._manager.config.seed_per_rank else 0
-        set_seed(draw_seed(args.seed, self._trainer.state.global_step, place) % 2**32)
+        set_seed(draw_seed(args.seed, self._trainer.state.global_step, rank) % 2**32)
         return None
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

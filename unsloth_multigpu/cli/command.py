@@ -20,15 +20,12 @@ class Command:
         help: One line, in the list of commands.
         description: In its own `--help`.
         runs_program: A script or a module follows its options.
-        takes_options_behind: Options directly behind the script's name are its own, up to the first that it does not
-            know.
     """
 
     name: str
     help: str
     description: str
     runs_program = False
-    takes_options_behind = False
 
     def table(self) -> OptionTable:
         """Its options, where they are given as a table."""
@@ -59,8 +56,7 @@ def _add_option(group: argparse._ActionsContainer, name: str, option: CommandOpt
         action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(flag(name), action=action, help=text)
         return
-    shown = option.shown or option.kind.__name__.upper()
+    words = f"{{{','.join(option.words)}}}" if option.words else ""
+    shown = option.shown or words or option.kind.__name__.upper()
     # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
-    argument = group.add_argument(flag(name), type=option.kind, metavar=shown, help=text)
-    if option.words:
-        argument.completer = lambda **_: option.words  # type: ignore[attr-defined]  # argcomplete's own way.
+    group.add_argument(flag(name), type=option.kind, metavar=shown, help=text)

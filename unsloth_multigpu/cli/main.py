@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unsloth_multigpu.cli.arguments import may_take
 from unsloth_multigpu.cli.command import Command, OptionTable
-from unsloth_multigpu.cli.completion import COMPLETES, complete
 from unsloth_multigpu.cli.parser import make_parser, usage_of
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
@@ -72,22 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     commands = find_commands()
     parser = make_parser(commands)
     given = list(sys.argv[1:] if argv is None else argv)
-    if COMPLETES in os.environ:
-        complete(parser)
     if not given:
         parser.print_help()
         return 0
-    own, behind, program = split_program(given)
+    own, program = split_program(given)
     try:
-        options, unknown = parser.parse_known_args([*own, *behind])
+        options = parser.parse_args(own)
         command = commands[options.command]
-        if unknown:
-            meant = parser.meant_by(command.name, unknown)
-            hint = f"{meant}unsloth-multigpu {command.name} --help lists what there is."
-            raise ConfigError(f"{command.name}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
         if command.runs_program:
             _check_program(program, command.name)
-            _check_behind(command, own, behind, program)
         code = command.run(options, program)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -103,63 +94,19 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 128 + signal.SIGPIPE
 
 
-def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Parts the options of a command from the program: from the script's name on all belongs to the script.
 
-    Returns options that stand before it, options that stand directly behind its name, and the program.
-
-    Some commands also take options of their own directly after the name, up to the first unknown one, unless `--`
-    is before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
-    versions of Python.
+    Not left to argparse, which takes `-h` and `--` out of the script's arguments in some versions of Python.
     """
     command = find_commands().get(arguments[0]) if arguments else None
     if command is None or not command.runs_program:
-        return list(arguments), [], []
-    table = command.table()
-    take_value = {flag(name) for name, (kind, *_) in table.items() if kind is not bool}
+        return list(arguments), []
+    take_value = {flag(name) for name, (kind, *_) in command.table().items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
         i += 2 if arguments[i] in take_value else 1
-    own, program = list(arguments[:i]), list(arguments[i:])
-    if program[:1] == ["--"]:
-        return own, [], program[1:]
-    if not command.takes_options_behind:
-        return own, [], program
-    switches = {switch for name, (kind, *_) in table.items() if kind is bool for switch in _switches(name)}
-    start = end = 2 if program[:1] == ["-m"] else 1
-    while end < len(program) and (program[end] in switches or program[end].split("=")[0] in take_value):
-        end += 2 if program[end] in take_value else 1
-    return own, program[start:end], [*program[:start], *program[end:]]
-
-
-def _check_behind(command: Command, own: Sequence[str], behind: Sequence[str], program: Sequence[str]) -> None:
-    """Options that stand after a script are the script's where it has such, which only its author can tell apart."""
-    before, after = ({_bare(argument) for argument in part if argument.startswith("--")} for part in (own, behind))
-    if both := sorted(before & after):
-        raise ConfigError(
-            f"{command.name}: {both[0]} is given before and behind the script.",
-            hint="Give it once; after `--` before the script, all that follows is the script's own.",
-        )
-    own_flags = {flag(name) for name in command.table()}
-    given = [argument.partition("=")[0] for argument in behind if argument.startswith("--")]
-    # The other flag of a switch would mean the same option.
-    names = sorted((option if option in own_flags else _bare(option)).removeprefix("--") for option in given)
-    if shared := [name for name in names if may_take(program, name)]:
-        taken, also = " ".join(behind), ", ".join(f"--{name}" for name in shared)
-        print(
-            f"{command.name}: takes {taken} itself, and {program[0]} seems to have {also}, too; put `--` before the "
-            "script where it is meant for it",
-            file=sys.stderr,
-        )
-
-
-def _bare(argument: str) -> str:
-    return argument.split("=")[0].replace("--no-", "--", 1)
-
-
-def _switches(name: str) -> list[str]:
-    # `--dropout` without `--no-` is left to scripts, many of which have it.
-    return [flag(name)] if name.startswith("no_") else [flag(name), flag(f"no_{name}")]
+    return list(arguments[:i]), list(arguments[i + 1 if arguments[i : i + 1] == ["--"] else i :])
 
 
 def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:

@@ -1,63 +1,27 @@
-"""The parser of the command line: groups, colour on a terminal, and what a wrong word was meant to be."""
+"""The parser of the command line."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.command import Command
-from unsloth_multigpu.cli.completion import SHELLS, print_completion
-from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import did_you_mean
 from unsloth_multigpu.versions import installed_version
-
-# What a text of --help has -> its style.
-_HIGHLIGHTS = {
-    r"(?m)^[^ ].*:$|^usage:": "bold yellow",
-    r"(?<![\w-])--?[a-z][\w-]*": "cyan",
-    r"(?m)(?<=^  )  ?\w+(?=  )|(?<= )\{[^ }]*\}|(?<=[a-z] )[A-Z:|]{1,11}(?=\n|  )": "green",
-    r"`[^`]*`": "bold",
-    r"(?s)\[[^]]*\](?=\n)": "dim",
-}
 
 
 class Parser(argparse.ArgumentParser):
     """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
 
     def __init__(self, **options: Any) -> None:
-        if sys.version_info >= (3, 14):
-            options["color"] = False  # Its own colours would lie below ours.
         super().__init__(**options, allow_abbrev=False)
-        self.commands: dict[str, Parser] = {}
-        self._meant = ""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        hint = f"{self._meant}{self.prog} --help lists what there is."
-        self.exit(ConfigError.exit_code, f"error: {ConfigError(message, hint=hint)}\n")
-
-    def print_help(self, file: Any = None) -> None:
-        """In colour on a terminal."""
-        screen = Screen(file)
-        if screen.is_terminal:
-            screen.highlighted(self.format_help(), _HIGHLIGHTS)
-        else:
-            super().print_help(file)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            words = list(map(str, action.choices))
-            self._meant = did_you_mean(str(value), {word: word for word in words})
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (choose from {', '.join(words)})")
-
-    def meant_by(self, command: str, unknown: Sequence[str]) -> str:
-        """The begin of a hint about options that a command does not know."""
-        wrong = next((argument for argument in unknown if argument.startswith("-")), "").partition("=")[0]
-        known = self.commands[command]._option_string_actions
-        return did_you_mean(wrong, {option: option for option in known}) if wrong else ""
+        error = ConfigError(message, hint=f"{self.prog} --help lists what there is.")
+        self.exit(error.exit_code, f"error: {error}\n")
 
 
 def make_parser(commands: Mapping[str, Command]) -> Parser:
@@ -69,13 +33,6 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
-    parser.add_argument(
-        "--completion",
-        choices=SHELLS,
-        action=_PrintCompletion,
-        help="print what lets that shell complete commands and options: "
-        'eval "$(unsloth-multigpu --completion bash)" in ~/.bashrc; needs argcomplete',
-    )
     subparsers = parser.add_subparsers(
         dest="command", required=True, metavar="{" + ",".join(commands) + "}", parser_class=Parser
     )
@@ -83,7 +40,6 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
         usage = usage_of(name) if command.runs_program else None
         own = subparsers.add_parser(name, help=command.help, description=command.description, usage=usage)
         command.add_options(own)
-        parser.commands[name] = own
     return parser
 
 
@@ -91,11 +47,3 @@ def usage_of(command: str) -> str:
     """How a command that runs a program is called."""
     return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
        unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
-
-
-class _PrintCompletion(argparse.Action):
-    """As `--version`: prints, and ends."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: Any = None) -> None:
-        print_completion(values)
-        parser.exit()

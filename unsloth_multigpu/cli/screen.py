@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.words import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,19 +55,6 @@ class Screen:
             self.console.print(text, style=style, soft_wrap=True)
         else:
             print(text, file=self.stream, flush=True)
-
-    def highlighted(self, text: str, styles: Mapping[str, str]) -> None:
-        """A text of several lines, with its last line break, on a terminal.
-
-        Args:
-            styles: Pattern -> the style of what matches.
-        """
-        from rich.text import Text
-
-        shown = Text(text)
-        for pattern, style in styles.items():
-            shown.highlight_regex(pattern, style)
-        self.console.print(shown, soft_wrap=True, end="")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
         """A table with the names of its columns.
@@ -164,14 +152,8 @@ class Progress:
 
 
 def about(seconds: float) -> str:
-    """A time for people, as exact as an estimate is: "about 40 s", "about 3 min", "about 2 h 10 min"."""
-    if seconds < 55:
-        return f"about {max(5, 5 * round(seconds / 5))} s"
-    minutes = max(1, round(seconds / 60))
-    if minutes < 60:
-        return f"about {minutes} min"
-    hours, rest = divmod(10 * round(minutes / 10), 60)
-    return f"about {hours} h" + (f" {rest} min" if rest else "")
+    """A time that is an estimate: "about 3 min 20 s"."""
+    return f"about {duration(seconds)}"
 
 
 def left_s(expected_s: Sequence[float], took_s: Sequence[float]) -> float:

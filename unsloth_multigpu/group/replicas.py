@@ -31,8 +31,8 @@ _HINT = (
     "Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
     "call the model that it is given, and let its forward compute the rest. Or for what changes weights or gradients "
     "on one rank alone: a callback or hook, weights set after the model was wrapped, parameters that only the "
-    "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers (try seed_per_rank=False), faulty "
-    "memory. verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
+    "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers, faulty memory. "
+    "verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
 )
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements of one chunk. The CPU's cache holds a small one; an accelerator wants few launches.

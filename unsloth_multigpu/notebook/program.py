@@ -17,6 +17,7 @@ from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.value import Publisher, Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.program import Program
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -33,7 +34,7 @@ class ReplayedLineError(SetupError, ConfigError):
     """Raised by `enable_multi_gpu()` in a cell that is run again, where rank 0's call has failed or was stopped."""
 
 
-class CellProgram:
+class CellProgram(Program):
     """The cells that a rank of a notebook runs.
 
     It outlives the process group of its session: after a cell that failed, `join_group` makes a new one.
@@ -43,10 +44,10 @@ class CellProgram:
     """
 
     def __init__(self, sharer: Publisher | Receiver) -> None:
+        super().__init__()
         self._sharer = sharer
         self._session: Session | None = None
         self._trainings: Trainings | None = None
-        self._num_begun = 0
         self._num_finished = 0
 
     @property

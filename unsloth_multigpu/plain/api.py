@@ -30,7 +30,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
     Build the optimizer after this call: a model that is moved may get new parameters. Layers that look at the whole
     batch, such as BatchNorm, see each rank's part.
 
-    The options seed_per_rank and verify_every are the Trainer's. After `torch.manual_seed(0)` in the script all ranks
+    The option verify_every is the Trainer's. After `torch.manual_seed(0)` in the script all ranks
     draw the same dropout masks; call `torch.manual_seed(seed + rank)` after wrapping for others on each rank.
 
     Args:

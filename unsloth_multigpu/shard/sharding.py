@@ -18,7 +18,6 @@ from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before,
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.row import Scope
 from unsloth_multigpu.shard.groups import check_shared, layers_of
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.step.feed import StepFeed
@@ -194,11 +193,10 @@ def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool =
             "interrupt they get the kernel's.",
             hint="Train it in a script, or without FSDP2.",
         )
-    of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith(("shard=", "shard_offload="))]
-    if of_ddp or not isinstance(config.strategy, DDP):
+    if config.strategy != DDP():
         raise SetupError(
-            f"{of_ddp[0] if of_ddp else f'strategy={str(config.strategy)!r}'} is not possible where FSDP2 of "
-            f"{engine.value} shards the model and exchanges the gradients.",
+            f"strategy={str(config.strategy)!r} is not possible where FSDP2 of {engine.value} shards the model and "
+            "exchanges the gradients.",
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))

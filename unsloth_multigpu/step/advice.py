@@ -120,7 +120,7 @@ def _less_link(work: Workload, row: TimeForecast) -> list[str]:
     ways = ["a faster link", "more samples in a step (gradient_accumulation_steps)"]
     if work.gradient_bytes > work.weight_bytes / 4:
         ways.append(f"LoRA, which sends a few per cent of these {work.gradient_bytes / 1e9:.3g} GB")
-        ways.append('grad_compression="bf16"')
+        ways.append('strategy="ddp:grad_compression=bf16"')
     if work.exchange == "gradients":
         ways.append('strategy="diloco", which meets seldom and is another training')
     return ["What helps: " + ", ".join(ways) + "."]

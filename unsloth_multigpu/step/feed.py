@@ -208,7 +208,7 @@ class StepFeed(Part):
             planner=self.balancer,
             seed=trainer.args.seed,
             # As the generators of the training itself, see the callback of `DDPTrainer`.
-            rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
+            rank_seed=trainer.args.seed + self.manager.identity.rank,
             is_lockstep=self.is_lockstep,
         )
         self.loader = steps = step_loader(raw[0], shape, self._as_one_process, self.manager.broadcast_batches)

@@ -101,7 +101,7 @@ def log_figures(trainer: TrainerLike, meter: Meter, manager: DDPManager, run_dir
         run_dir: The run's private folder; None without a supervisor of ours.
     """
     identity = manager.identity
-    if identity.rank > 0 or not manager.config.log_metrics:
+    if identity.rank > 0:
         return []
     reader = None if run_dir is None else HeartbeatReader(run_dir, identity.local_world_size)
     return [LogFigures(trainer, meter, identity.rank, reader)]

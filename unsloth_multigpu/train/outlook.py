@@ -40,11 +40,11 @@ def outlook_of(trainer: TrainerLike, config: MultiGPUConfig) -> Outlook | None:
     """The part for a training of one process; None where the line would say nothing, or is switched off."""
     args = trainer.args
     is_one_gpu = args.device.type != "cpu" and args.n_gpu == 1
-    if not config.forecast or not is_one_gpu or hasattr(args, "steps_per_generation"):
+    if not is_one_gpu or hasattr(args, "steps_per_generation"):
         return None
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         return None
-    if config.shard != "off" or config.grad_compression is not None or not isinstance(config.strategy, DDP):
+    if config.shard != "off" or config.strategy != DDP():
         return None  # `unsloth-multigpu forecast` knows these ways.
     return Outlook(trainer, config)
 

@@ -76,7 +76,7 @@ class Progress(Part):
         from transformers import set_seed
 
         rank = self._manager.identity.rank
-        if self._manager.config.seed_per_rank and rank > 0:
+        if rank > 0:
             set_seed(args.seed + rank)
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ parser.add_argument("--count", type=int, required=True)
 parser.add_argument("--out", required=True)
 args = parser.parse_args()
 
-ump.enable_multi_gpu(num_gpus=args.num_gpus, log_metrics=False)
+ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
 import torch
 from common import SGD, Said, logged

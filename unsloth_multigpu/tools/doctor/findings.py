@@ -64,7 +64,7 @@ def version_rows() -> list[CheckRow]:
     for row in versions.version_rows():
         facts = {"installed": row.installed, "supported": row.supported}
         text = f"{row.installed or 'not installed'} ({supported_text(row.supported)})"
-        hint = "" if row.ok else row.reason or f'pip install "{row.name}{supported_text(row.supported)}"'
+        hint = "" if row.ok else f'pip install "{row.name}{supported_text(row.supported)}"'
         if row.is_newer:
             hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
         state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.row import Row, Scope, flag, rows
+from unsloth_multigpu.options import GROUPS, MultiGPUConfig, variable
+from unsloth_multigpu.row import Option, Scope, flag, options_of
 from unsloth_multigpu.strategy import STRATEGIES, Strategy
-from unsloth_multigpu.table import SECTIONS
 from unsloth_multigpu.text_table import markdown_table
 
 _INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/options.md -->
@@ -61,17 +60,16 @@ _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
 def options_markdown() -> str:
     """The whole page."""
     parts = [_INTRODUCTION, *(f"- {scope.value[0]}: {scope.value[1]}\n" for scope in Scope)]
-    table = rows(MultiGPUConfig)
-    for section in SECTIONS:
-        members = {name: row for name, row in table.items() if row.section == section}
-        parts.append(f"\n## {section}\n")
+    for group in GROUPS:
+        members = {name: row for name, row in options_of(MultiGPUConfig).items() if row.group == group}
+        parts.append(f"\n## {group}\n")
         parts.append("\n" + markdown_table(_COLUMNS, [_option_cells(name, row) for name, row in members.items()]))
     strategies = [cells for cls in STRATEGIES.values() for cells in _strategy_cells(cls)]
     parts += [_REPLAY, _FILES, _STRATEGIES, "\n", markdown_table(_STRATEGY_COLUMNS, strategies)]
     return "".join(parts)
 
 
-def _option_cells(name: str, row: Row) -> list[str]:
+def _option_cells(name: str, row: Option) -> list[str]:
     flags = [f"`{flag(name)}`" for command in ("run",) if command in row.commands]
     asked_by = "" if row.asking is None else f"{', '.join(_code(v) for v in row.asking)}: "
     scopes = ", ".join(scope.value[0] for scope in Scope if scope in row.scopes)
@@ -81,10 +79,10 @@ def _option_cells(name: str, row: Row) -> list[str]:
 
 def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:
     first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges]
-    return [first, *(["", f"`{name}`", _default(row), row.help] for name, row in rows(cls).items())]
+    return [first, *(["", f"`{name}`", _default(row), row.help] for name, row in options_of(cls).items())]
 
 
-def _default(row: Row) -> str:
+def _default(row: Option) -> str:
     return row.otherwise if row.default is None else _code(row.default)
 
 

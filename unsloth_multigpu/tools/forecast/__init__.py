@@ -17,10 +17,9 @@ class ForecastCommand(Command):
         "Runs the script up to the first steps of its first train() on one rank, and prints how long the training "
         "would take on other numbers of GPUs, how much of it is waiting and sending, up to how many GPUs are useful, "
         "and what to change. The training saves nothing, what comes after it is not run. Exit code 0 = there is a "
-        "forecast, 69 = there is none. Options may also stand right after the script; after `--` all that follows the "
-        "script is its own."
+        "forecast, 69 = there is none."
     )
-    runs_program = takes_options_behind = True
+    runs_program = True
 
     def table(self) -> OptionTable:
         from unsloth_multigpu.tools.forecast.command import OWN_OPTIONS

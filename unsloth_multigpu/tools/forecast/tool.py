@@ -54,7 +54,7 @@ class Measure(FirstStepsTool):
         changes: dict[str, Any] = {}
         if self.request.num_gpus == 1:
             # One process meets nobody; what the script asks for is counted in the forecast.
-            changes = {"strategy": DDP(), "shard": "off", "grad_compression": None}
+            changes = {"strategy": DDP(), "shard": "off"}
         return self.alone(config, self.request.num_gpus, **changes)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:

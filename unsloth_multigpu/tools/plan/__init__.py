@@ -17,9 +17,9 @@ class PlanCommand(Command):
         "Runs the script up to its first train(), with a model that has shapes and no weights, and prints what each "
         "rank would need: with DDP, where every rank has the whole model, and sharded by FSDP2. What the script does "
         "before train(), such as tokenising, it does. Exit code 0 = a row fits, 69 = none does, or nothing could be "
-        "forecast. Options may also stand right after the script; after `--` all that follows the script is its own."
+        "forecast."
     )
-    runs_program = takes_options_behind = True
+    runs_program = True
 
     def table(self) -> OptionTable:
         from unsloth_multigpu.tools.plan.command import OWN_OPTIONS

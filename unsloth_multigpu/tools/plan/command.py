@@ -36,10 +36,6 @@ OWN_OPTIONS: dict[str, CommandOption] = {
 def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     """Forecasts the memory of `program` and prints it.
 
-    Args:
-        options: What the command line gave; None = not given.
-        program: The script and its arguments, or `-m`, a module and its arguments.
-
     Returns:
         0 where a row fits, or where the memory of the GPUs is not known; the exit code of `SetupError` where none does.
 
@@ -78,13 +74,7 @@ def parse_memory(text: str) -> int:
 
 
 def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:
-    """The table, what it is based on, and what to set.
-
-    Args:
-        screen: Where to.
-        answer: Of the script.
-        numbers: Of GPUs that were asked for.
-    """
+    """Prints the table, what it is based on, and what to set, for these numbers of GPUs."""
     training, device_bytes = answer.training, answer.device_bytes
     screen.line(
         f"{training.model}: {training.num_parameters:,} parameters, {training.num_trainable:,} trainable, "
@@ -92,10 +82,10 @@ def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:
         f"{'on' if training.checkpointing else 'off'}, {training.autocast or 'no mixed precision'}"
     )
     rows = _asked(answer, numbers)
-    hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
-    offloaded = [f"offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}"] if hosts else []
-    for note in [*training.notes, *offloaded]:
+    for note in training.notes:
         screen.line(f"note: {note}")
+    if hosts := [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]:
+        screen.line(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
     screen.line("\nGiB on the rank that needs most:")
     columns = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
     screen.table(columns, [_cells(training, row, device_bytes) for row in rows], num_left=2)
@@ -116,18 +106,15 @@ def _possible(answer: Answer, numbers: Sequence[int]) -> list[MemoryForecast]:
 
 def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
     training, device_bytes = answer.training, answer.device_bytes
-    too_many = [str(number) for number in numbers if not training.has_samples(number)]
     lines = []
-    if too_many:
+    if too_many := [str(number) for number in numbers if not training.has_samples(number)]:
         num_samples = training.rows * training.accumulation
         lines = [f"A step has {num_samples} samples, too few for {', '.join(too_many)} ranks: raise the batch."]
     if len(too_many) == len(numbers):
         return lines
     if device_bytes is None:
-        return [
-            *lines,
-            "This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits.",
-        ]
+        hint = "This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits."
+        return [*lines, hint]
     of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
     possible, here = _possible(answer, numbers), len(answer.devices)
     if not possible:
@@ -135,9 +122,8 @@ def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
         return [*lines, f"{of}. No row fits. {would_do(with_samples, device_bytes)}"]
     mine = [row for row in possible if row.num_ranks == here]
     best = (mine or possible)[0]
-    place = (
-        f"On this machine ({here} GPUs)" if mine else f"With {best.num_ranks} GPU{'s' if best.num_ranks > 1 else ''}"
-    )
+    gpus = f"{best.num_ranks} GPU{'s' if best.num_ranks > 1 else ''}"
+    place = f"On this machine ({here} GPUs)" if mine else f"With {gpus}"
     setting = "enable_multi_gpu()" if best.mode == "ddp" else 'enable_multi_gpu(shard="on")'
     return [*lines, f"{of}.", f"{place}: {setting}"]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.overview import Overview
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.top.card import open_cards
+from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration
@@ -41,14 +40,15 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
         screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nName one: unsloth-multigpu top {runs[0].pid}")
         return 0
     run = choose_run(name)
-    with open_cards() as cards:
-        overview = Overview(run, cards)
-        if as_json:
-            screen.line(json_text(overview.look().values()).rstrip())
-        elif once or not screen.is_terminal:
-            _print_once(screen, overview)
-        else:
-            _follow(screen, overview)
+    overview = Overview(run)
+    if as_json:
+        screen.line(json_text(overview.look().values()).rstrip())
+    elif once or not screen.is_terminal:
+        if not screen.is_terminal:
+            screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.
+        screen.console.print(render(overview.look(), screen.console.width))
+    else:
+        _follow(screen, overview)
     return 0
 
 
@@ -72,26 +72,17 @@ def choose_run(name: str | None) -> Run:
         found = [run for run in runs if int(name) in {run.pid, *(b.pid for b in read_beats(run.folder).values())}]
         if found:
             return found[0]
-    else:
-        run = read_run(Path(name))
-        if run is not None and not run.is_here():
+    elif (named := read_run(Path(name))) is not None:
+        if not named.is_here():
             raise SetupError(
                 f"{name} is a run of another machine or container, or of an earlier boot: its processes are not seen "
                 "from here.",
                 hint="Call top where the job was started.",
             )
-        if run is not None and run.state() != "over":
-            return run
-        if run is None and Path(name).is_dir():
-            raise SetupError(
-                f"{name} is no run of yours: it has no run.json, or others than you may use it.",
-                hint=_hint(runs),
-            )
-    raise SetupError(f"No job {name} runs on this machine: it is over, or never was.", hint=_hint(runs))
-
-
-def _hint(runs: list[Run]) -> str:
-    return f"Running now:\n{_listed(runs)}" if runs else "No job of yours runs here now."
+        if named.state() != "over":
+            return named
+    hint = f"Running now:\n{_listed(runs)}" if runs else "No job of yours runs here now."
+    raise SetupError(f"No job {name} of yours runs on this machine: it is over, or never was.", hint=hint)
 
 
 def _listed(runs: list[Run]) -> str:
@@ -103,21 +94,11 @@ def _listed(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def _print_once(screen: Screen, overview: Overview) -> None:
-    from unsloth_multigpu.tools.top.table import render
-
-    if not screen.is_terminal:
-        screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.
-    screen.console.print(render(overview.look(), screen.console.width))
-
-
 def _follow(screen: Screen, overview: Overview) -> None:
     """Until the run ends, or Ctrl-C."""
     from rich.live import Live
 
-    from unsloth_multigpu.tools.top.table import render
-
-    run: Any = overview.run
+    run = overview.run
     try:
         with Live(console=screen.console, auto_refresh=False, transient=False) as live:
             while run.state() != "over" and Path(run.folder).is_dir():

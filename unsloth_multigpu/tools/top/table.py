@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _LEFT = ("rank", "device", "doing", "log")
 # What a narrow terminal does without, first to last.
-_SPARED = ("log", "padding", "peak", "temp.", "samples/s", "memory", "device", "GPU")
+_SPARED = ("log", "padding", "peak", "samples/s", "memory", "device")
 # These need so much room, and take more where there is some: one is broken into lines, the other is cut.
 _LEAST = {"doing": 14, "log": 16}
 _BETWEEN = 2

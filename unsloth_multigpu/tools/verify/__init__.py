@@ -19,11 +19,9 @@ class VerifyCommand(Command):
         "samples, loss, gradient norm and what was added to the weights. The ranks also compute each step as one "
         "process does, from the same weights, and compare the gradients. The training saves nothing, what comes after "
         "it is not run; what the script does before it, it does twice. Exit code 0 = both agree, 77 = they do not, or "
-        "too little could be compared; a script that fails ends it with the script's own code. Options may also stand "
-        "right after the script, up to the first that is not one of these; after `--` all that follows the script is "
-        "its own."
+        "too little could be compared; a script that fails ends it with the script's own code."
     )
-    runs_program = takes_options_behind = True
+    runs_program = True
 
     def table(self) -> OptionTable:
         from unsloth_multigpu.tools.verify.command import OWN_OPTIONS
