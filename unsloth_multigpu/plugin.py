@@ -264,7 +264,7 @@ def is_main_process() -> bool:
         LaunchError: The variables of a launcher contradict each other or are incomplete.
     """
     session = active_session()
-    identity = read_identity(os.environ, starts_ranks=False) if session is None else session.identity
+    identity = read_identity(os.environ) if session is None else session.identity
     return identity is None or identity.rank == 0
 
 

@@ -243,7 +243,7 @@ def _refuse_ranks() -> None:
     """A server is one process: as a rank it would exist several times, and its slots would fight for the devices."""
     from unsloth_multigpu.plugin import is_multi_gpu_enabled
 
-    identity = read_identity(os.environ, starts_ranks=False)
+    identity = read_identity(os.environ)
     if identity is not None and identity.world_size > 1:
         is_ours = identity.launcher in ("unsloth_multigpu", "notebook")
         way = "Remove enable_multi_gpu()" if is_ours else "Start the script with plain python"

@@ -148,7 +148,7 @@ class _MapOrder:
             args, kwargs = self._past_the_cache(work, args, kwargs, key)
             return work(*args, **kwargs)
         from unsloth_multigpu.group.random_state import write_random_state
-        from unsloth_multigpu.launch.draw import generator_digests
+        from unsloth_multigpu.launch.seeding import generator_digests
 
         # A rank that the script has seeded otherwise stays as it is.
         is_alike = drawn is not None and drawn["before"] == generator_digests()
@@ -204,7 +204,7 @@ class _Before:
     """State that a mapped function reaches, and that of the random generators, before it is called."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from unsloth_multigpu.launch.draw import generator_digests
+        from unsloth_multigpu.launch.seeding import generator_digests
 
         self._roots = (args, kwargs)
         self._state = state_digest(*self._roots)
@@ -212,7 +212,7 @@ class _Before:
 
     def effect(self) -> dict[str, Any] | None:
         """What the other ranks have to do; None = nothing. `calls` is why they call the function, `drawn` its draws."""
-        from unsloth_multigpu.launch.draw import generator_digests
+        from unsloth_multigpu.launch.seeding import generator_digests
 
         calls = ""
         if self._state is None:

@@ -1,4 +1,4 @@
-"""A training that this package refused, and that the script went on without: pure decisions over errors and events.
+"""A training that this package refused, and without which the script went on. Pure.
 
 One GPU would have trained. A script that catches the refusal and saves its model would end with code 0, and the model
 would be another one.
@@ -30,21 +30,18 @@ _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeEr
 
 @dataclass(frozen=True)
 class Refusal:
-    """A training that this package refused, and that no later one of the script made up for.
+    """A refused training that no later one of the script made up for.
 
     Args:
         exit_code: Of the error's class.
-        error: Its class and the first line of its message.
-        step: Steps of the training when it was refused.
+        message: What happened.
     """
 
     exit_code: int
-    error: str
-    step: int
+    message: str
 
     def __str__(self) -> str:
-        what = "train() was refused" if self.step < 1 else f"train() was ended after step {self.step}"
-        return f"{what}: {self.error}; the script went on without it"
+        return self.message
 
 
 def is_refusal(error: BaseException, num_steps: int) -> bool:
@@ -69,8 +66,9 @@ def find_refusal(events: Sequence[Event]) -> Refusal | None:
         events: All ranks' events of one attempt, oldest first.
     """
     last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
-    for event in sorted(last.values(), key=lambda event: event.rank):
-        if event.kind == REFUSED:
-            facts = event.facts
-            return Refusal(int(facts["exit_code"]), str(facts["error"]), int(facts["num_steps"]))
-    return None
+    refused = [event.facts for _, event in sorted(last.items()) if event.kind == REFUSED]
+    if not refused:
+        return None
+    step = int(refused[0]["num_steps"])
+    what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
+    return Refusal(int(refused[0]["exit_code"]), f"{what}: {refused[0]['error']}; the script went on without it")
