@@ -111,14 +111,6 @@ def test_stacks_are_written_once_the_main_thread_is_there() -> None:
     assert [is_written("\n".join(lines[:number])) for number in (0, 3, whole - 1, whole)] == [False, False, False, True]
 
 
-def test_end_of_the_pulse_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = []
-    fdopen = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda *given: files.append(fdopen(*given)) or files[-1])
-    pulse.start_pulse(HeartbeatPage(tmp_path, 0), tmp_path, 0, 10.0)()
-    assert [file.closed for file in files] == [True]
-
-
 class Page:
     def __init__(self) -> None:
         self.step, self.phase, self.micro_batch = 1, 3, 0
@@ -186,28 +178,13 @@ def recorder(*entries: dict) -> Callable[..., bytes]:
     return dump
 
 
-def test_oldest_collective_of_the_default_group_that_has_not_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = [
-        entry("nccl:broadcast", retired=True),
-        entry("nccl:broadcast", state="completed"),
-        entry("nccl:barrier", group="1"),
-        entry("nccl:all_gather"),
-        entry("nccl:all_reduce"),
-    ]
-    records = SimpleNamespace(_dump_fr_trace_json=recorder(*entries))
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
-    assert pulse.pending_operation() == "all_gather [8, 4] [2]"
-
-
 @pytest.mark.parametrize(
     ("backend", "in_nccls", "in_the_others", "named"),
     [
         ("nccl", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
-        ("nccl", [], ["gloo:barrier"], ""),  # Of an earlier group.
         ("gloo", [], ["gloo:barrier"], "barrier [8, 4] [2]"),
         ("gloo", ["nccl:all_reduce"], [], ""),
         ("undefined", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
-        ("undefined", [], ["gloo:barrier"], "barrier [8, 4] [2]"),
         ("xccl", [], ["xccl:barrier"], "barrier [8, 4] [2]"),
     ],
 )

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.failure import await_others, shown_error

@@ -37,7 +37,7 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     if main_file is None and any(re.match(r"-[A-Za-z]*c", argument) for argument in arguments):
         return [executable, *arguments]
     # Pipes and streams are empty when they are read a second time.
-    if main_file is None or Path(main_file).resolve().parts[1:2] in (("dev",), ("proc",)):
+    if main_file in (None, "<stdin>") or Path(main_file).resolve().parts[1:2] in (("dev",), ("proc",)):
         raise SetupError(
             "enable_multi_gpu() cannot start this program again: it was typed at a prompt or piped into Python.",
             hint="Save it to a file and run `python train.py`.",

@@ -156,9 +156,8 @@ def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mappi
     # may serve.
     waits = len(last) == len(beats) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
     if lost and waits:
-        named = [r for r in hung if beats[r].operation]
-        rank = min(named or hung, key=lambda r: still_s[r])
-        doing = f"wait in {beats[rank].operation}" if len(named) == len(hung) else "make no progress"
+        rank = min(hung, key=lambda r: still_s[r])
+        doing = f"wait in {beats[rank].operation}" if beats[rank].operation else "make no progress"
         message = f"all ranks of this node {doing} for {still_s[rank]:.0f} s ({where(beats[rank])})"
         return Hang(None, message + gone, beats[rank].step)
     if len(busy or last) < len(beats) or len(beats) == 1:
