@@ -45,7 +45,7 @@ class MultiGPUStatus:
 
     Args:
         is_enabled: `enable_multi_gpu` is in effect.
-        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm", "openmpi" or "none".
+        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
         log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
         patches: Every function of another library that is steered, and whether it is.
         report: Figures of the last training; None before the first, or with one rank.
@@ -94,7 +94,7 @@ def enable_multi_gpu(
 
     In a script that you started as `python train.py`, this process becomes the supervisor of `num_gpus` ranks of the
     same command; the call does not return there, and the process ends with the ranks' exit code. In a rank, and with
-    one device, it returns. Under torchrun, accelerate launch, srun or mpirun it joins the ranks that these started.
+    one device, it returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
 
     What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file UNSLOTH_MULTIGPU_CONFIG,
     then from [tool.unsloth_multigpu] in pyproject.toml, then from the default in brackets. These are the options of

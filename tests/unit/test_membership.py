@@ -79,7 +79,7 @@ def test_one_node_meets_nobody() -> None:
 
 def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
     node(node_rank=0, timeout_s=5.0)
-    with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint='127.0.0.1:"):
+    with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint="):
         node(node_rank=0)
     node(node_rank=1)
     with pytest.raises(LaunchError, match="node_rank=1 is taken, or more than nnodes=2 nodes are in the run 'job'"):
@@ -93,7 +93,7 @@ def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> No
         alone.meet(0, lambda: False)
     given = {"nnodes": "2", "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
     lost = Meeting(MultiGPUConfig(**given), "j", 1).__enter__()
-    with pytest.raises(LaunchError, match="Node 0, which serves rdzv_endpoint='127.0.0.1:1', is gone or unreachable"):
+    with pytest.raises(LaunchError, match=r"Node 0, which serves rdzv_endpoint=.*, is gone or unreachable"):
         lost.meet(0, lambda: False)
 
 

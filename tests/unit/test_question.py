@@ -54,9 +54,7 @@ def test_answers_reach_the_other_rank_in_the_order_of_questions(tmp_path: Path, 
 
     assert on_both(tmp_path, program) == [["a", "b", "s3cret"]] * 2
     assert typed == []
-    # What rank 1 has read is gone.
-    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"answer": "alone"}']
-    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize(

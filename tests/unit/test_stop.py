@@ -167,7 +167,7 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with Signals() as signals:
-            assert signal.getsignal(signal.SIGTERM) == signals._receive
+            assert signal.getsignal(signal.SIGTERM) not in (before[signal.SIGTERM], signal.SIG_IGN)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             send(signal.SIGTERM, signal.SIGHUP)
             assert (signals.take()[0], signals.take()) == (signal.SIGTERM, None)
@@ -208,7 +208,7 @@ def test_ranks_that_are_started_again_are_not_asked_what_those_before_were(stop,
             "/out/checkpoint-2",
             "late",
             "auto",
-            "stopped by SIGTERM: the ranks did not stop within grace_s=5 s and were ended after step 4. "
+            "stopped by SIGTERM after step 4: the ranks did not stop within grace_s=5 s and were ended. "
             "The same command resumes from /out/checkpoint-2.",
         ),
         ("training", "", "at once", "off", "stopped by SIGTERM after step 4: all ranks were ended at once."),

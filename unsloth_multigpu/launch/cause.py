@@ -6,14 +6,14 @@ import re
 import signal
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
 from unsloth_multigpu.launch.remedy import find_remedy, last_error
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
-from unsloth_multigpu.words import gib, signal_name
+from unsloth_multigpu.words import signal_name
 
 # Errors of gloo, NCCL and similar backends, and of the store, that say that *another* rank is gone: a consequence,
 # never the cause.
@@ -46,19 +46,6 @@ _LIKELY = {
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What is known of the memory when a rank died.
-
-    Args:
-        num_kills: Processes that the kernel has killed for lack of memory since the run began.
-        held_bytes: Resident memory of each rank when it was last seen.
-    """
-
-    num_kills: int = 0
-    held_bytes: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Cause:
     """Why a run ended.
 
@@ -83,7 +70,7 @@ def find_cause(
     gone: Collection[int] = (),
     beats: Mapping[int, Heartbeat] | None = None,
     *,
-    memory: Memory | None = None,
+    num_memory_kills: int = 0,
     is_one_node: bool = True,
     num_ranks: int | None = None,
 ) -> Cause:
@@ -94,7 +81,7 @@ def find_cause(
         exit_codes: Exit code of each rank that failed; negative = the number of the signal that ended it.
         gone: Ranks whose process had ended before the supervisor stopped the others.
         beats: The last heartbeat of each rank.
-        memory: What is known of the memory.
+        num_memory_kills: Processes that the kernel has killed for lack of memory during this attempt.
         is_one_node: False where ranks of other nodes, whose events are not here, can be the cause.
         num_ranks: Ranks of this node; None = those that have reached the line.
     """
@@ -118,16 +105,16 @@ def find_cause(
         return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1))
     # A rank that has reported an error was killed because its teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
-    if found := _from_exit_codes(silent, gone, steps, memory):
+    if found := _from_exit_codes(silent, gone, steps, num_memory_kills):
         return found
-    if exceptions and not is_one_node and "did not come" not in _error(exceptions[0]):
+    if exceptions and not is_one_node and not _error(exceptions[0]).startswith("RankTimeoutError"):
         lost = f"rank {exceptions[0].rank} lost its connection to another node{where(exceptions[0].step)}"
         message = f"{lost}; that node's own message names the cause"
         return Cause(exceptions[0].rank, DistributedError.exit_code, message)
     if exceptions:
         return _from_exception(exceptions[0])
     failed = {r for r, c in exit_codes.items() if c}
-    return _from_death(min(failed & set(gone) or failed), exit_codes, steps, memory)
+    return _from_death(min(failed & set(gone) or failed), exit_codes, steps, num_memory_kills)
 
 
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
@@ -192,6 +179,8 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
 
 def _from_exception(event: Event) -> Cause:
     message = f"rank {event.rank} failed{where(event.step)}: {_first_line(_error(event))}"
+    if _error(event).startswith("RankTimeoutError: rank"):
+        message = _first_line(_error(event)).partition(": ")[2]  # It names the rank that others have waited for.
     return Cause(event.rank, int(event.facts["exit_code"]), message, _traceback(event))
 
 
@@ -222,25 +211,24 @@ def _traceback(event: Event) -> str:
 
 
 def _from_exit_codes(
-    exit_codes: Mapping[int, int], gone: Collection[int], steps: Mapping[int, int], memory: Memory | None
+    exit_codes: Mapping[int, int], gone: Collection[int], steps: Mapping[int, int], num_memory_kills: int
 ) -> Cause | None:
     """A death by signal, else an exit with a code of its own; None where there is neither."""
     deaths = [r for r, c in exit_codes.items() if c < 0 and c not in _SENT_TO_SURVIVORS]
     if deaths:
         # A survivor that did not listen to SIGTERM was killed as well.
-        return _from_death(min(deaths, key=lambda r: (r not in gone, r)), exit_codes, steps, memory)
+        return _from_death(min(deaths, key=lambda r: (r not in gone, r)), exit_codes, steps, num_memory_kills)
     for rank, code in sorted(exit_codes.items()):
         if code > 0:
             return Cause(rank, code, f"rank {rank} exited with code {code}{where(steps.get(rank, -1))}")
     return None
 
 
-def _from_death(rank: int, exit_codes: Mapping[int, int], steps: Mapping[int, int], memory: Memory | None) -> Cause:
-    code, memory = exit_codes[rank], memory or Memory()
+def _from_death(rank: int, exit_codes: Mapping[int, int], steps: Mapping[int, int], num_memory_kills: int) -> Cause:
+    code = exit_codes[rank]
     likely = _LIKELY.get(code, "")
     if code == -signal.SIGKILL:
-        held = f"it held {gib(memory.held_bytes[rank], 1)}" if memory.held_bytes.get(rank) else ""
-        guess = f"the usual cause is that the machine ran out of memory (see dmesg{held and f'; {held}'})"
-        likely = f"the kernel killed it for lack of memory{held and f', {held}'}" if memory.num_kills > 0 else guess
+        guess = "the usual cause is that the machine ran out of memory (see dmesg)"
+        likely = "the kernel killed it for lack of memory" if num_memory_kills > 0 else guess
     died = f"rank {rank} was killed by {signal_name(-code)}{where(steps.get(rank, -1))}"
     return Cause(rank, 128 - code, died + (likely and f"; {likely}"))

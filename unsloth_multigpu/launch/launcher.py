@@ -185,8 +185,9 @@ class DDPLauncher:
         refusal = find_refusal(events)
         if refusal is None:
             return 0
-        tell(f"\nunsloth_multigpu: {refusal} (exit code {refusal.exit_code})\n")
-        return refusal.exit_code
+        code, what = refusal
+        tell(f"\nunsloth_multigpu: {what} (exit code {code})\n")
+        return code
 
     def _tell_stop(self, events: Sequence[Event]) -> int:
         step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)

@@ -1,7 +1,7 @@
 """`input()` and `getpass()` in a script: asked once, on rank 0, and answered on all ranks of this machine.
 
-Ranks above 0 have no terminal. What is typed may be a secret, so it goes through files that only this user can read,
-and not through the store. Needs no torch.
+Ranks above 0 have no terminal. What is typed may be a secret, so it goes through files in the run's private
+folder, and not through the store. Needs no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import getpass
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -55,7 +54,7 @@ def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: 
             path = run_dir / f"answer_{digest_of([attempt, what, num_asked[what]])}"
             with beat.within(Phase.SCRIPT):
                 if identity.rank == 0:
-                    return _ask(lambda: original(*args, **keywords), path, identity.world_size)
+                    return _ask(lambda: original(*args, **keywords), path)
                 return _receive(path, identity.rank, what)
 
         def restore() -> None:
@@ -71,8 +70,8 @@ def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: 
         yield
 
 
-def _ask(original: Callable[[], str], path: Path, world_size: int) -> str:
-    """Rank 0's part: asks, and leaves a file for each other rank."""
+def _ask(original: Callable[[], str], path: Path) -> str:
+    """Rank 0's part: asks, and leaves a file with the answer."""
     told: dict[str, str] = {}
     try:
         told["answer"] = original()
@@ -81,22 +80,19 @@ def _ask(original: Callable[[], str], path: Path, world_size: int) -> str:
         told |= {"kind": type(error).__name__, "error": str(error)}
         raise
     finally:
-        for rank in range(1, world_size):
-            part = path.with_suffix(f".part_{rank}")
-            with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
-                json.dump(told, file)
-            part.replace(path.with_suffix(f".rank_{rank}"))
+        part = path.with_suffix(".part")
+        part.touch(mode=0o600)
+        part.write_text(json.dumps(told), encoding="utf-8")
+        part.replace(path)
 
 
 def _receive(path: Path, rank: int, what: str) -> str:
-    """The part of the others: what was typed on rank 0, whose file is gone then."""
-    mine = path.with_suffix(f".rank_{rank}")
-    if not wait_until(mine.exists, time.monotonic() + _ANSWER_LIMIT_S):
+    """The part of the others: what was typed on rank 0."""
+    if not wait_until(path.exists, time.monotonic() + _ANSWER_LIMIT_S):
         raise RankTimeoutError(
             f"rank {rank} waited a day for the answer to {what}.", hint="Ask on all ranks or on none of them."
         )
-    told = json.loads(mine.read_text(encoding="utf-8"))
-    mine.unlink()
+    told = json.loads(path.read_text(encoding="utf-8"))
     if "error" in told:
         kind = _KINDS.get(told["kind"], RuntimeError)
         raise kind(told["error"] if told["kind"] in _KINDS else f"{told['kind']} on rank 0: {told['error']}")

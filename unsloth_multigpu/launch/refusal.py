@@ -7,7 +7,6 @@ would be another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from unsloth_multigpu.errors import (
     ConfigError,
@@ -28,22 +27,6 @@ REFUSED, MADE_UP_FOR = "refused", "made_up_for"
 _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A refused training that no later one of the script made up for.
-
-    Args:
-        exit_code: Of the error's class.
-        message: What happened.
-    """
-
-    exit_code: int
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
-
-
 def is_refusal(error: BaseException, num_steps: int) -> bool:
     """True for an error of this package that ends a training which one process would have made.
 
@@ -59,16 +42,16 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
     return isinstance(error, MultiGPUError) and not isinstance(error, NonFiniteGradientError) and num_steps == 0
 
 
-def find_refusal(events: Sequence[Event]) -> Refusal | None:
-    """The refusal that a run, all ranks of which ended with code 0, must not hide.
+def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
+    """The refusal that a run, all ranks of which ended with code 0, must not hide: its exit code and what happened.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
     """
     last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
-    refused = [event.facts for _, event in sorted(last.items()) if event.kind == REFUSED]
-    if not refused:
-        return None
-    step = int(refused[0]["num_steps"])
-    what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
-    return Refusal(int(refused[0]["exit_code"]), f"{what}: {refused[0]['error']}; the script went on without it")
+    for _, event in sorted(last.items()):
+        if event.kind == REFUSED:
+            step = int(event.facts["num_steps"])
+            what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
+            return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script went on without it"
+    return None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
+from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
@@ -23,7 +23,6 @@ from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.process import (
     count_memory_kills,
-    read_held_bytes,
     read_state,
     send_signal,
     send_to_main_thread,
@@ -72,7 +71,6 @@ class Watch:
         self._attempt = attempt
         self._unheard_s = unheard_s
         self._num_kills_before = count_memory_kills()
-        self._held_bytes: dict[int, int] = {}
         self._beats: dict[int, Heartbeat] = {}
         self._last_look_s = self._since_s = time.monotonic()
         self._ending_since_s: float | None = None
@@ -96,10 +94,7 @@ class Watch:
         events, living = self.events(), self._ranks.living()
         if not self._gone:
             self._beats = read_beats(self._run_dir)
-        if len(living) == self._ranks.num_ranks:
-            self._held_bytes = {rank: read_held_bytes(pid) for rank, pid in living.items()}
-        elif not self._gone and not self._is_told_to_end:
-            self._gone = set(self._ranks.exit_codes)
+            self._gone = set() if self._is_told_to_end else set(self._ranks.exit_codes)
         self._end_hang(events, living)
         # Ranks whose teardown hangs.
         late_s = time.monotonic() - 2 * TEARDOWN_LIMIT_S
@@ -114,13 +109,12 @@ class Watch:
     def cause(self) -> Cause:
         """Why this attempt has failed; see `find_cause`."""
         events = self.events()
-        memory = Memory(count_memory_kills() - self._num_kills_before, self._held_bytes)
         return find_cause(
             events,
             {rank: code for rank, code in self._ranks.exit_codes.items() if code or rank in self._gone},
             self._gone,
             self._beats if events else {},  # Otherwise the pages are those of an earlier attempt.
-            memory=memory,
+            num_memory_kills=count_memory_kills() - self._num_kills_before,
             is_one_node=is_one_node(self._config),
             num_ranks=self._ranks.num_ranks,
         )

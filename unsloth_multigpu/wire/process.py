@@ -82,21 +82,13 @@ def read_begin_ticks(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def read_held_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it is gone."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
-
-
 def read_peak_bytes() -> int:
     """Peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):
-        return read_held_bytes(os.getpid())  # Some sandboxes do not report the peak.
+        return int(psutil.Process().memory_info().rss)  # Some sandboxes do not report the peak.
 
 
 def count_memory_kills() -> int:
