@@ -50,14 +50,6 @@ def test_command_is_started_again_as_it_was(tmp_path, form):
         assert rank["allocator"] == UNSLOTHS_ALLOCATOR
 
 
-@pytest.mark.thorough
-def test_one_process_without_accelerators_runs_here(tmp_path):
-    run = run_python([SCRIPT, tmp_path], cwd=tmp_path)
-    assert run.code == 0, run.err
-    assert facts(tmp_path, 1)[0]["launcher"] == "none"
-    assert not (tmp_path / "logs").exists()
-
-
 @pytest.mark.parametrize("program", ["torchrun", pytest.param("accelerate", marks=pytest.mark.thorough)])
 def test_ranks_of_torchrun_are_joined(tmp_path, program):
     module = {
@@ -98,15 +90,6 @@ def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
     run = run_python([SCRIPT, tmp_path], cwd=tmp_path, env=variables)
     assert run.code == 1
     assert "num_gpus=4, but slurm started 2 rank(s) here." in run.err
-
-
-@pytest.mark.thorough
-def test_work_before_the_line_is_named(tmp_path):
-    script = tmp_path / "late.py"
-    script.write_text("import transformers\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n")
-    run = run_python([script], tmp_path, BARE)
-    assert run.code == 0, run.err
-    assert "of work (imported: transformers), which each of the 2 ranks does again" in run.err
 
 
 def test_batch_options_change_the_number_of_steps(tmp_path):

@@ -44,11 +44,6 @@ def test_variable_is_the_one_that_torch_reads(versions: dict[str, str], torch: s
     assert allocator_variables({}) == expected
 
 
-def test_nothing_is_set_without_unsloth(versions: dict[str, str]) -> None:
-    del versions["unsloth_zoo"]
-    assert allocator_variables({}) == {}
-
-
 @pytest.mark.parametrize(
     "environment",
     [{"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)],

@@ -77,14 +77,6 @@ def test_exception_before_training_has_no_step() -> None:
     assert cause.message == "rank 0 failed: KeyError: 'text'"
 
 
-def test_interrupt_that_a_rank_raised_itself_is_the_cause() -> None:
-    run = Run().training(0, 1)
-    run.add("interrupted", 1, 2, error="KeyboardInterrupt: ", traceback="T\n", exit_code=130).add("exiting", 1, 2)
-    cause = find_cause(run.events, {0: -signal.SIGTERM, 1: -signal.SIGINT}, gone={0, 1})
-    assert (cause.rank, cause.exit_code, cause.traceback) == (1, 130, "T\n")
-    assert cause.message == "rank 1 failed after step 2: KeyboardInterrupt"
-
-
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS)
 def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
     run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
@@ -263,13 +255,6 @@ def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) ->
     assert find_cause(run.fails(1, "ValueError: x").events, {0: -number, 1: 1}).rank == 1
 
 
-def test_exit_code_of_a_rank_that_said_nothing_is_kept() -> None:
-    # Python could not even find the script.
-    cause = find_cause([], {0: 2, 1: 2})
-    assert (cause.rank, cause.exit_code) == (0, 2)
-    assert cause.message == "rank 0 exited with code 2"
-
-
 # Hangs, which the supervisor ends itself.
 
 
@@ -340,15 +325,3 @@ def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run, num_ranks
     cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
     assert not cause.is_of_all
     assert cause.message.startswith("rank 1 failed")
-
-
-def test_what_has_happened_stands_before_the_line_of_c_that_saw_it() -> None:
-    source = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
-    error = "OSError: ./checkpoints/checkpoint-8 could not be saved, earlier checkpoints are untouched"
-    run = (
-        Run()
-        .training(0, 1)
-        .fails(1, f"{error}: [{source}] Connection closed by peer [127.0.0.1]:51363. And so on", step=2)
-    )
-    message = find_cause(run.events, {1: 1}).message
-    assert message.startswith(f"rank 1 failed after step 2: {error}: Connection closed by peer [127.0.0.1]:51363")

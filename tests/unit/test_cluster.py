@@ -48,11 +48,6 @@ def test_one_node_needs_no_place_to_meet() -> None:
     assert values({"PET_NPROC_PER_NODE": "2"}) == {"num_gpus": "2"}
 
 
-def test_no_cluster_says_nothing() -> None:
-    assert read_cluster({"PATH": "/bin", "PET_NAME": "rex", "PET_NNODES": ""}) == {}
-    assert read_cluster({"PET_NPROC_PER_NODE": "auto"}) == {}
-
-
 @pytest.mark.parametrize("name", [name for name in KUBEFLOW if name != "PET_NPROC_PER_NODE"])
 def test_variable_that_is_missing_is_named(name: str) -> None:
     for rest in ({k: v for k, v in KUBEFLOW.items() if k != name}, {**KUBEFLOW, name: ""}):
@@ -115,17 +110,6 @@ def test_ranks_read_the_same_options(
     assert record.levelno == logging.INFO
     for part in ("nnodes=2 from PET_NNODES", "rdzv_endpoint=llama-node-0-0.llama:29500 from PET_MASTER_ADDR"):
         assert part in record.getMessage()
-
-
-def test_option_against_the_cluster_is_said_once_with_both_values(
-    on_cluster: Callable[..., MultiGPUConfig], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert on_cluster({**KUBEFLOW, ENV_PREFIX + "NNODES": "1"}).nnodes == "1"
-    (record,) = caplog.records
-    assert (record.levelno, record.getMessage()) == (
-        logging.WARNING,
-        "nnodes=1 was given and is taken; PET_NNODES says 2",
-    )
 
 
 def test_notebook_says_that_it_trains_alone(

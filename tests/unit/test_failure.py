@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -48,16 +47,6 @@ def test_option_that_cannot_be_used_shows_the_users_line_alone() -> None:
 def test_defect_of_this_package_keeps_all_frames() -> None:
     text = shown(lambda: HeartbeatPage(None, 0).mark(Phase.DATA, step="one"))  # type: ignore[arg-type]
     assert "unsloth_multigpu/wire/heartbeat.py" in text
-
-
-def test_debug_keeps_all_frames() -> None:
-    logger = logging.getLogger("unsloth_multigpu")
-    before = logger.level
-    logger.setLevel(logging.DEBUG)
-    try:
-        assert "wire/wait.py" in shown(lambda: wait_until(users_mistake, time.monotonic()))
-    finally:
-        logger.setLevel(before)
 
 
 def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,11 +63,6 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     assert second.unheard_s().keys() == {"node 0 (ranks 0, 1)"}
 
 
-def test_each_node_has_the_place_that_it_was_given(node: Node) -> None:
-    places = meet(node(2, node_rank=1), node(1, node_rank=0))
-    assert [(place.node, place.first_rank) for place in places] == [(1, 1), (0, 0)]
-
-
 def test_one_node_meets_nobody() -> None:
     with Meeting(MultiGPUConfig(), "id", 2) as alone:
         place = alone.meet(0, lambda: False)
@@ -107,6 +102,11 @@ def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node
     assert not first.is_over()
     meet(first, second, attempt=1)
     assert (first.trouble(), second.trouble()) == ("", "")
+    second.fail("rank 1 failed")
+    second.__exit__()
+    wait_until(first.is_over, 20, "news of the end")
+    with pytest.raises(LaunchError, match="The run has ended: node 1 has ended: rank 1 failed"):
+        first.meet(2, lambda: False)
 
 
 def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
@@ -121,16 +121,6 @@ def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
         meet(first, second, attempt=1)
         outcomes = [pool.submit(one.finish, lambda: False) for one in (first, second)]
         assert [outcome.result(20) for outcome in outcomes] == ["", ""]
-
-
-def test_run_that_a_node_has_ended_goes_on_nowhere(node: Node) -> None:
-    first, second = node(), node()
-    meet(first, second)
-    second.fail("rank 1 failed")
-    second.__exit__()
-    wait_until(first.trouble, 20, "news of the end")
-    with pytest.raises(LaunchError, match="The run has ended: node 1 has ended: rank 1 failed"):
-        first.meet(1, lambda: False)
 
 
 def test_node_that_is_silent_is_counted_and_given_up(node: Node) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.nodes import (
-    address_towards,
     is_one_node,
     listen_at,
     shared_seed,
@@ -42,19 +38,6 @@ def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.M
     assert socket_interfaces(config_of("myself:29400")) == {}
 
 
-def test_label_and_scope_of_an_address_do_not_hide_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(family: int, address: str) -> SimpleNamespace:
-        return SimpleNamespace(family=family, address=address)
-
-    listed = {
-        "eth0": [of(socket.AF_INET, "10.0.0.2"), of(socket.AF_INET6, "fe80::1%eth0"), of(-1, "02:42:ac:11:00:02")],
-        "eth0:1": [of(socket.AF_INET, "10.0.0.3")],
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
-    found = [nodes._interface_of(address) for address in ("10.0.0.2", "fe80::1", "10.0.0.3", "10.0.0.4")]
-    assert found == ["eth0", "eth0", "eth0", None]
-
-
 def test_nodes_of_a_run_choose_the_same_without_asking_each_other() -> None:
     assert shared_seed(config_of()) == shared_seed(config_of("10.0.0.1:1"))
     assert shared_seed(config_of()) != shared_seed(config_of(rdzv_id="other"))
@@ -68,11 +51,6 @@ def test_nodes_of_a_run_choose_the_same_without_asking_each_other() -> None:
 )
 def test_endpoint_is_host_and_port(endpoint: str, place: tuple[str, int]) -> None:
     assert split_endpoint(config_of(endpoint)) == place
-
-
-def test_host_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(LaunchError, match=r"finds no way to 'no-such-host\.invalid'"):
-        address_towards("no-such-host.invalid", 29400)
 
 
 def test_only_one_process_of_the_machine_with_that_address_serves() -> None:
