@@ -59,10 +59,10 @@ class DDPLauncher:
     num_ranks: int
     config: MultiGPUConfig
     saves_when_stopped: bool = True
-    run_dir: Path = field(init=False)
-    log_dir: Path = field(init=False)
-    stop: Stop = field(init=False)
-    meeting: Meeting = field(init=False)
+    run_dir: Path = field(init=False, compare=False, repr=False)
+    log_dir: Path = field(init=False, compare=False, repr=False)
+    stop: Stop = field(init=False, compare=False, repr=False)
+    meeting: Meeting = field(init=False, compare=False, repr=False)
 
     def run(self) -> int:
         """Blocks until all ranks have ended.
