@@ -24,7 +24,7 @@ ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
 ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
 ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
-# Digests of the supervisor's random generators at the line: a JSON object, see launch.draw.
+# Digests of the supervisor's random generators at the line: a JSON object, see launch.seeding.
 ENV_RUN_DRAWS = ENV_PREFIX + "RUN_DRAWS"
 # How often the ranks were started before, by a failure or because a node came or went.
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"

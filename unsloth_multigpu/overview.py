@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from unsloth_multigpu.report import NO_WAITING, share, total
-from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, HeartbeatReader, Phase
+from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beats
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import duration, gib, shown_lines
 
@@ -145,13 +145,12 @@ class Overview:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._reader = HeartbeatReader(run.folder, run.num_ranks)
         self._looks: deque[tuple[float, dict[int, Figures]]] = deque()
 
     def look(self) -> Look:
         """The run now. Rates are those since the training began, until it was looked at for some seconds."""
         now_s = time.monotonic()
-        beats = self._reader.read()
+        beats = read_beats(self.run.folder)
         figures = {rank: beat.figures for rank, beat in beats.items()}
         before = self._before(now_s, figures)
         gone = {rank: found.since(before.get(rank, Figures())) for rank, found in figures.items()}

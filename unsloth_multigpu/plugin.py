@@ -41,7 +41,7 @@ class MultiGPUStatus:
 
     Args:
         is_enabled: `enable_multi_gpu` is in effect.
-        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm", "openmpi" or "none".
+        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
         log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
         patches: Every function of another library that is steered, and whether it is.
         report: Figures of the last training; None before the first, or with one rank.
@@ -90,7 +90,7 @@ def enable_multi_gpu(
 
     In a script that you started as `python train.py`, this process becomes the supervisor of `num_gpus` ranks of the
     same command; the call does not return there, and the process ends with the ranks' exit code. In a rank, and with
-    one device, it returns. Under torchrun, accelerate launch, srun or mpirun it joins the ranks that these started.
+    one device, it returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
 
     What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file UNSLOTH_MULTIGPU_CONFIG,
     then from [tool.unsloth_multigpu] in pyproject.toml, then from the default in brackets. These are the options of
@@ -247,7 +247,7 @@ def is_main_process() -> bool:
         LaunchError: The variables of a launcher contradict each other or are incomplete.
     """
     session = active_session()
-    identity = read_identity(os.environ, starts_ranks=False) if session is None else session.identity
+    identity = read_identity(os.environ) if session is None else session.identity
     return identity is None or identity.rank == 0
 
 

@@ -105,7 +105,7 @@ def _draw_alike(session: Session) -> None:
     if session.identity.world_size > 1:
         import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
     if session.context.seed is not None:
-        from unsloth_multigpu.launch.draw import seed_unseeded
+        from unsloth_multigpu.launch.seeding import seed_unseeded
 
         seed_unseeded(session.context.seed, session.context.draws)
     elif session.identity.world_size > 1:

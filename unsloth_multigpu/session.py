@@ -284,7 +284,7 @@ def open_session(
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)
     if session.tool.draws_alike:
-        from unsloth_multigpu.launch.draw import same_random_choices
+        from unsloth_multigpu.launch.seeding import same_random_choices
 
         same_random_choices()
     session.registry = PatchRegistry(_patches(session))

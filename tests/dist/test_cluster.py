@@ -34,8 +34,6 @@ def folder(tmp_path_factory):
             (folder / f"node{node}").mkdir()
             # Kubeflow counts the cores of a pod without a GPU: the first has two ranks here.
             mine = {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": str(2 - node)}
-            # A pod of a PyTorchJob has these beside what a TrainJob's has: of pods, and not of processes.
-            mine |= {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             arguments = [*command, "--folder", folder / "cluster", "plain"]
             process = start(arguments, folder / f"node{node}", {**BARE, **said, **mine, **here})
             outcomes.append(pool.submit(finish, process))
@@ -57,26 +55,19 @@ def test_two_nodes_train_as_one_process_by_variables_alone(folder):
         assert f"num_gpus={2 - node} from PET_NPROC_PER_NODE, nnodes=2 from PET_NNODES" in taken[0]
         assert "ranks 3 " in run["out"]
     assert largest_difference(*(folder / name / "weights_plain" for name in ("cluster", "alone"))) < 2e-6
-
-
-@pytest.mark.thorough
-def test_rank_0_is_on_the_node_that_the_cluster_calls_0(folder):
     logs = [sorted(path.name for path in (folder / f"node{node}" / "logs").iterdir()) for node in range(2)]
-    # Rank 0 of a node keeps its terminal.
+    # Rank 0 is on the node that the cluster calls 0. The first rank of a node has its terminal.
     assert [[name for name in names if name.endswith(".log")] for names in logs] == [["rank_1.log"], []]
-    assert "samples per step: 4" in json.loads((folder / "node0.json").read_text())["err"]
+    assert "samples per step: 4" in runs[0]["err"]
+    wait_until(lambda: not orphans(str(folder)), 30, "end of all processes")
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """Way of tests/dist/scripts/leaves.py -> how its two ranks ended. All at once: they mostly wait."""
-    processes = {}
-    for way in ("late", "killed", "failed"):
-        here = tmp_path_factory.mktemp(way)
-        port = free_port()
-        processes[way] = [start([LEAVES, way], here, slurm(rank, port)) for rank in (0, 1)]
-    with ThreadPoolExecutor(6) as pool:
-        return {way: list(pool.map(finish, ranks)) for way, ranks in processes.items()}
+@pytest.fixture
+def left(request, tmp_path):
+    """How the two ranks of a way of tests/dist/scripts/leaves.py ended."""
+    port = free_port()
+    processes = [start([LEAVES, request.param], tmp_path, slurm(rank, port)) for rank in (0, 1)]
+    return [finish(process) for process in processes]
 
 
 def slurm(rank, port):
@@ -84,23 +75,24 @@ def slurm(rank, port):
     return {**BARE, **number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+@pytest.mark.parametrize("left", ["late"], indirect=True)
 def test_rank_0_serves_the_store_until_the_others_have_left(left):
-    first, second = left["late"]
+    first, second = left
     assert [first.code, second.code] == [0, 0], second.err
     assert "saved on rank 1" in second.out
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("left", ["killed"], indirect=True)
 def test_rank_0_does_not_stay_for_a_rank_that_is_dead(left):
-    first, second = left["killed"]
+    first, second = left
     assert [first.code, second.code] == [0, -9], first.err
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("left", ["failed"], indirect=True)
 def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(left):
-    first, second = left["failed"]
+    first, second = left
     assert [first.code, second.code] == [1, 1]
     assert "ValueError: of rank 0" in first.err
     assert "rank 0 leaves, and with it" not in first.err
-
-
-def test_nothing_is_left(folder):
-    wait_until(lambda: not orphans(str(folder)), 30, "end of all processes")

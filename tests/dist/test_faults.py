@@ -1,8 +1,6 @@
 """What ends a run, and what the user then reads: one message with the cause, the exit code, and nothing left behind."""
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -35,8 +33,6 @@ def attempts_of(text):
 DEATHS = [
     ("raise@0", 1, "rank 0 failed after step 1: ValueError: planted in step 2"),
     ("kill@1", 137, "rank 1 was killed by SIGKILL after step 1"),
-    ("kill@0", 137, "rank 0 was killed by SIGKILL after step 1"),
-    ("segv@1", 139, "rank 1 was killed by SIGSEGV after step 1"),
     ("exit@0", 1, "rank 0 left with exit code 0 after step 1, while other ranks were training"),
     ("os_exit@1", 1, "rank 1 left with exit code 0 after step 1, while other ranks were training"),
 ]
@@ -106,7 +102,7 @@ def test_killed_supervisor_leaves_no_rank(tmp_path):
     wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 def test_signal_ends_all_ranks(tmp_path, number):
     process = start_ranks(tmp_path, "sleep@1")
     wait_until((tmp_path / "sleeping").exists, 120.0, "second step")
@@ -134,33 +130,3 @@ def test_two_jobs_at_once_do_not_meet(tmp_path):
     assert (tmp_path / "logs" / "rank_1.log").exists()
     # Each step adds one on each rank and sums both.
     assert json.loads((tmp_path / "total.json").read_text()) == [14.0]
-
-
-def test_rank_0_owns_the_terminal(tmp_path):
-    script = tmp_path / "asks.py"
-    script.write_text(
-        "import unsloth_multigpu as ump\n"
-        "ump.enable_multi_gpu(num_gpus=2)\n"
-        "import os, sys\n"
-        "rank = os.environ['RANK']\n"
-        "print('streams', rank, sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty())\n"
-        "if rank == '0':\n"
-        "    print('answer', input('name? '))\n"
-    )
-    master, terminal = pty.openpty()
-    process = start([script], cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
-    os.close(terminal)
-    os.write(master, b"Ada\n")
-    shown = b""
-    while True:
-        try:
-            shown += os.read(master, 4096)
-        except OSError:
-            break
-    os.close(master)
-    assert finish(process).code == 0
-    text = shown.decode()
-    assert "streams 0 True True True" in text
-    assert "answer Ada" in text
-    assert "streams 1" not in text
-    assert "streams 1 False False False" in (tmp_path / "logs" / "rank_1.log").read_text()

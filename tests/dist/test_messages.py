@@ -130,6 +130,7 @@ def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
     assert run.code == 77
 
 
+@pytest.mark.thorough
 def test_rank_that_trains_on_behind_an_error_waits_for_those_in_the_training_that_has_failed(tmp_path):
     """Without our supervisor. What it sends in the next training, the others would take for gradients of that one."""
     told = {**BARE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

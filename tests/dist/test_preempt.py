@@ -121,7 +121,7 @@ def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path,
     assert run.code == -number
     text = err.read_text()
     late = (
-        "stopped by SIGUSR1: the ranks did not stop within grace_s=1 s and were ended after step 7. Nothing was saved."
+        "stopped by SIGUSR1 after step 7: the ranks did not stop within grace_s=1 s and were ended. Nothing was saved."
     )
     assert ("all ranks were ended at once." if is_repeated else late) in text
     assert "Traceback" not in text

@@ -60,7 +60,7 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
     assert "rank_N.log" not in end
 
 
-@pytest.mark.parametrize("moment", ["no rank yet", "ranks begin"])
+@pytest.mark.parametrize("moment", [pytest.param("no rank yet", marks=pytest.mark.thorough), "ranks begin"])
 def test_interrupt_in_the_first_second_is_calm(tmp_path, moment):
     process = start([SCRIPT, "missing.json"], tmp_path, BARE)
     if moment == "no rank yet":

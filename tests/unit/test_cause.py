@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.launch.cause import Memory, find_cause, find_early_exit
+from unsloth_multigpu.launch.cause import find_cause, find_early_exit
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 
@@ -77,68 +77,13 @@ def test_exception_before_training_has_no_step() -> None:
     assert cause.message == "rank 0 failed: KeyError: 'text'"
 
 
-def test_interrupt_that_a_rank_raised_itself_is_the_cause() -> None:
-    run = Run().training(0, 1)
-    run.add("interrupted", 1, 2, error="KeyboardInterrupt: ", traceback="T\n", exit_code=130).add("exiting", 1, 2)
-    cause = find_cause(run.events, {0: -signal.SIGTERM, 1: -signal.SIGINT}, gone={0, 1})
-    assert (cause.rank, cause.exit_code, cause.traceback) == (1, 130, "T\n")
-    assert cause.message == "rank 1 failed after step 2: KeyboardInterrupt"
-
-
-def test_error_without_a_text_has_no_stray_colon() -> None:
-    cause = find_cause(Run().fails(0, "AssertionError: ").events, {0: 1})
-    assert cause.message == "rank 0 failed: AssertionError"
-
-
-@pytest.mark.parametrize(
-    ("rank", "error", "step", "hint"),
-    [
-        (1, "EOFError: EOF when reading a line", 4, "Hint: Rank 0 has no terminal or no more input; pass the value"),
-        (1, "EOFError: Ran out of input", 4, ""),
-        (0, CONNECTION_ERRORS[1], 4, ""),
-        (
-            1,
-            "RuntimeError: aten.sub.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to ...",
-            4,
-            "Hint: Weights of a sharded model are DTensors",
-        ),
-        (0, "RuntimeError: FSDP requires a single root module but got (...)", 0, "Hint: Weights of a sharded model"),
-        (0, "SetupError: A part cannot be computed (RuntimeError: got mixed torch.Tensor and DTensor)", 0, ""),
-    ],
-)
-def test_error_whose_text_does_not_help_has_a_hint(rank: int, error: str, step: int, hint: str) -> None:
-    shown = find_cause(Run().fails(rank, error, step).events, {rank: 1}).traceback
-    assert shown.startswith(f"Traceback of rank {rank}\n{hint}")
-    assert ("Hint: " in shown) == bool(hint)
-
-
-def test_exit_code_of_an_error_of_ours_is_kept() -> None:
-    run = Run().training(0, 1).fails(0, "ConfigError: too few samples", exit_code=64)
-    assert find_cause(run.events, {0: 1}).exit_code == 64
-
-
-def test_rank_that_does_not_come_is_to_blame_and_not_the_one_that_has_waited() -> None:
-    late = "RankTimeoutError: rank 1 did not come to open the process group within 5 seconds.\nHint: Let all ranks"
-    run = Run(3).fails(0, CLOSED).fails(2, late, exit_code=124).fails(0, late, exit_code=124)
-    cause = find_cause(run.events, {0: 124, 1: -signal.SIGTERM, 2: 124}, is_one_node=False)
-    assert (cause.rank, cause.exit_code) == (1, 124)
-    assert cause.message.startswith("rank 1 did not come to open the process group within 5 seconds; it hangs")
-    cause = find_cause(run.fails(1, "ValueError: bad row").events, {0: 124, 1: 1, 2: 124})
-    assert cause.message.startswith("rank 1 failed: ValueError")
-
-
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS)
 def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
     run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
     assert find_cause(run.events, {0: 1, 1: 1}).rank == 1
 
 
-def test_first_of_two_own_errors_is_the_cause() -> None:
-    run = Run(3).training(0, 1, 2).fails(2, "ValueError: first").fails(0, "ValueError: second")
-    assert find_cause(run.events, {0: 1, 2: 1}).message.endswith("ValueError: first")
-
-
-@pytest.mark.parametrize("broken", CONNECTION_ERRORS)
+@pytest.mark.parametrize("broken", CONNECTION_ERRORS[:3])
 def test_broken_connection_alone_is_the_cause(broken: str) -> None:
     run = Run().training(0, 1).fails(1, broken).fails(0, CLOSED)
     cause = find_cause(run.events, {0: 1, 1: 1})
@@ -146,18 +91,19 @@ def test_broken_connection_alone_is_the_cause(broken: str) -> None:
     assert broken.rpartition(".cc:534] ")[2] in cause.message
 
 
+def test_rank_that_does_not_come_is_named_by_the_one_that_has_waited() -> None:
+    late = "RankTimeoutError: rank 1 did not come to open the process group within 5 seconds.\nHint: Let all ranks"
+    cause = find_cause(Run().fails(0, late, exit_code=124).events, {0: 124, 1: -signal.SIGTERM}, is_one_node=False)
+    assert (cause.message, cause.exit_code) == ("rank 1 did not come to open the process group within 5 seconds", 124)
+
+
+SHM = "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No space left on device (28)"
+
+
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (
-            of_nccl(
-                "ncclSystemError",
-                "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No space left on "
-                "device (28)",
-            ),
-            "DistBackendError: Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No ",
-            "--shm-size=8g",
-        ),
+        (of_nccl("ncclSystemError", SHM), f"DistBackendError: {SHM[:60]}", "--shm-size=8g"),
         (
             of_nccl("ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
             "DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
@@ -169,24 +115,12 @@ def test_broken_connection_alone_is_the_cause(broken: str) -> None:
             "nvidia-smi",
         ),
         (
-            of_nccl("ncclInternalError", "Bootstrap : no socket interface found"),
-            "DistBackendError: Bootstrap : no socket interface found",
-            "NCCL_SOCKET_IFNAME",
-        ),
-        (
-            of_nccl(
-                "ncclUnhandledCudaError", "Cuda failure 217 'peer access is not supported between these two devices'"
-            ),
-            "DistBackendError: Cuda failure 217 'peer access is not supported between these two devices'",
-            "NCCL_P2P_DISABLE=1",
-        ),
-        (
             "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO)",
             "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO)",
             "`unsloth-multigpu doctor`",
         ),
     ],
-    ids=["shm", "duplicate", "memory", "interface", "peer", "cuda"],
+    ids=["shm", "duplicate", "memory", "cuda"],
 )
 def test_failure_of_nccl_has_a_reason_and_a_remedy_and_is_not_hidden_by_what_follows(
     error: str, message: str, hint: str
@@ -209,12 +143,6 @@ def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hin
     cause = find_cause(Run().fails(1, told).events, {1: 1})
     assert cause.message == "rank 1 failed: OutOfMemoryError: rank 1 ran out of memory"
     assert "Hint: " not in cause.traceback
-
-
-@pytest.mark.parametrize("name", ["NCCL", "XCCL", "oneCCL", "HCCL"])
-def test_each_backend_may_tell_of_a_lost_rank(name: str) -> None:
-    run = Run().training(0, 1).fails(1, f"RuntimeError: {name} collective failed").fails(0, "ValueError: bad row")
-    assert find_cause(run.events, {0: 1, 1: 1}).rank == 0
 
 
 # Ranks that leave without an error.
@@ -263,26 +191,6 @@ def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection()
     assert find_cause(run.events, {1: 1, 0: -6}, gone={1}).message.startswith("rank 0 was killed by SIGABRT")
 
 
-def test_exit_behind_a_broken_connection_is_a_consequence() -> None:
-    run = Run().training(0, 1).fails(1, CLOSED, step=2).add("exiting", 0)
-    assert find_cause(run.events, {1: 1}, gone={1}).rank == 1
-
-
-def test_rank_that_never_trains_while_others_do_is_an_early_exit() -> None:
-    run = Run(3).training(0, 2).add("exiting", 1)
-    left = find_early_exit(run.events, {1})
-    assert left is not None
-    assert left.rank == 1
-
-
-def test_first_of_two_ranks_that_left_is_named() -> None:
-    run = Run(3).training(0, 1, 2).add("left_training", 2, error="SystemExit: 0").add("exiting", 2)
-    run.add("left_training", 1, error="SystemExit: 0").add("exiting", 1)
-    left = find_early_exit(run.events, {1, 2})
-    assert left is not None
-    assert left.rank == 2
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -302,12 +210,6 @@ def test_first_of_two_ranks_that_left_is_named() -> None:
 def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
     gone = {1} if run.events[-1].kind != "training" else set()
     assert find_early_exit(run.events, gone) is None
-
-
-def test_living_rank_between_two_trainings_is_no_early_exit() -> None:
-    run = Run().training(0, 1).add("trained", 0).add("trained", 1).training(0)
-    assert find_early_exit(run.events, set()) is None
-    assert find_early_exit(run.events, {1}) is run.events[-2]
 
 
 # Deaths.
@@ -335,15 +237,8 @@ def test_death_by_signal_is_named(rank: int, number: signal.Signals, exit_code: 
 
 
 def test_kill_for_lack_of_memory_is_told_from_others() -> None:
-    def message(memory: Memory) -> str:
-        return find_cause(Run().training(0, 1).events, {1: -signal.SIGKILL}, {1}, memory=memory).message
-
-    killed = "rank 1 was killed by SIGKILL; "
-    assert message(Memory(1)) == killed + "the kernel killed it for lack of memory"
-    held = {0: 5, 1: 3 * 2**29}
-    assert message(Memory(2, held)) == killed + "the kernel killed it for lack of memory, it held 1.5 GiB"
-    guess = "the usual cause is that the machine ran out of memory (see dmesg; it held 1.5 GiB)"
-    assert message(Memory(0, held)) == killed + guess
+    cause = find_cause(Run().training(0, 1).events, {1: -signal.SIGKILL}, {1}, num_memory_kills=1)
+    assert cause.message == "rank 1 was killed by SIGKILL; the kernel killed it for lack of memory"
 
 
 def test_rank_that_was_killed_in_its_teardown_did_not_die_of_it() -> None:
@@ -352,31 +247,12 @@ def test_rank_that_was_killed_in_its_teardown_did_not_die_of_it() -> None:
     assert find_cause(run.events, {0: -signal.SIGKILL, 1: 1}, {0}).message.startswith("rank 0 was killed by SIGKILL")
 
 
-def test_survivor_that_had_to_be_killed_is_not_blamed() -> None:
-    codes = {0: -signal.SIGKILL, 1: -signal.SIGKILL}
-    assert find_cause(Run().training(0, 1).events, codes, gone={1}).rank == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) -> None:
     run = Run().training(0, 1)
     assert find_cause(run.events, {0: -number, 1: -signal.SIGKILL}, gone={1}).rank == 1
     assert find_cause(Run().events, {0: -number, 1: 3}, gone={1}).message.startswith("rank 1 exited with code 3")
     assert find_cause(run.fails(1, "ValueError: x").events, {0: -number, 1: 1}).rank == 1
-
-
-def test_rank_that_was_gone_first_is_blamed_where_all_ended_by_sigterm() -> None:
-    codes = {0: -signal.SIGTERM, 1: -signal.SIGTERM}
-    cause = find_cause(Run().training(0, 1).events, codes, gone={1})
-    assert (cause.rank, cause.exit_code) == (1, 143)
-    assert "rank 1 was killed by SIGTERM" in cause.message
-
-
-def test_exit_code_of_a_rank_that_said_nothing_is_kept() -> None:
-    # Python could not even find the script.
-    cause = find_cause([], {0: 2, 1: 2})
-    assert (cause.rank, cause.exit_code) == (0, 2)
-    assert cause.message == "rank 0 exited with code 2"
 
 
 # Hangs, which the supervisor ends itself.
@@ -389,11 +265,6 @@ def test_hang_is_the_cause_of_all_that_follows(rank: int, codes: dict[int, int])
     cause = find_cause(run.events, codes, gone={1})
     assert (cause.rank, cause.exit_code, cause.traceback) == (rank, 124, "Stack\n")
     assert cause.message == "rank 1 hangs: ..."
-
-
-def test_hang_is_no_last_word_of_a_rank() -> None:
-    run = Run().training(0, 1).add("trained", 0).add("trained", 1).add("exiting", 1)
-    assert find_early_exit(run.add("hang", -1, message="", stacks="").events, {1}) is None
 
 
 # Ranks that stop because they were asked to.
@@ -422,10 +293,6 @@ def test_exit_code_is_never_zero_nor_above_255() -> None:
     codes: list[dict[int, int]] = [{1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
     for found, exit_codes, gone in itertools.product(events, codes, [set(), {0}, {1}]):
         assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
-
-
-def test_unnamed_signal_is_shown_by_its_number() -> None:
-    assert "killed by signal 35" in find_cause([], {1: -35}).message
 
 
 @pytest.mark.parametrize(("step", "where"), [(-1, ""), (0, " before the first step")])
@@ -458,42 +325,3 @@ def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run, num_ranks
     cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
     assert not cause.is_of_all
     assert cause.message.startswith("rank 1 failed")
-
-
-@pytest.mark.parametrize(
-    ("codes", "is_of_all"), [({0: 2, 1: 2}, True), ({0: 2}, False), ({0: 2, 1: -15}, False), ({0: 2, 1: 3}, False)]
-)
-def test_exit_code_that_all_ranks_end_with_is_one_of_all(codes: dict[int, int], is_of_all: bool) -> None:
-    run = Run().add("exiting", 1).add("exiting", 0)
-    cause = find_cause(run.events, codes, gone={0, 1})
-    assert (cause.is_of_all, cause.exit_code) == (is_of_all, 2)
-    assert cause.message.startswith("all 2 ranks exited with code 2" if is_of_all else "rank 0 exited with code 2")
-
-
-def test_what_has_happened_stands_before_the_line_of_c_that_saw_it() -> None:
-    source = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
-    error = "OSError: ./checkpoints/checkpoint-8 could not be saved, earlier checkpoints are untouched"
-    run = (
-        Run()
-        .training(0, 1)
-        .fails(1, f"{error}: [{source}] Connection closed by peer [127.0.0.1]:51363. And so on", step=2)
-    )
-    message = find_cause(run.events, {1: 1}).message
-    assert message.startswith(f"rank 1 failed after step 2: {error}: Connection closed by peer [127.0.0.1]:51363")
-
-
-def test_long_path_does_not_hide_what_has_happened() -> None:
-    said = "could not be saved, earlier checkpoints are untouched: Broken pipe"
-    folder = "/home/somebody/projects/" + "deep/" * 20 + "checkpoints"
-    run = Run().training(0, 1).fails(1, f"OSError: {folder}/checkpoint-8 {said}", step=2)
-    message = find_cause(run.events, {1: 1}).message
-    assert message.startswith(f"rank 1 failed after step 2: OSError: .../checkpoint-8 {said}")
-    run = Run().training(0, 1).fails(1, f"OSError: /out/checkpoint-8 {said}", step=2)
-    assert f"OSError: /out/checkpoint-8 {said}" in find_cause(run.events, {1: 1}).message
-
-
-def test_long_error_is_shortened_where_its_traceback_has_all_of_it() -> None:
-    run = Run().training(0, 1).fails(1, "RuntimeError: " + "word " * 100, step=3)
-    message = find_cause(run.events, {1: 1}).message
-    assert message.endswith(" word ...")
-    assert len(message) < 200

@@ -1,4 +1,4 @@
-"""What the variables of Kubeflow Trainer and of SkyPilot say, and what a run takes of it."""
+"""What the variables of Kubeflow Trainer say, and what a run takes of it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,6 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "llama-node-0-0.llama",
     "PET_MASTER_PORT": "29500",
 }
-# What SkyPilot sets on the second of two nodes with 8 GPUs each.
-SKYPILOT = {
-    "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.9",
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    "SKYPILOT_TASK_ID": "sky-2026-11-02-10-11-12-345678_cluster_1",
-}
-BOTH = [pytest.param(KUBEFLOW, id="kubeflow"), pytest.param(SKYPILOT, id="skypilot")]
 
 
 def values(environment: dict[str, str]) -> dict[str, Any]:
@@ -47,60 +38,19 @@ def test_kubeflow_says_how_the_nodes_meet() -> None:
     expected = {"nnodes": "2", "rdzv_endpoint": endpoint, "rdzv_id": "llama-node-0-0.llama", "node_rank": "1"}
     assert values(KUBEFLOW) == expected
     assert values({**KUBEFLOW, "PET_NPROC_PER_NODE": "4"}) == {**expected, "num_gpus": "4"}
-    assert values({**KUBEFLOW, "PET_RDZV_ID": "mine"}) == {**expected, "rdzv_id": "mine"}
-
-
-def test_skypilot_says_how_the_nodes_meet() -> None:
-    expected = {
-        "num_gpus": "8",
-        "nnodes": "2",
-        "rdzv_endpoint": "10.0.0.7:29400",
-        "rdzv_id": SKYPILOT["SKYPILOT_TASK_ID"],
-        "node_rank": "1",
-    }
-    assert values(SKYPILOT) == expected
-    without_id = {name: text for name, text in SKYPILOT.items() if name != "SKYPILOT_TASK_ID"}
-    assert values(without_id) == {**expected, "rdzv_id": "10.0.0.7"}
-    # A task without accelerators.
-    on_cpu = {name: value for name, value in expected.items() if name != "num_gpus"}
-    assert values({**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}) == on_cpu
-    assert values({**SKYPILOT, "SKYPILOT_NODE_IPS": "fd00::7 fd00::9"})["rdzv_endpoint"] == "[fd00::7]:29400"
-
-
-@pytest.mark.parametrize("environment", BOTH)
-def test_what_a_cluster_says_makes_a_config(environment: dict[str, str]) -> None:
-    config = MultiGPUConfig.resolve({}, {ENV_PREFIX + n.upper(): v for n, v in values(environment).items()})
-    assert (config.nnodes, config.node_rank) == ("2", 1)
+    assert values({**KUBEFLOW, "PET_MASTER_ADDR": "fd00::7"})["rdzv_endpoint"] == "[fd00::7]:29500"
 
 
 def test_one_node_needs_no_place_to_meet() -> None:
     alone = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "x"}
     assert values(alone) == {"nnodes": "1", "num_gpus": "2"}
-    one = {**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.7", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
-    assert values(one) == {"nnodes": "1", "num_gpus": "8"}
     # As torchrun reads it.
     assert values({"PET_NPROC_PER_NODE": "2"}) == {"num_gpus": "2"}
 
 
-def test_torchrun_s_own_place() -> None:
-    environment = {"PET_NNODES": "4", "PET_RDZV_ENDPOINT": "node0:29400", "PET_RDZV_ID": "job7"}
-    assert values(environment) == {"nnodes": "4", "rdzv_endpoint": "node0:29400", "rdzv_id": "job7"}
-
-
-def test_no_cluster_says_nothing() -> None:
-    assert read_cluster({"PATH": "/bin", "PET_NAME": "rex", "SKYPILOT_USER": "me", "PET_NNODES": ""}) == {}
-    assert read_cluster({"PET_NPROC_PER_NODE": "auto"}) == {}
-
-
-@pytest.mark.parametrize(
-    ("environment", "name", "removed"),
-    [
-        *((KUBEFLOW, name, name) for name in KUBEFLOW if name != "PET_NPROC_PER_NODE"),
-        *((SKYPILOT, name, name) for name in ("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES")),
-    ],
-)
-def test_variable_that_is_missing_is_named(environment: dict[str, str], name: str, removed: str) -> None:
-    for rest in ({k: v for k, v in environment.items() if k != removed}, {**environment, removed: ""}):
+@pytest.mark.parametrize("name", [name for name in KUBEFLOW if name != "PET_NPROC_PER_NODE"])
+def test_variable_that_is_missing_is_named(name: str) -> None:
+    for rest in ({k: v for k, v in KUBEFLOW.items() if k != name}, {**KUBEFLOW, name: ""}):
         with pytest.raises(ConfigError, match=f"is set, but {name} is not") as error:
             read_cluster(rest)
         assert f"Set {name}" in str(error.value)
@@ -113,27 +63,19 @@ def test_nodes_that_come_and_go_are_refused_with_the_command_that_has_them(
         on_cluster({**KUBEFLOW, "PET_NNODES": "1:4"})
 
 
-def test_kubeflow_comes_first() -> None:
-    assert values({**SKYPILOT, **KUBEFLOW}) == values(KUBEFLOW)
-
-
 def test_what_was_given_wins_and_a_contradiction_is_said() -> None:
-    cluster = read_cluster(SKYPILOT)
+    cluster = read_cluster({**KUBEFLOW, "PET_NPROC_PER_NODE": "8"})
     taken = take(cluster, {"num_gpus": 4, "rdzv_id": "mine", "nnodes": "2", "balance": "off"})
-    assert taken.values == {"rdzv_endpoint": "10.0.0.7:29400", "node_rank": "1"}
+    assert taken.values == {"rdzv_endpoint": "llama-node-0-0.llama:29500", "node_rank": "1"}
     assert taken.told == (
-        "taken from the cluster: rdzv_endpoint=10.0.0.7:29400 from SKYPILOT_NODE_IPS, "
-        "node_rank=1 from SKYPILOT_NODE_RANK"
+        "taken from the cluster: rdzv_endpoint=llama-node-0-0.llama:29500 from PET_MASTER_ADDR, "
+        "node_rank=1 from PET_NODE_RANK"
     )
     assert taken.contradictions == (
-        "num_gpus=4 was given and is taken; SKYPILOT_NUM_GPUS_PER_NODE says 8",
-        f"rdzv_id=mine was given and is taken; SKYPILOT_TASK_ID says {SKYPILOT['SKYPILOT_TASK_ID']}",
+        "num_gpus=4 was given and is taken; PET_NPROC_PER_NODE says 8",
+        "rdzv_id=mine was given and is taken; PET_MASTER_ADDR says llama-node-0-0.llama",
     )
-
-
-@pytest.mark.parametrize("environment", BOTH)
-def test_node_that_was_asked_to_train_alone_meets_nobody(environment: dict[str, str]) -> None:
-    cluster = read_cluster(environment)
+    # A node that was asked to train alone meets nobody.
     taken = take(cluster, {"nnodes": 1, "num_gpus": 1})
     assert taken.values == {}
     assert any(line.startswith("nnodes=1 was given") for line in taken.contradictions)
@@ -143,7 +85,7 @@ def test_node_that_was_asked_to_train_alone_meets_nobody(environment: dict[str, 
 def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MultiGPUConfig]:
     """The config of a process with the given variables."""
     for name in list(os.environ):
-        if name.startswith((ENV_PREFIX, "PET_", "SKYPILOT_")):
+        if name.startswith((ENV_PREFIX, "PET_")):
             monkeypatch.delenv(name)
 
     def resolve(environment: dict[str, str], *, is_notebook: bool = False, **arguments: Any) -> MultiGPUConfig:
@@ -170,23 +112,12 @@ def test_ranks_read_the_same_options(
         assert part in record.getMessage()
 
 
-def test_option_against_the_cluster_is_said_once_with_both_values(
-    on_cluster: Callable[..., MultiGPUConfig], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert on_cluster({**KUBEFLOW, ENV_PREFIX + "NNODES": "1"}).nnodes == "1"
-    (record,) = caplog.records
-    assert (record.levelno, record.getMessage()) == (
-        logging.WARNING,
-        "nnodes=1 was given and is taken; PET_NNODES says 2",
-    )
-
-
 def test_notebook_says_that_it_trains_alone(
     on_cluster: Callable[..., MultiGPUConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert on_cluster(SKYPILOT, is_notebook=True).nnodes == "1"
+    assert on_cluster(KUBEFLOW, is_notebook=True).nnodes == "1"
     (record,) = caplog.records
-    assert record.getMessage().startswith("SKYPILOT_NUM_NODES says nnodes=2: a notebook trains on this machine alone")
+    assert record.getMessage().startswith("PET_NNODES says nnodes=2: a notebook trains on this machine alone")
 
 
 def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

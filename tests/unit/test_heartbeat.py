@@ -28,26 +28,6 @@ def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
     assert begin <= beats[11].progress_s <= beats[11].alive_s <= time.monotonic()
 
 
-def test_what_a_mark_leaves_out_stays(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path, 0)
-    page.mark(Phase.COMPUTE, step=7, micro_batch=3)
-    before = read_beats(tmp_path)[0].progress_s
-    page.mark()
-    beat = read_beats(tmp_path)[0]
-    assert (beat.step, beat.phase, beat.micro_batch) == (7, Phase.COMPUTE, 3)
-    assert beat.progress_s > before
-
-
-def test_phase_ends_with_its_block(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path, 0)
-    page.mark(Phase.UPDATE, step=3)
-    with page.within(Phase.AGREE):
-        assert read_beats(tmp_path)[0].phase == Phase.AGREE
-    assert read_beats(tmp_path)[0].phase == Phase.UPDATE
-    with page.within(None):
-        assert read_beats(tmp_path)[0].phase == Phase.UPDATE
-
-
 def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have all of a step still to do where the main thread reads its first number of it."""
     clock = [100.0]
@@ -90,12 +70,6 @@ def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
     assert beat == Heartbeat(progress_s=beat.progress_s, pid=os.getpid())
 
 
-def test_page_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
-    HeartbeatPage(tmp_path, 0)
-    (tmp_path / "beat_rank_1").touch()
-    assert set(read_beats(tmp_path)) == {0}
-
-
 def test_page_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -103,12 +77,6 @@ def test_page_is_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "beat_rank_0").stat().st_mode) == 0o600
-
-
-def test_page_without_a_supervisor_is_written_as_well() -> None:
-    page = HeartbeatPage(None, 0)
-    page.mark(Phase.SAVE, step=3)
-    assert (page.phase, page.step) == (Phase.SAVE, 3)
 
 
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:

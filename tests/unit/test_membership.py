@@ -15,10 +15,10 @@ from tests.helpers.run import free_port, wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import membership
 from unsloth_multigpu.launch.engine import Place
-from unsloth_multigpu.launch.membership import Meeting, MeetingOfNodes, meeting_of
+from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.options import MultiGPUConfig
 
-Node = Callable[..., MeetingOfNodes]
+Node = Callable[..., Meeting]
 
 
 @pytest.fixture
@@ -29,16 +29,16 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     port = free_port()
     with ExitStack() as stack:
 
-        def make(num_ranks: int = 1, node_rank: int | None = None, timeout_s: float = 30.0) -> MeetingOfNodes:
+        def make(num_ranks: int = 1, node_rank: int | None = None, timeout_s: float = 30.0) -> Meeting:
             given = {"nnodes": "2", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
-            made = MeetingOfNodes(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks)
+            made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks)
             stack.enter_context(made)
             return made
 
         yield make
 
 
-def meet(*nodes: MeetingOfNodes, attempt: int = 0) -> list[Place]:
+def meet(*nodes: Meeting, attempt: int = 0) -> list[Place]:
     with ThreadPoolExecutor() as pool:
         places = list(pool.map(lambda one: one.meet(attempt, lambda: False), nodes))
     assert None not in places
@@ -49,10 +49,6 @@ def store_of_ranks(places: list[Place]) -> TCPStore:
     """What a rank connects to; all nodes name the same one."""
     ((address, port),) = {(place.master_addr, place.master_port) for place in places}
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-
-
-def test_one_node_meets_nobody() -> None:
-    assert type(meeting_of(MultiGPUConfig(), "id", 2)) is Meeting
 
 
 def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_attempt(node: Node) -> None:
@@ -67,23 +63,33 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     assert second.unheard_s().keys() == {"node 0 (ranks 0, 1)"}
 
 
-def test_each_node_has_the_place_that_it_was_given(node: Node) -> None:
-    places = meet(node(2, node_rank=1), node(1, node_rank=0))
-    assert [(place.node, place.first_rank) for place in places] == [(1, 1), (0, 0)]
+def test_one_node_meets_nobody() -> None:
+    with Meeting(MultiGPUConfig(), "id", 2) as alone:
+        place = alone.meet(0, lambda: False)
+        assert place is not None
+        assert (place.first_rank, place.world_size, place.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
+        assert (alone.trouble(), alone.unheard_s(), alone.finish(lambda: False)) == ("", {}, "")
+    assert not alone._thread.is_alive()
 
 
 def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
-    nodes = [node(node_rank=0, timeout_s=5.0), node(node_rank=0, timeout_s=5.0)]
+    node(node_rank=0, timeout_s=5.0)
+    with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint="):
+        node(node_rank=0)
+    node(node_rank=1)
+    with pytest.raises(LaunchError, match="node_rank=1 is taken, or more than nnodes=2 nodes are in the run 'job'"):
+        node(node_rank=1).meet(0, lambda: False)
 
-    def error_of(one: MeetingOfNodes) -> str:
-        with pytest.raises(LaunchError) as error:
-            one.meet(0, lambda: False)
-        return str(error.value)
 
-    with ThreadPoolExecutor() as pool:
-        errors = sorted(pool.map(error_of, nodes))
-    assert "Fewer than 2 node(s) met at rdzv_endpoint='127.0.0.1:" in errors[0]
-    assert errors[1].startswith("node_rank=0 is taken, or more than nnodes=2 nodes are in the run 'job'.")
+def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> None:
+    alone = node(timeout_s=0.5)
+    assert alone.meet(0, lambda: True) is None
+    with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) met at .*; waited 0.5 s"):
+        alone.meet(0, lambda: False)
+    given = {"nnodes": "2", "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
+    lost = Meeting(MultiGPUConfig(**given), "j", 1).__enter__()
+    with pytest.raises(LaunchError, match=r"Node 0, which serves rdzv_endpoint=.*, is gone or unreachable"):
+        lost.meet(0, lambda: False)
 
 
 def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node: Node) -> None:
@@ -93,9 +99,14 @@ def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node
     second.fail("rank 1 failed: ValueError: \x1b[2J bad row")
     wait_until(first.trouble, 20, "news of the failure")
     assert first.trouble() == "node 1 has ended: rank 1 failed: ValueError:  [2J bad row"
-    first.check()
+    assert not first.is_over()
     meet(first, second, attempt=1)
     assert (first.trouble(), second.trouble()) == ("", "")
+    second.fail("rank 1 failed")
+    second.__exit__()
+    wait_until(first.is_over, 20, "news of the end")
+    with pytest.raises(LaunchError, match="The run has ended: node 1 has ended: rank 1 failed"):
+        first.meet(2, lambda: False)
 
 
 def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
@@ -112,29 +123,6 @@ def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
         assert [outcome.result(20) for outcome in outcomes] == ["", ""]
 
 
-def test_run_that_a_node_has_ended_goes_on_nowhere(node: Node) -> None:
-    first, second = node(), node()
-    meet(first, second)
-    second.fail("rank 1 failed")
-    second.__exit__()
-    wait_until(first.trouble, 20, "news of the end")
-    with pytest.raises(LaunchError, match="Another node has ended the run 'job': node 1 has ended: rank 1 failed"):
-        first.meet(1, lambda: False)
-
-
-def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> None:
-    alone = node(timeout_s=0.5)
-    assert alone.meet(0, lambda: True) is None
-    with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) met at .*; waited 0.5 s"):
-        alone.meet(0, lambda: False)
-
-
-def test_endpoint_that_nobody_serves_is_an_error(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "listen_at", lambda host, port: None)
-    with pytest.raises(LaunchError, match=r"No node serves rdzv_endpoint='127.0.0.1:\d+'; waited 0.5 s"):
-        node(timeout_s=0.5).meet(0, lambda: False)
-
-
 def test_node_that_is_silent_is_counted_and_given_up(node: Node) -> None:
     first, second = node(timeout_s=1.0), node()
     meet(first, second)
@@ -143,14 +131,3 @@ def test_node_that_is_silent_is_counted_and_given_up(node: Node) -> None:
     assert first.finish(lambda: False) == "node 1 (rank 1) has not been heard for 1 s"
     (silent_s,) = first.unheard_s().values()
     assert 1.0 < silent_s < time.monotonic() - began_s + 1.0
-
-
-def test_node_that_serves_and_is_gone_is_named(node: Node) -> None:
-    first, second = node(), node()
-    meet(first, second)
-    first.__exit__()
-    first._thread.join(20)
-    del first._ranks_store
-    second._others = {}
-    wait_until(lambda: second._error is not None or second.trouble(), 20, "end of the store")
-    assert second.trouble()

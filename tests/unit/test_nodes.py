@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import socket
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.nodes import (
-    address_towards,
     is_one_node,
     listen_at,
     shared_seed,
@@ -33,31 +29,13 @@ def test_one_node_stays_on_its_loopback_interface() -> None:
 def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_interfaces(config_of()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     # NCCL by itself would take the first one.
-    monkeypatch.setattr(nodes, "_interfaces", lambda: {"172.18.0.1": "br-1", "10.0.0.2": "eth1", "127.0.0.1": "lo"})
+    monkeypatch.setattr(nodes, "_interface_of", {"172.18.0.1": "br-1", "10.0.0.2": "eth1", "127.0.0.1": "lo"}.get)
     monkeypatch.setattr(nodes, "address_towards", lambda host, port: "10.0.0.2")
     chosen = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
     assert socket_interfaces(config_of("10.0.0.1:29400")) == chosen
     # The machine's own name leads to its loopback interface, where no other node is.
     monkeypatch.setattr(nodes, "address_towards", lambda host, port: "127.0.1.1")
     assert socket_interfaces(config_of("myself:29400")) == {}
-
-
-def test_every_interface_is_found_by_its_addresses() -> None:
-    found = nodes._interfaces()
-    assert found["127.0.0.1"] == "lo"
-    assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
-
-
-def test_label_and_scope_of_an_address_do_not_hide_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(family: int, address: str) -> SimpleNamespace:
-        return SimpleNamespace(family=family, address=address)
-
-    listed = {
-        "eth0": [of(socket.AF_INET, "10.0.0.2"), of(socket.AF_INET6, "fe80::1%eth0"), of(-1, "02:42:ac:11:00:02")],
-        "eth0:1": [of(socket.AF_INET, "10.0.0.3")],
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
-    assert nodes._interfaces() == {"10.0.0.2": "eth0", "fe80::1": "eth0", "10.0.0.3": "eth0"}
 
 
 def test_nodes_of_a_run_choose_the_same_without_asking_each_other() -> None:
@@ -73,11 +51,6 @@ def test_nodes_of_a_run_choose_the_same_without_asking_each_other() -> None:
 )
 def test_endpoint_is_host_and_port(endpoint: str, place: tuple[str, int]) -> None:
     assert split_endpoint(config_of(endpoint)) == place
-
-
-def test_host_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(LaunchError, match=r"finds no way to 'no-such-host\.invalid'"):
-        address_towards("no-such-host.invalid", 29400)
 
 
 def test_only_one_process_of_the_machine_with_that_address_serves() -> None:

@@ -164,7 +164,7 @@ def test_process_that_is_gone_is_told(run: Run) -> None:
     child.wait()
     pages(run, TEN_STEPS)
     data = bytearray(Path(run.folder, "beat_rank_0").read_bytes())
-    data[384:392] = child.pid.to_bytes(8, sys.byteorder)
+    data[280:288] = child.pid.to_bytes(8, sys.byteorder)
     Path(run.folder, "beat_rank_0").write_bytes(data)
     look = Overview(run).look()
     assert dict(columns_of(look))["doing"] == ["its process is gone"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 
@@ -20,19 +19,16 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2",
 NODES = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
 
 
-def role(
-    environment: Mapping[str, str], parents: Mapping[str, str] | None = None, group_size: int = 0, spawned: bool = False
-) -> str:
-    return find_role(environment, parents or {}, own_pid=7, group_size=group_size, is_spawned_by_torch=spawned)
+def role(environment: Mapping[str, str], parents: Mapping[str, str] | None = None, several: bool = False) -> str:
+    return find_role(environment, parents or {}, own_pid=7, is_one_of_several=several)
 
 
-@pytest.mark.parametrize("group_size", [0, 2])
-@pytest.mark.parametrize("spawned", [False, True])
-def test_process_with_variables_of_its_own_is_a_rank(group_size: int, spawned: bool) -> None:
-    assert role(RANK, {}, group_size, spawned) == "rank"
+@pytest.mark.parametrize("several", [False, True])
+def test_process_with_variables_of_its_own_is_a_rank(several: bool) -> None:
+    assert role(RANK, {}, several) == "rank"
     # One task for each node, which starts a process for each of its cards.
-    assert role({**NODES, **RANK, "RANK": "5", "WORLD_SIZE": "8"}, NODES, group_size, spawned) == "rank"
-    assert role({**RANK, ENV_RANK_PID: "7"}, {}, group_size, spawned) == "rank"  # Its second call.
+    assert role({**NODES, **RANK, "RANK": "5", "WORLD_SIZE": "8"}, NODES, several) == "rank"
+    assert role({**RANK, ENV_RANK_PID: "7"}, {}, several) == "rank"  # Its second call.
 
 
 @pytest.mark.parametrize(
@@ -50,13 +46,12 @@ def test_helper_of_a_script_or_of_a_rank_is_none(environment: dict[str, str], pa
     assert role(environment, parents) == "helper"
 
 
-@pytest.mark.parametrize(("group_size", "spawned"), [(2, False), (0, True), (2, True)])
-def test_rank_that_does_not_know_itself_is_refused(group_size: int, spawned: bool) -> None:
+def test_rank_that_does_not_know_itself_is_refused() -> None:
     with pytest.raises(SetupError, match="one of several that multiprocessing has started") as error:
-        role({}, {}, group_size, spawned)
+        role({}, {}, several=True)
     assert "Before this call set RANK" in str(error.value)
     with pytest.raises(LaunchError, match="LOCAL_RANK"):
-        role({"RANK": "0", "WORLD_SIZE": "2"}, {}, group_size, spawned)
+        role({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_only_children_of_multiprocessing_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +60,8 @@ def test_only_children_of_multiprocessing_are_asked(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(ENV_RUN_DIR, raising=False)
     monkeypatch.setenv(ENV_RANK_PID, "")
     monkeypatch.delenv(ENV_RANK_PID)
-    monkeypatch.setattr(spawned, "_environment_of", lambda pid: {})
+    # The parent was started without these variables.
+    monkeypatch.setattr(spawned.psutil, "Process", lambda pid: SimpleNamespace(environ=dict))
     assert not is_helper()
     with monkeypatch.context() as child:
         child.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))
@@ -76,8 +72,3 @@ def test_only_children_of_multiprocessing_are_asked(monkeypatch: pytest.MonkeyPa
         assert is_helper()  # A worker of a data loader.
         child.setattr(torch.utils.data, "get_worker_info", lambda: None)
         assert not is_helper()
-
-
-def test_variables_of_a_process_are_those_that_it_was_started_with() -> None:
-    assert spawned._environment_of(os.getpid()).keys() & os.environ.keys()
-    assert spawned._environment_of(2**30) == {}

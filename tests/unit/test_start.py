@@ -234,7 +234,7 @@ def test_ranks_have_time_to_save_unless_they_are_compared(
     found: list[Any] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(launcher, "Stop", lambda signals, run_dir, num_ranks, grace_s: grace_s)
-    monkeypatch.setattr(launcher, "Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-2])))
+    monkeypatch.setattr(launcher.DDPLauncher, "_run_attempt", lambda self, *_: found.append(self.stop) or 0)
     launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs")), saves).run()
     assert found == [grace_s]
 
@@ -258,7 +258,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
 events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True), step=4)
-rank._report_end(SimpleNamespace(rank=0), 0, events, "none", threading.Event())
+rank._report_end(SimpleNamespace(rank=0), events, "none", threading.Event())
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
 sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

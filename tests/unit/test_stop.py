@@ -1,6 +1,5 @@
 """What does the supervisor do with a signal? Its ranks are pages and events here."""
 
-import json
 import os
 import signal
 import time
@@ -74,31 +73,10 @@ def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat,
     assert (stop.signal_number, stop.how) == (number, "at once")
 
 
-def test_without_grace_the_first_signal_ends_all_at_once(signals, tmp_path, beat):
-    stop = Stop(signals, tmp_path, 1, 0.0)
-    send(signal.SIGTERM)
-    assert stop.turn(BOTH) == signal.SIGTERM
-    assert stop.how == "at once"
-
-
 def test_lost_terminal_ends_all_at_once(stop, beat):
     send(signal.SIGHUP)
     assert stop.turn(BOTH) == signal.SIGTERM
     assert (stop.signal_number, stop.how) == (signal.SIGHUP, "at once")
-
-
-def test_signal_while_no_rank_runs_is_heard(stop):
-    assert not stop.is_asked()
-    send(signal.SIGTERM)
-    assert stop.is_asked()
-    assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
-
-
-def test_page_of_a_rank_that_has_ended_asks_nobody(stop, beat):
-    # The next attempt's rank is still importing.
-    send(signal.SIGTERM)
-    assert stop.turn([]) == signal.SIGTERM
-    assert stop.how == "at once"
 
 
 def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
@@ -126,17 +104,6 @@ def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, 
     assert stop.turn(BOTH[:num_started]) == sent
     assert (stop.signal_number, stop.how, asked()) == (number, "at once", None)
     assert stop.turn(BOTH) is None
-
-
-def test_second_signal_kills_ranks_that_are_ending(stop, beat):
-    beat.mark(Phase.SCRIPT)
-    send(signal.SIGINT)
-    assert stop.turn(BOTH) == signal.SIGINT
-    send(signal.SIGINT)  # At once: the same again.
-    assert stop.turn(BOTH) is None
-    stop._first_s -= 1.0
-    send(signal.SIGINT)
-    assert stop.turn(BOTH) == signal.SIGKILL
 
 
 def test_rank_that_does_not_end_is_killed(stop, beat):
@@ -167,7 +134,7 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with Signals() as signals:
-            assert signal.getsignal(signal.SIGTERM) == signals._receive
+            assert signal.getsignal(signal.SIGTERM) not in (before[signal.SIGTERM], signal.SIG_IGN)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             send(signal.SIGTERM, signal.SIGHUP)
             assert (signals.take()[0], signals.take()) == (signal.SIGTERM, None)
@@ -178,44 +145,24 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
             signal.signal(number, handler)
 
 
-def test_ranks_that_are_started_again_are_not_asked_what_those_before_were(stop, tmp_path):
-    ask_to_stop(tmp_path, 0, StopRequest(signal.SIGTERM, time.monotonic() - 1.0))
-    stop.begin_attempt(1)
-    assert stop.turn(BOTH) is None
-    assert stop.signal_number == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "how", "resume", "text"),
     [
-        (
-            "stopped",
-            "/out/checkpoint-4",
-            "saved",
-            "auto",
-            "stopped by SIGTERM after step 4. The same command resumes from /out/checkpoint-4.",
-        ),
-        (
-            "stopped",
-            "/out/checkpoint-4",
-            "saved",
-            "off",
-            "stopped by SIGTERM after step 4. With resume='auto' the same command resumes from /out/checkpoint-4.",
-        ),
-        ("stopped", "", "saved", "off", "stopped by SIGTERM after step 4. Nothing was saved."),
+        ("stopped", "/c-4", "saved", "auto", " after step 4. The same command resumes from /c-4."),
+        ("stopped", "/c-4", "saved", "off", " after step 4. With resume='auto' the same command resumes from /c-4."),
+        ("stopped", "", "saved", "off", " after step 4. Nothing was saved."),
         (
             "training",
-            "/out/checkpoint-2",
+            "/c-2",
             "late",
             "auto",
-            "stopped by SIGTERM: the ranks did not stop within grace_s=5 s and were ended after step 4. "
-            "The same command resumes from /out/checkpoint-2.",
+            " after step 4: the ranks did not stop within grace_s=5 s and were ended. "
+            "The same command resumes from /c-2.",
         ),
-        ("training", "", "at once", "off", "stopped by SIGTERM after step 4: all ranks were ended at once."),
+        ("training", "", "at once", "off", " after step 4: all ranks were ended at once."),
     ],
 )
 def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how, resume, text):
     stop.signal_number, stop.how = signal.SIGTERM, how
     events = [Event("started", 0, 0, 1.0, -1, {"pid": 1}), Event(kind, 0, 0, 2.0, 4, {"checkpoint": checkpoint})]
-    assert describe_stop(stop, events, 4, 5.0, resume) == text
-    assert json.dumps(text).isascii()
+    assert describe_stop(stop, events, 4, 5.0, resume) == f"stopped by SIGTERM{text}"

@@ -14,7 +14,7 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
 from unsloth_multigpu.launch import engine, launcher
 from unsloth_multigpu.launch.cause import Cause, find_cause
-from unsloth_multigpu.launch.launcher import DDPLauncher, Supervisor
+from unsloth_multigpu.launch.launcher import DDPLauncher
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import Event
 
@@ -57,17 +57,21 @@ class Met:
     """In the place of a meeting of nodes."""
 
     def __init__(self, becomes: str = "", is_over: bool = False) -> None:
-        self.becomes, self.is_over, self.told = becomes, is_over, ""
+        self.becomes, self.told = becomes, ""
+        self.is_over = lambda: is_over
 
     def finish(self, is_stopped: object) -> str:
         return self.becomes
 
-    def check(self) -> None:
-        if self.is_over:
-            raise LaunchError("over", hint="none")
-
     def fail(self, message: str) -> None:
         self.told = message
+
+
+def launcher_of(folder: Path, stop: Stopped | None = None, met: Met | None = None) -> DDPLauncher:
+    made = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
+    made.run_dir = made.log_dir = folder
+    made.stop, made.meeting = stop or Stopped(), met or Met()  # type: ignore[assignment]
+    return made
 
 
 def judge(
@@ -78,9 +82,7 @@ def judge(
     trouble: str = "",
     attempt: int = 0,
 ) -> int | None:
-    started = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
-    given: Any = (started, folder, folder, "run", {}, stop or Stopped(), met or Met())
-    return Supervisor(*given)._judge(attempt, watch, trouble)  # type: ignore[arg-type]
+    return launcher_of(folder, stop, met)._judge(attempt, watch, trouble)  # type: ignore[arg-type]
 
 
 def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,27 +119,6 @@ def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path: Path, capf
     assert "ValueError: bad row" in told
 
 
-@pytest.mark.parametrize(("is_asked", "code"), [(False, 130), (True, -signal.SIGINT)])
-def test_interrupt_is_the_supervisors_or_the_ranks_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_asked: bool, code: int
-) -> None:
-    interrupted = event("interrupted", 1, error="KeyboardInterrupt: ", traceback="T", exit_code=130)
-    stop = Stopped(signal.SIGINT if is_asked else 0, "at once" if is_asked else "saved")
-    assert judge(tmp_path, Watched(interrupted, r0=-signal.SIGTERM, r1=-signal.SIGINT), stop, attempt=1) == code
-    said = "all ranks were ended at once." if is_asked else "rank 1 failed after step 4: KeyboardInterrupt."
-    assert said in capfd.readouterr().err
-
-
-def test_rank_that_did_not_hear_a_signal_and_failed_by_it_was_stopped(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Python may lose a KeyboardInterrupt, in a destructor for example; the script then runs on, to its `input()`."""
-    lost = event("exception", 0, error="EOFError: EOF when reading a line", traceback="T", exit_code=1)
-    stop = Stopped(signal.SIGINT, "at once")
-    assert judge(tmp_path, Watched(lost, r0=1, r1=-signal.SIGINT), stop) == -signal.SIGINT
-    assert "EOFError" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(("kind", "code"), [("stopped", -signal.SIGTERM), ("training", 0)])
 def test_ranks_that_saved_end_by_the_signal_unless_the_script_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int
@@ -155,9 +136,9 @@ def test_other_nodes_that_fail_restart_this_one(tmp_path: Path, capfd: pytest.Ca
     assert judge(tmp_path, Watched(r0=0), met=Met("node 1 has ended: ValueError")) is None
     again = "unsloth_multigpu: node 1 has ended: ValueError. Starting all ranks again (1).\n"
     assert capfd.readouterr().err.count(again) == 2
-    with pytest.raises(LaunchError, match="Another node has ended the run: node 1 has ended: ValueError"):
+    with pytest.raises(LaunchError, match="The run has ended: node 1 has ended: ValueError"):
         judge(tmp_path, lost, trouble="node 1 has ended: ValueError", attempt=1)
-    with pytest.raises(LaunchError, match="over"):
+    with pytest.raises(LaunchError, match="The run has ended"):
         judge(tmp_path, lost, met=Met(is_over=True), trouble="node 1 has ended: ValueError")
 
 
@@ -170,9 +151,8 @@ def test_run_folder_that_is_gone_ends_the_ranks(tmp_path: Path) -> None:
         def living(self) -> dict[int, int]:
             return {0: 1}
 
-    given: Any = (DDPLauncher(["true"], 2, MultiGPUConfig()), tmp_path, tmp_path, "run", {}, Stopped(), Met())
     with pytest.raises(LaunchError, match="can no longer watch its ranks, so it ended them") as error:
-        Supervisor(*given)._follow(Living(), Blind())  # type: ignore[arg-type]
+        launcher_of(tmp_path)._follow(Living(), Blind())  # type: ignore[arg-type]
     assert str(tmp_path) in error.value.hint
 
 

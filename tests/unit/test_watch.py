@@ -113,14 +113,6 @@ def test_node_that_is_not_heard_ends_the_ranks(ranks: Begin, monkeypatch: pytest
     assert "Stack of rank 1 " in cause.traceback
 
 
-def test_rank_that_has_no_others_left_is_ended(ranks: Begin) -> None:
-    watch, (deaf, waits) = ranks("deaf", "wait", hang_timeout_s=0.0)
-    follow(watch, lambda: len(watch.events()) == 4)
-    watch.end()
-    follow(watch, lambda: None not in (deaf.poll(), waits.poll()))
-    assert (deaf.wait(), waits.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
-
-
 def test_survivor_that_does_not_listen_is_killed(ranks: Begin) -> None:
     begin_s = time.monotonic()
     watch, (deaf, dies) = ranks("deaf", "die", hang_timeout_s=0.0)
@@ -128,15 +120,6 @@ def test_survivor_that_does_not_listen_is_killed(ranks: Begin) -> None:
     assert time.monotonic() - begin_s >= TEARDOWN_LIMIT_S
     message = watch.cause().message
     assert message.startswith("rank 1 was killed by SIGKILL after step 2; the usual cause is that the machine")
-
-
-def test_rank_that_was_told_to_end_has_not_ended_by_itself(ranks: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_EARLY_EXIT_GRACE_S", 0.5)
-    watch, (deaf, caught) = ranks("deaf", "catch", hang_timeout_s=0.0)
-    follow(watch, lambda: None not in (deaf.poll(), caught.poll()))
-    assert (deaf.wait(), caught.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
-    told = "rank 1 left train() by an error after step 2, which its script caught, while other ranks were training: "
-    assert watch.cause().message == f"{told}ValueError: planted"
 
 
 @pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 2.0)])

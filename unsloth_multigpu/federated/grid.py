@@ -20,7 +20,7 @@ from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.pool import SlotPool
 from unsloth_multigpu.federated.report import ClientRecord
 from unsloth_multigpu.federated.slot import Slot, Task
-from unsloth_multigpu.wire.folder import locked_log_dir
+from unsloth_multigpu.wire.folder import exclusive_log_dir
 
 # The node id of Flower's SuperLink.
 _SERVER_NODE_ID = 1
@@ -61,7 +61,7 @@ class ProcessGrid(Grid):
             raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
         packed = pack(app)
         with ExitStack() as stack:
-            logs = stack.enter_context(locked_log_dir(Path(log_dir)))
+            logs = stack.enter_context(exclusive_log_dir(Path(log_dir)))
             slots = [Slot(index, device, logs) for index, device in enumerate(places)]
             self.pool = SlotPool(packed, slots, placement, seed)
             stack.callback(self.pool.close)

@@ -227,7 +227,7 @@ def _refuse_ranks() -> None:
     """A server is one process: as a rank it would exist several times, and its slots would fight for the devices."""
     from unsloth_multigpu.plugin import is_multi_gpu_enabled
 
-    identity = read_identity(os.environ, starts_ranks=False)
+    identity = read_identity(os.environ)
     if identity is not None and identity.world_size > 1:
         raise SetupError(
             f"This process is rank {identity.rank} of {identity.world_size}, started by {identity.launcher}.",

@@ -1,6 +1,6 @@
 """A store that rank 0 serves goes with rank 0's process: rank 0 is the last to leave.
 
-Torch elastic serves the ranks' store from a process of its own. Under srun, mpirun and Ray rank 0 serves it, and a rank
+Torch elastic serves the ranks' store from a process of its own. Under srun and Ray rank 0 serves it, and a rank
 that still waits for a word of the others would lose its connection.
 """
 

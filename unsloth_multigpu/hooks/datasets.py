@@ -92,7 +92,7 @@ class _MapOrder:
 
     def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
         """The first rank's part: works, and tells the others what it has drawn."""
-        from unsloth_multigpu.launch.draw import generator_digests
+        from unsloth_multigpu.launch.seeding import generator_digests
 
         before, drawn = generator_digests(), ""
         try:
@@ -139,7 +139,7 @@ class _MapOrder:
 def _take_over(drawn: str) -> None:
     """Gives this rank the random state that the first rank's call has left, unless the script seeds ranks apart."""
     from unsloth_multigpu.group.random_state import write_random_state
-    from unsloth_multigpu.launch.draw import generator_digests
+    from unsloth_multigpu.launch.seeding import generator_digests
 
     before, after = json.loads(drawn)
     if before == generator_digests():

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,18 @@ class Place:
     master_addr: str
     master_port: int
 
+    def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
+        """Of one rank, as torchrun sets them."""
+        return {
+            "RANK": str(self.first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
 
 class Ranks:
     """The processes of this node's ranks. Used by one thread.
@@ -44,7 +56,7 @@ class Ranks:
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        self._processes = dict(processes)
+        self._processes = processes
         self.exit_codes: dict[int, int] = {}
 
     def __enter__(self) -> Ranks:
@@ -96,19 +108,20 @@ def start_ranks(
         LaunchError: The system starts no further process.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    with ExitStack() as undo:
-        for local_rank in range(num_ranks):
-            rank = place.first_rank + local_rank
-            variables = {**environment, **_variables(place, rank, local_rank, num_ranks)}
-            try:
-                processes[rank] = _start(command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log")
-            except OSError as error:
-                raise LaunchError(
-                    f"rank {rank} could not be started: {error}.",
-                    hint="Free memory and processes of this machine, or start fewer ranks.",
-                ) from error
-            undo.push(Ranks({rank: processes[rank]}))
-        undo.pop_all()
+    for local_rank in range(num_ranks):
+        rank = place.first_rank + local_rank
+        variables = {**environment, **place.variables(local_rank, num_ranks)}
+        try:
+            processes[rank] = _start(command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log")
+        except BaseException as error:
+            with Ranks(processes):
+                pass  # Ends those that were started.
+            if not isinstance(error, OSError):
+                raise
+            raise LaunchError(
+                f"rank {rank} could not be started: {error}.",
+                hint="Free memory and processes of this machine, or start fewer ranks.",
+            ) from error
     return Ranks(processes)
 
 
@@ -129,16 +142,3 @@ def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | N
 def _open_private(path: str, flags: int) -> int:
     # Others may be allowed to write in the folder of logs: a link in a log's place is not followed.
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
-def _variables(place: Place, rank: int, local_rank: int, num_ranks: int) -> dict[str, str]:
-    """As torchrun sets them."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": str(place.node),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
-    }

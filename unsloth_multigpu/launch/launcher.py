@@ -9,14 +9,14 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
 from unsloth_multigpu.launch.engine import Ranks, start_ranks
-from unsloth_multigpu.launch.membership import Meeting, meeting_of
+from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
 from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
@@ -36,25 +36,33 @@ logger = get_logger(__name__)
 # Failures that would repeat at each start. The meaning of a script's own exit codes is not known, so those failures are
 # tried again, as max_restarts asks.
 _PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
-# As torchrun sets it: a collective that fails ends the process, after its groups were torn down.
-_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class DDPLauncher:
-    """Starts the ranks of one node and watches over them until the last one has ended.
+    """Starts the ranks of one node, again where they fail, and watches over them until the last one has ended.
 
     Args:
         command: What every rank executes.
         num_ranks: Ranks to start; rank r drives device r.
         config: The run's options.
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
+
+    Attributes:
+        run_dir: The run's private folder.
+        log_dir: Folder of rank_N.log.
+        stop: Receives signals.
+        meeting: Of this node with the others.
     """
 
     command: Sequence[str]
     num_ranks: int
     config: MultiGPUConfig
     saves_when_stopped: bool = True
+    run_dir: Path = field(init=False, compare=False, repr=False)
+    log_dir: Path = field(init=False, compare=False, repr=False)
+    stop: Stop = field(init=False, compare=False, repr=False)
+    meeting: Meeting = field(init=False, compare=False, repr=False)
 
     def run(self) -> int:
         """Blocks until all ranks have ended.
@@ -70,59 +78,40 @@ class DDPLauncher:
         with ExitStack() as stack:
             # Until the folder is gone.
             signals = stack.enter_context(Signals())
-            run_dir = stack.enter_context(private_dir())
-            log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
-            write_run(run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, log_dir)
+            self.run_dir = stack.enter_context(private_dir())
+            self.log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
+            write_run(self.run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, self.log_dir)
             run_id = self.config.rdzv_id or uuid.uuid4().hex
-            variables = rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ)
-            logger.debug("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
+            told = rank_environment(self.config, self.num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
+            environment = {**os.environ, **told, "TORCHELASTIC_RUN_ID": run_id}
             grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
-            stop = Stop(signals, run_dir, self.num_ranks, grace_s)
-            meeting = stack.enter_context(meeting_of(self.config, run_id, self.num_ranks))
-            return Supervisor(self, run_dir, log_dir, run_id, {**os.environ, **variables}, stop, meeting).run()
+            self.stop = Stop(signals, self.run_dir, self.num_ranks, grace_s)
+            self.meeting = stack.enter_context(Meeting(self.config, run_id, self.num_ranks))
+            try:
+                codes = (self._run_attempt(attempt, environment) for attempt in itertools.count())
+                return next(code for code in codes if code is not None)
+            except LaunchError as error:
+                self.meeting.fail(str(error))
+                tell(f"\nunsloth_multigpu: {error}\n")
+                return error.exit_code
 
-
-@dataclass(frozen=True)
-class Supervisor:
-    """Starts the ranks, again where they fail, waits for them, and tells the user how they ended.
-
-    Args:
-        launcher: What to start.
-        run_dir: The run's private folder.
-        log_dir: Folder of rank_N.log.
-        run_id: Name of the run.
-        environment: Variables of all ranks in all attempts.
-        stop: Hears of signals.
-        meeting: Of this node with the others.
-    """
-
-    launcher: DDPLauncher
-    run_dir: Path
-    log_dir: Path
-    run_id: str
-    environment: Mapping[str, str]
-    stop: Stop
-    meeting: Meeting
-
-    def run(self) -> int:
-        """See `DDPLauncher.run`."""
-        try:
-            return next(code for attempt in itertools.count() if (code := self._run_attempt(attempt)) is not None)
-        except LaunchError as apart:
-            self.meeting.fail(str(apart))
-            tell(f"\nunsloth_multigpu: {apart}\n")
-            return apart.exit_code
-
-    def _run_attempt(self, attempt: int) -> int | None:
+    def _run_attempt(self, attempt: int, environment: Mapping[str, str]) -> int | None:
         """The exit code of the run; None where the ranks are to be started again."""
         self.stop.begin_attempt(attempt)
         place = self.meeting.meet(attempt, self.stop.is_asked)
         if place is None or self.stop.is_asked():
             return self._tell_stop([])
-        launcher = self.launcher
-        variables = {**_DEFAULTS, **self.environment, **_attempt_variables(attempt, launcher.config, self.run_id)}
-        with start_ranks(launcher.command, launcher.num_ranks, place, variables, self.log_dir) as ranks:
-            watch = Watch(ranks, self.run_dir, self.log_dir, launcher.config, attempt, self.meeting.unheard_s)
+        # As torchrun sets them. By the agent's store torch knows that no rank serves the one at MASTER_ADDR.
+        variables = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **environment,
+            **attempt_variables(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        with start_ranks(self.command, self.num_ranks, place, variables, self.log_dir) as ranks:
+            watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.meeting.unheard_s)
             trouble = self._follow(ranks, watch)
         return self._judge(attempt, watch, trouble)
 
@@ -157,29 +146,33 @@ class Supervisor:
         elif stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
             return self._tell_stop(events)
         if not trouble:
-            return self._tell_failure(attempt, watch.cause(), self._refused_restart(events))
-        self.meeting.check()
-        if attempt >= self.launcher.config.max_restarts:
-            raise LaunchError(
-                f"Another node has ended the run: {trouble}.", hint="Start the command again on all nodes."
-            )
+            return self._tell_failure(attempt, watch.cause(), events)
+        if attempt >= self.config.max_restarts or self.meeting.is_over():
+            raise LaunchError(f"The run has ended: {trouble}.", hint="Start the command again on all nodes.")
         tell(f"\nunsloth_multigpu: {trouble}. Starting all ranks again ({attempt + 1}).\n")
         return None
 
-    def _refused_restart(self, events: Sequence[Event]) -> str:
-        if self.stop.is_asked():
-            return f"no restart after {signal.Signals(self.stop.signal_number).name}"
-        is_permanent = any(e.kind == "exception" and e.facts.get("exit_code") in _PERMANENT for e in events)
-        return "no restart: the ranks would fail the same way" if is_permanent else ""
-
-    def _tell_failure(self, attempt: int, cause: Cause, refused_restart: str) -> int | None:
+    def _tell_failure(self, attempt: int, cause: Cause, events: Sequence[Event]) -> int | None:
         self.meeting.fail(cause.message)
-        if attempt < self.launcher.config.max_restarts:
-            if not refused_restart:
-                _tell_restart(cause, attempt + 1)
+        what = f"\n{cause.traceback}unsloth_multigpu: {cause.message}."
+        if attempt < self.config.max_restarts:
+            is_permanent = any(e.kind == "exception" and e.facts.get("exit_code") in _PERMANENT for e in events)
+            if not is_permanent and not self.stop.is_asked():
+                tell(f"{what} Starting all ranks again ({attempt + 1}).\n")
                 return None
-            tell(f"\nunsloth_multigpu: {refused_restart}\n")
-        _tell(cause, self.log_dir, self.launcher.num_ranks)
+            after = signal.Signals(self.stop.signal_number).name if self.stop.is_asked() else ""
+            why = f" after {after}" if after else ": the ranks would fail the same way"
+            tell(f"\nunsloth_multigpu: no restart{why}\n")
+        if cause.is_of_all:
+            # Rank 0 has shown it on the terminal, and the logs of the others repeat it.
+            tell(f"{what}\n")
+            return cause.exit_code
+        tell(f"{what} The other ranks were stopped.\n")
+        if not cause.traceback:
+            lines = read_tail(self.log_dir / f"rank_{cause.rank}.log", 15).splitlines()
+            tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in lines))
+        if self.num_ranks > 1:
+            tell(f"unsloth_multigpu: logs of ranks that have no terminal: {self.log_dir}/rank_N.log\n")
         return cause.exit_code
 
     def _tell_end(self, events: Sequence[Event]) -> int:
@@ -192,13 +185,13 @@ class Supervisor:
         refusal = find_refusal(events)
         if refusal is None:
             return 0
-        tell(f"\nunsloth_multigpu: {refusal} (exit code {refusal.exit_code})\n")
-        return refusal.exit_code
+        code, what = refusal
+        tell(f"\nunsloth_multigpu: {what} (exit code {code})\n")
+        return code
 
     def _tell_stop(self, events: Sequence[Event]) -> int:
         step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)
-        config = self.launcher.config
-        text = describe_stop(self.stop, events, step, config.grace_s, config.resume)
+        text = describe_stop(self.stop, events, step, self.config.grace_s, self.config.resume)
         self.meeting.fail(text)
         tell(f"\nunsloth_multigpu: {text}\n")
         return -self.stop.signal_number
@@ -211,7 +204,7 @@ def rank_environment(
 
     CPU threads are divided: without a limit every rank would start one thread for each core.
     """
-    from unsloth_multigpu.launch.draw import generator_digests
+    from unsloth_multigpu.launch.seeding import generator_digests
 
     context = RunContext(
         run_dir=str(run_dir),
@@ -231,31 +224,3 @@ def rank_environment(
     # "random" asks for any order; the ranks need one.
     is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
     return {**{name: value for name, value in defaults.items() if is_unset[name]}, **context.variables()}
-
-
-def _attempt_variables(attempt: int, config: MultiGPUConfig, run_id: str) -> dict[str, str]:
-    """As torchrun sets them. By the agent's store torch knows that no rank serves the one at MASTER_ADDR."""
-    return {
-        **attempt_variables(attempt),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:
-    if cause.is_of_all:
-        # Rank 0 has said it on the terminal, and the logs of the others repeat it.
-        tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}.\n")
-        return
-    tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
-    log = log_dir / f"rank_{cause.rank}.log"
-    if not cause.traceback:
-        tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in read_tail(log, 15).splitlines()))
-    if num_ranks > 1:
-        tell(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
-
-
-def _tell_restart(cause: Cause, attempt: int) -> None:
-    tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. Starting all ranks again ({attempt}).\n")

@@ -18,7 +18,6 @@ from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
-# A name server may be asked once a second by every node.
 _NAME_POLL_S = 1.0
 
 
@@ -37,17 +36,16 @@ def shared_seed(config: MultiGPUConfig) -> int:
 def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     """Variables that name the network interface of gloo and NCCL.
 
-    With one node, only its loopback interface is used. With several, gloo would take the interface of this host's name,
-    which often is loopback, and NCCL the first one that is neither loopback nor Docker's: a bridge, a VPN. Both get the
-    one that leads to `rdzv_endpoint`. Data that NCCL sends over InfiniBand takes its own way.
+    One node uses its loopback interface. With several nodes, gloo would take the interface of this host's name, which
+    often is loopback, and NCCL the first one that is neither loopback nor Docker's: a bridge, a VPN. Both get the one
+    that leads to `rdzv_endpoint`. InfiniBand is not affected.
 
     Raises:
         LaunchError: `rdzv_endpoint` names no host that this machine can reach.
     """
     if is_one_node(config):
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    address = address_towards(*split_endpoint(config))
-    interface = _interfaces().get(address)
+    interface = _interface_of(address_towards(*split_endpoint(config)))
     # NCCL would take "eth1" for all names that begin like it.
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
@@ -72,9 +70,8 @@ def await_name(host: str, port: int, timeout_s: float) -> None:
             return False
         return True
 
-    if is_known():
-        return
-    logger.info("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
+    if not is_known():
+        logger.info("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
     if not wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S):
         raise LaunchError(
             f"The name {host!r}, where the nodes meet, was not known after {timeout_s:g} s.",
@@ -101,24 +98,17 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """A listening socket at that address, None where the address is not this machine's or another process has the port.
+    """A listening socket at that address, None if it is not this machine's address or the port is not free.
 
     Args:
         host: An address or a name that resolves.
         port: 0 = any that is free.
-
-    Raises:
-        LaunchError: This user may not use the port.
     """
     family, address = _resolve(host, port)
     # Many machines know their own name as 127.0.1.1, where no other node would reach them.
-    is_alias = ipaddress.ip_address(address[0]).is_loopback and not _is_loopback_name(host)
+    is_alias = ipaddress.ip_address(address[0]).is_loopback and not host.startswith(("localhost", "::1", "127."))
     try:
         return socket.create_server(("", port) if is_alias else address[:2], family=family)
-    except PermissionError as error:
-        raise LaunchError(
-            f"rdzv_endpoint: this process may not listen at port {port}.", hint="Take a port above 1023."
-        ) from error
     except OSError:
         return None
 
@@ -128,17 +118,10 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
     return found[0], found[4]
 
 
-def _is_loopback_name(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _interfaces() -> dict[str, str]:
-    """Every address of this machine -> the name of its interface."""
-    # A second address of an interface can have a label, "eth0:1". An address that holds on one link only is written
-    # with the name of its interface, "fe80::1%eth0", which `getsockname` leaves out.
-    return {
-        address.address.partition("%")[0]: label.partition(":")[0]
-        for label, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-    }
+def _interface_of(address: str) -> str | None:
+    """Name of the interface with an address of this machine."""
+    for label, entries in psutil.net_if_addrs().items():
+        # The label of a second address is "eth0:1"; a link-local address is written "fe80::1%eth0".
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return str(label).partition(":")[0]
+    return None

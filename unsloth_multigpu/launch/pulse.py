@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -34,8 +33,8 @@ def start_pulse(
         page: This rank's page.
         run_dir: The run's private folder.
         rank: This rank.
-        hang_timeout_s: The supervisor's limit. The name of a collective costs up to 0.1 s, so it is asked for
-            only when a rank has made no progress for half of it.
+        hang_timeout_s: The supervisor's limit; 0 = collectives are never named. The name of a collective costs up to
+            0.1 s, so it is asked for only when a rank has made no progress for half of the limit.
 
     Returns:
         A function that ends the thread and unregisters SIGUSR2.
@@ -47,18 +46,17 @@ def start_pulse(
     stop = threading.Event()
     pulse = Pulse(page, hang_timeout_s)
     thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
+
+    def end() -> None:
+        stop.set()
+        thread.join(PERIOD_S)
+        faulthandler.unregister(signal.SIGUSR2)
+        file.close()
+
     # A thread that returns from torch after the interpreter has ended aborts the process.
-    end = functools.partial(_end, stop, thread, file)
     atexit.register(only_here(end))
     thread.start()
     return end
-
-
-def _end(stop: threading.Event, thread: threading.Thread, file: IO[str]) -> None:
-    stop.set()
-    thread.join(PERIOD_S)
-    faulthandler.unregister(signal.SIGUSR2)
-    file.close()
 
 
 class Pulse:
@@ -66,7 +64,7 @@ class Pulse:
 
     Args:
         page: This rank's page.
-        hang_timeout_s: See `start_pulse`; 0 = the collective is never named.
+        hang_timeout_s: See `start_pulse`.
     """
 
     def __init__(self, page: HeartbeatPage, hang_timeout_s: float) -> None:
@@ -110,26 +108,20 @@ def pending_operation() -> str:
 
     Read from torch's flight recorder, which keeps the latest 2000.
     """
+    functions: Any = sys.modules.get("torch._C._distributed_c10d")
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     try:
-        for dump in _recorders():
+        # A device's backend may have its own recorder, which is empty for others. A group may have several backends.
+        backend = str(c10d.get_backend()) if c10d is not None and c10d.is_initialized() else ""
+        names = [kind.backend for kind in KINDS.values()] + ["fr"]
+        dumps = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in names}
+        own = dumps.get("fr" if backend == CPU_BACKEND else backend)
+        for dump in filter(None, [own] if own else dumps.values()):
             for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []):
                 is_over = entry["retired"] or entry["state"] == "completed"
                 if not is_over and entry["process_group"][0] == "0":
                     sizes = " ".join(map(str, entry["input_sizes"]))
                     return f"{entry['profiling_name'].rpartition(':')[2]} {sizes}".strip()
     except _NOT_THERE:
-        return ""
+        pass
     return ""
-
-
-def _recorders() -> list[Callable[..., Any]]:
-    """What writes the default group's records as JSON. A device's backend may have its own, empty for others."""
-    functions: Any = sys.modules.get("torch._C._distributed_c10d")
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    own = [kind.backend for kind in KINDS.values()]
-    by_name = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in (*own, "fr")}
-    recorders = {name: dump for name, dump in by_name.items() if dump is not None}
-    backend = str(c10d.get_backend()) if c10d is not None and c10d.is_initialized() else ""
-    name = "fr" if backend == CPU_BACKEND else backend
-    # A group may have a backend for each kind of device.
-    return [recorders[name]] if name in recorders else list(recorders.values())

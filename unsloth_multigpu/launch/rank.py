@@ -11,17 +11,17 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.failure import await_others, shown_error
+from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.process import only_here
+from unsloth_multigpu.wire.process import is_alive, only_here
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,8 +43,6 @@ def enter_rank(
     Raises:
         SetupError: A rank started this process itself; it must not act as that rank.
     """
-    from unsloth_multigpu.launch.pulse import start_pulse
-
     _quiet_side_effects(identity)
     has_failed = threading.Event()
     leave_group_at_exit(has_failed.is_set)
@@ -58,12 +56,16 @@ def enter_rank(
     die_with_supervisor(context.supervisor_pid)
     if sys.stderr is not None:  # None if the command was started with stderr closed.
         faulthandler.enable()
-    _ignore_stop_signal()
+    if threading.current_thread() is threading.main_thread():
+        # SLURM sends it to every process of a step; the supervisor alone decides what it means. Not SIG_IGN, which
+        # programs that a rank starts would inherit.
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+        signal.siginterrupt(signal.SIGUSR1, False)
     beat = HeartbeatPage(run_dir, identity.rank)
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
     events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
-    _report_end(identity, context.attempt, events, run_dir, has_failed)
+    _report_end(identity, events, run_dir, has_failed)
     return events, beat
 
 
@@ -80,8 +82,6 @@ def enter_notebook(
     Returns:
         The page on which the rank writes its progress, and a function that ends its pulse.
     """
-    from unsloth_multigpu.launch.pulse import start_pulse
-
     _quiet_side_effects(identity)
     beat = HeartbeatPage(run_dir, identity.rank)
     return beat, start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
@@ -100,7 +100,7 @@ def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
     Args:
         has_failed: Asked at exit: has an error ended this process? Then other ranks may not be there to take part.
     """
-    atexit.register(only_here(leave_group, otherwise=keep_group), has_failed)
+    atexit.register(only_here(leave_group), has_failed)
 
 
 def leave_group(has_failed: Callable[[], bool]) -> None:
@@ -108,17 +108,6 @@ def leave_group(has_failed: Callable[[], bool]) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and not has_failed():
         dist.destroy_process_group()
-
-
-def keep_group(has_failed: Callable[[], bool]) -> None:
-    """For a forked child, whose exit is not that of the rank: nobody ends the groups, not even the interpreter.
-
-    The child has them without their threads, for which their destructors would wait for ever.
-    """
-    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if c10d is not None and c10d.is_initialized():
-        for group in c10d._world.pg_map:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def die_with_supervisor(supervisor_pid: int) -> None:
@@ -129,9 +118,7 @@ def die_with_supervisor(supervisor_pid: int) -> None:
     if os.getppid() == supervisor_pid:
         return
     # Either the supervisor died before the line above took effect, or a rank started this process.
-    try:
-        os.kill(supervisor_pid, 0)
-    except ProcessLookupError:
+    if not is_alive(supervisor_pid):
         os._exit(128 + signal.SIGKILL)
     raise SetupError(
         "enable_multi_gpu() was called in a process that a rank started, with that rank's environment.",
@@ -139,23 +126,7 @@ def die_with_supervisor(supervisor_pid: int) -> None:
     )
 
 
-def _ignore_stop_signal() -> None:
-    """SLURM sends SIGUSR1 to every process of a step; the supervisor alone decides what it means."""
-    if threading.current_thread() is threading.main_thread():
-        # Not SIG_IGN, which programs that a rank starts would inherit.
-        signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
-        signal.siginterrupt(signal.SIGUSR1, False)
-
-
-def _report_end(
-    identity: RankIdentity, attempt: int, events: EventWriter, run_dir: str, has_failed: threading.Event
-) -> None:
-    def end(kind: str, **facts: Any) -> None:
-        events.write(kind, **facts)
-        # Later, the others wait in a collective for this rank, and end by that.
-        if events.step < 1:
-            await_others(run_dir, attempt, identity.local_world_size, ("exception", "exiting"))
-
+def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_failed: threading.Event) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         has_failed.set()
         shown = shown_error(kind, error, tb)
@@ -166,7 +137,10 @@ def _report_end(
                 # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.
                 events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
                 return
-            end("exception", **facts, exit_code=exit_code)
+            events.write("exception", **facts, exit_code=exit_code)
+            # Later, the others wait in a collective for this rank, and end by that.
+            if events.step < 1:
+                await_others(run_dir, events.attempt, identity.local_world_size, ("exception", "exiting"))
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
@@ -174,17 +148,14 @@ def _report_end(
             if identity.rank > 0:
                 tell(facts["traceback"])
         # Last, because no thread can be started when memory is used up.
-        threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
+        timer = threading.Timer(TEARDOWN_LIMIT_S, os._exit, (exit_code,))
+        timer.daemon = True
+        timer.start()
 
     def exiting() -> None:
         # The folder is deleted when the supervisor has ended. The event has no reader then.
         if os.path.isdir(run_dir):
-            events.write("exiting") if has_failed.is_set() else end("exiting")
+            events.write("exiting")
 
     sys.excepthook = only_here(report, otherwise=sys.excepthook)
     atexit.register(only_here(exiting))
-
-
-def _exit_after(limit_s: float, exit_code: int) -> None:
-    threading.Event().wait(limit_s)
-    os._exit(exit_code)

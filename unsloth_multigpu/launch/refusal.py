@@ -1,4 +1,4 @@
-"""A training that this package refused, and that the script went on without: pure decisions over errors and events.
+"""A training that this package refused, and without which the script went on. Pure.
 
 One GPU would have trained. A script that catches the refusal and saves its model would end with code 0, and the model
 would be another one.
@@ -7,7 +7,6 @@ would be another one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from unsloth_multigpu.errors import (
     ConfigError,
@@ -28,25 +27,6 @@ REFUSED, MADE_UP_FOR = "refused", "made_up_for"
 _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A training that this package refused, and that no later one of the script made up for.
-
-    Args:
-        exit_code: Of the error's class.
-        error: Its class and the first line of its message.
-        step: Steps of the training when it was refused.
-    """
-
-    exit_code: int
-    error: str
-    step: int
-
-    def __str__(self) -> str:
-        what = "train() was refused" if self.step < 1 else f"train() was ended after step {self.step}"
-        return f"{what}: {self.error}; the script went on without it"
-
-
 def is_refusal(error: BaseException, num_steps: int) -> bool:
     """True for an error of this package that ends a training which one process would have made.
 
@@ -62,15 +42,16 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
     return isinstance(error, MultiGPUError) and not isinstance(error, NonFiniteGradientError) and num_steps == 0
 
 
-def find_refusal(events: Sequence[Event]) -> Refusal | None:
-    """The refusal that a run, all ranks of which ended with code 0, must not hide.
+def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
+    """The refusal that a run, all ranks of which ended with code 0, must not hide: its exit code and what happened.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
     """
     last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
-    for event in sorted(last.values(), key=lambda event: event.rank):
+    for _, event in sorted(last.items()):
         if event.kind == REFUSED:
-            facts = event.facts
-            return Refusal(int(facts["exit_code"]), str(facts["error"]), int(facts["num_steps"]))
+            step = int(event.facts["num_steps"])
+            what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
+            return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script went on without it"
     return None

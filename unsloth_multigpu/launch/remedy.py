@@ -1,81 +1,54 @@
-"""What NCCL says of its own failures, and what a user does about them. Pure."""
+"""Failures of NCCL: what it says of them, and what a user does about them. Pure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _OF_NCCL = re.compile(r"NCCL|DistBackendError")
-# Behind it NCCL has written what happened; before it torch has where, and NCCL what kind of failure it is.
+# What happened, in NCCL's words. Before it torch has written the place in its sources, and NCCL the kind of failure.
 _LAST_ERROR = re.compile(r"^Last error:[ \t]*\n?[ \t]*(\S[^\n]*)", re.MULTILINE)
+_INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes (`ip route get ADDRESS`)"
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A failure of NCCL.
+class Remedy(NamedTuple):
+    """A failure of NCCL: a pattern in its text, what to do, and whether it began on the rank that reports it."""
 
-    Args:
-        pattern: In the text of the error.
-        hint: What to do.
-        is_own: It began on the rank that reports it. False where a rank that has gone looks the same.
-    """
-
-    pattern: re.Pattern[str]
+    pattern: str
     hint: str
     is_own: bool = True
 
 
-_REMEDIES = tuple(
-    Remedy(re.compile(pattern, re.IGNORECASE), hint, is_own)
-    for pattern, hint, is_own in (
-        (
-            r"/dev/shm\b[^\n]*No space left|No space left[^\n]*/dev/shm",
-            "NCCL passes data through shared memory, of which Docker gives a container 64 MiB. Start it with "
-            "--ipc=host or --shm-size=8g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm.",
-            True,
-        ),
-        (
-            r"Duplicate GPU",
-            "Two ranks have one card, and NCCL takes one rank on each. Start no more ranks than there are cards; "
-            "parts of one card (MIG) count as that card.",
-            True,
-        ),
-        (
-            r"out of memory",
-            "NCCL found no memory for its buffers on the card. Look with nvidia-smi what else is there, and make room: "
-            "smaller micro-batches (max_tokens_per_micro_batch, per_device_train_batch_size), or shard.",
-            True,
-        ),
-        (
-            r"no socket interface",
-            "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes: `ip route get ADDRESS` "
-            "names it.",
-            True,
-        ),
-        (
-            r"connect\b[^\n]*timed out",
-            "A firewall may be in the way, or NCCL has chosen a network interface that does not lead to the other "
-            "nodes: set NCCL_SOCKET_IFNAME to the one that does (`ip route get ADDRESS` names it).",
-            False,
-        ),
-        (
-            r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError",
-            "`unsloth-multigpu doctor` tests the copies between cards. Where direct ones fail, set NCCL_P2P_DISABLE=1.",
-            True,
-        ),
-    )
+_REMEDIES = (
+    Remedy(
+        r"/dev/shm\b[^\n]*No space left|No space left[^\n]*/dev/shm",
+        "NCCL uses shared memory, of which Docker gives a container 64 MiB. Start it with --ipc=host or --shm-size=8g; "
+        "in Kubernetes mount an emptyDir with medium: Memory at /dev/shm.",
+    ),
+    Remedy(
+        r"Duplicate GPU",
+        "Two ranks have one card, and NCCL takes one rank on each. Start no more ranks than there are cards; parts of "
+        "one card (MIG) count as that card.",
+    ),
+    Remedy(
+        r"out of memory",
+        "NCCL found no memory for its buffers on the card. Look with nvidia-smi what else is there, and make room: "
+        "smaller micro-batches (max_tokens_per_micro_batch, per_device_train_batch_size), or shard.",
+    ),
+    Remedy(r"no socket interface", f"{_INTERFACE}."),
+    Remedy(r"connect\b[^\n]*timed out", f"{_INTERFACE}, or open the firewall between the nodes.", is_own=False),
+    Remedy(
+        r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError",
+        "`unsloth-multigpu doctor` tests the copies between cards. Where direct ones fail, set NCCL_P2P_DISABLE=1.",
+    ),
 )
 
 
 def find_remedy(error: str) -> Remedy | None:
-    """The failure of NCCL that an error tells of, None for another error.
-
-    Args:
-        error: Its class and text.
-    """
+    """The failure of NCCL in the text of an error, None for another error."""
     if not _OF_NCCL.search(error):
         return None
-    return next((remedy for remedy in _REMEDIES if remedy.pattern.search(error)), None)
+    return next((remedy for remedy in _REMEDIES if re.search(remedy.pattern, error, re.IGNORECASE)), None)
 
 
 def last_error(error: str) -> str | None:

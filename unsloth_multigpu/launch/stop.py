@@ -22,7 +22,7 @@ _END_LIMIT_S = 30.0
 
 
 class Signals:
-    """Owns the supervisor's signals while it is open. A handler only writes down what came: nothing is interrupted.
+    """Owns the supervisor's signals while it is open. A handler only notes what came: nothing is interrupted.
 
     A signal that was ignored when this process began (nohup, a job in the background) stays ignored.
     """
@@ -34,16 +34,13 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) != signal.SIG_IGN}
-        for signal_number in self._before:
-            signal.signal(signal_number, self._receive)
+        for number in self._before:
+            signal.signal(number, lambda number, _frame: self._received.append((number, time.monotonic())))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for signal_number, handler in self._before.items():
-            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
-
-    def _receive(self, signal_number: int, _frame: object) -> None:
-        self._received.append((signal_number, time.monotonic()))
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def take(self) -> tuple[int, float] | None:
         """The oldest signal that was not taken yet, and when it came; None where there is none."""
@@ -99,10 +96,9 @@ class Stop:
             What to send to the ranks now, None = nothing.
         """
         while (received := self._signals.take()) is not None:
-            signal_number, time_s = received
             if not self.signal_number:
-                self._begin(signal_number, time_s, events)
-            elif time_s - self._first_s > REPEAT_S:
+                self._begin(*received, events)
+            elif received[1] - self._first_s > REPEAT_S:
                 self.how, self._is_sent = "at once", True
                 return signal.SIGKILL
         now_s, request = time.monotonic(), read_request(self._run_dir, self._attempt)
@@ -111,8 +107,11 @@ class Stop:
             self.signal_number, self._first_s = request.signal_number, now_s
         if not self.signal_number:
             return None
+        started = _ranks_of(events, "started")
         if self.how == "saved":
-            if (request is not None and now_s <= request.deadline_s) or self._is_script_at_work(events):
+            # After a KeyboardInterrupt in train() of all ranks, the script decides what it does then.
+            is_script_at_work = self.signal_number == signal.SIGINT and started == _ranks_of(events, "stopped")
+            if (request is not None and now_s <= request.deadline_s) or is_script_at_work:
                 return None
             # A rank may be stuck, be stopped, or handle SIGTERM itself.
             self.how, self._is_sent = "late", True
@@ -120,7 +119,10 @@ class Stop:
         if self._is_sent:
             return signal.SIGKILL if self.how == "late" or now_s - self._first_s > _END_LIMIT_S else None
         self._is_sent = True
-        return self._first_to_send(events)
+        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C. One that
+        # has not reached the line would print where its imports were.
+        is_interrupt = self.signal_number == signal.SIGINT and len(started) == self._num_ranks
+        return signal.SIGINT if is_interrupt else signal.SIGTERM
 
     def _begin(self, signal_number: int, time_s: float, events: Sequence[Event]) -> None:
         self.signal_number, self._first_s = signal_number, time_s
@@ -137,16 +139,6 @@ class Stop:
             "(grace_s). A second signal stops them at once.\n"
         )
 
-    def _is_script_at_work(self, events: Sequence[Event]) -> bool:
-        """True where all ranks have left `train()` by a KeyboardInterrupt: the script decides what it does then."""
-        return self.signal_number == signal.SIGINT and _ranks_of(events, "started") == _ranks_of(events, "stopped")
-
-    def _first_to_send(self, events: Sequence[Event]) -> signal.Signals:
-        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C. One that
-        # has not reached the line would print where its imports were.
-        have_begun = len(_ranks_of(events, "started")) == self._num_ranks
-        return signal.SIGINT if self.signal_number == signal.SIGINT and have_begun else signal.SIGTERM
-
 
 def _ranks_of(events: Sequence[Event], kind: str) -> set[int]:
     return {event.rank for event in events if event.kind == kind}
@@ -161,14 +153,15 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
         grace_s: The ranks' limit.
         resume: The option.
     """
-    name = signal.Signals(stop.signal_number).name
-    place = where(step)
+    how = {
+        "saved": "all ranks have ended",
+        "late": f"the ranks did not stop within grace_s={grace_s:g} s and were ended",
+        "at once": "all ranks were ended at once",
+    }[stop.how]
+    has_stopped = any(event.kind == "stopped" for event in events)
+    text = f"stopped by {signal.Signals(stop.signal_number).name}{where(step)}{'' if has_stopped else f': {how}'}."
     saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
-    way = "The same command resumes" if resume == "auto" else "With resume='auto' the same command resumes"
-    rest = f" {way} from {saved[-1]}." if saved else " Nothing was saved."
-    if any(event.kind == "stopped" for event in events):
-        return f"stopped by {name}{place}.{rest}"
-    if stop.how == "late":
-        return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended{place}.{rest}"
-    how = "all ranks were ended at once" if stop.how == "at once" else "all ranks have ended"
-    return f"stopped by {name}{place}: {how}.{rest if saved else ''}"
+    if saved:
+        resumes = "The same command resumes" if resume == "auto" else "With resume='auto' the same command resumes"
+        return f"{text} {resumes} from {saved[-1]}."
+    return f"{text} Nothing was saved." if has_stopped or stop.how == "late" else text

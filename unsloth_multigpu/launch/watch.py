@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
+from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
@@ -23,12 +23,12 @@ from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.process import (
     count_memory_kills,
-    read_held_bytes,
     read_state,
     send_signal,
     send_to_main_thread,
 )
 from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
+from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
@@ -40,12 +40,11 @@ TEARDOWN_LIMIT_S = 3.0
 # A longer time between two looks means that this process or its machine was stopped, and perhaps the ranks too.
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 5.0
-_STACK_POLL_S = 0.01
 _NUM_FRAMES = 8
 
 
 class Watch:
-    """Follows the ranks' events and pages, and ends ranks that would wait forever.
+    """Follows the ranks' events and heartbeats, and ends ranks that would wait forever.
 
     Args:
         ranks: The processes of this attempt.
@@ -53,7 +52,7 @@ class Watch:
         log_dir: Where stacks of a hang are kept.
         config: The run's options.
         attempt: How often the ranks were started before.
-        unheard_s: How long each other node has not been heard, by its name.
+        unheard_s: Seconds since each other node was last heard, by its name.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Watch:
         self._attempt = attempt
         self._unheard_s = unheard_s
         self._num_kills_before = count_memory_kills()
-        self._held_bytes: dict[int, int] = {}
         self._beats: dict[int, Heartbeat] = {}
         self._last_look_s = self._since_s = time.monotonic()
         self._ending_since_s: float | None = None
@@ -96,12 +94,11 @@ class Watch:
         events, living = self.events(), self._ranks.living()
         if not self._gone:
             self._beats = read_beats(self._run_dir)
-        if len(living) == self._ranks.num_ranks:
-            self._held_bytes = {rank: read_held_bytes(pid) for rank, pid in living.items()}
-        elif not self._gone and not self._is_told_to_end:
-            self._gone = set(self._ranks.exit_codes)
+            self._gone = set() if self._is_told_to_end else set(self._ranks.exit_codes)
         self._end_hang(events, living)
-        self._end_stuck_teardown(events)
+        # Ranks whose teardown hangs.
+        late_s = time.monotonic() - 2 * TEARDOWN_LIMIT_S
+        self._ranks.send(signal.SIGKILL, {e.rank for e in events if e.kind == "exception" and e.time_s < late_s})
         self._end_waiting(events)
         return events
 
@@ -112,13 +109,12 @@ class Watch:
     def cause(self) -> Cause:
         """Why this attempt has failed; see `find_cause`."""
         events = self.events()
-        memory = Memory(count_memory_kills() - self._num_kills_before, self._held_bytes)
         return find_cause(
             events,
             {rank: code for rank, code in self._ranks.exit_codes.items() if code or rank in self._gone},
             self._gone,
-            self._beats if events else {},  # Else the pages are those of an earlier attempt.
-            memory=memory,
+            self._beats if events else {},  # Otherwise the pages are those of an earlier attempt.
+            num_memory_kills=count_memory_kills() - self._num_kills_before,
             is_one_node=is_one_node(self._config),
             num_ranks=self._ranks.num_ranks,
         )
@@ -130,52 +126,41 @@ class Watch:
         self._last_look_s = now_s
         started = {event.rank for event in events if event.kind == "started"}
         is_ending = {event.kind for event in events} & {HANG, "exception", *STOPS}
-        if is_ending or min(len(living), len(started)) < self._ranks.num_ranks:
+        if is_ending or min(len(living), len(started)) < self._ranks.num_ranks or not self._find_hang():
             return
-        if self._find_hang(now_s) is None:
-            return
-        # A page may be read while it is written, and then mixes two moments. A real hang is there at the next look too.
+        # A page that is read while it is written mixes two moments. A real hang is there at the next look too.
         time.sleep(POLL_S)
         self._beats = read_beats(self._run_dir)
-        hang = self._find_hang(time.monotonic())
-        if hang is None:
-            return
-        facts = self._describe(hang, self._collect_stacks(living))
-        rank = -1 if hang.rank is None else hang.rank
-        self._hang = Event(HANG, rank, self._attempt, now_s, hang.step, facts)
-        self._ranks.send(signal.SIGKILL, None if hang.rank is None else {rank})
+        if hang := self._find_hang():
+            facts = self._describe(hang, self._collect_stacks(living))
+            rank = -1 if hang.rank is None else hang.rank
+            self._hang = Event(HANG, rank, self._attempt, now_s, hang.step, facts)
+            self._ranks.send(signal.SIGKILL, None if hang.rank is None else {rank})
 
-    def _find_hang(self, now_s: float) -> Hang | None:
+    def _find_hang(self) -> Hang | None:
         limit_s, unheard_s = self._config.hang_timeout_s, self._unheard_s()
-        return find_hang(self._beats, now_s, limit_s, since_s=self._since_s, unheard_s=unheard_s)
+        return find_hang(self._beats, time.monotonic(), limit_s, since_s=self._since_s, unheard_s=unheard_s)
 
     def _collect_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
         """Every rank's stacks, which are kept in the log folder as well; "" for one that writes none."""
-        paths = {rank: stack_path(self._run_dir, rank) for rank in pids}
-        for rank, pid in pids.items():
-            # Before faulthandler is set up, the signal would end the process.
-            if paths[rank].exists():
-                send_to_main_thread(pid, signal.SIGUSR2)
-                if read_state(pid) == psutil.STATUS_STOPPED:
-                    send_signal(pid, signal.SIGCONT)
-        deadline_s, stacks = time.monotonic() + _STACK_LIMIT_S, dict[int, str]()
-        while time.monotonic() < deadline_s:
-            # Short: a rank that was stopped runs on after it has written its stacks, until it is killed.
-            time.sleep(_STACK_POLL_S)
-            before, stacks = stacks, {rank: _text(path) for rank, path in paths.items()}
-            if stacks == before and all(is_written(stacks[rank]) for rank, path in paths.items() if path.exists()):
-                break
-        for rank, path in paths.items():
+        # Before faulthandler is set up, the signal would end the process.
+        paths = {rank: path for rank in pids if (path := stack_path(self._run_dir, rank)).exists()}
+        for rank in paths:
+            send_to_main_thread(pids[rank], signal.SIGUSR2)
+            if read_state(pids[rank]) == psutil.STATUS_STOPPED:
+                send_signal(pids[rank], signal.SIGCONT)
+        wait_until(lambda: all(is_written(_text(path)) for path in paths.values()), time.monotonic() + _STACK_LIMIT_S)
+        stacks = {rank: _text(paths[rank]) if rank in paths else "" for rank in pids}
+        for rank, stack in stacks.items():
             try:
-                _write_private(self._log_dir / path.name, stacks[rank])
+                _write_private(self._log_dir / f"stack_rank_{rank}.txt", stack)
             except OSError as full:  # The ranks must be ended in any case.
                 logger.warning("stacks of rank=%d are not kept: %s", rank, full)
         return stacks
 
     def _describe(self, hang: Hang, stacks: Mapping[int, str]) -> dict[str, str]:
-        shown = [r for r in stacks if r == hang.rank] or sorted(stacks)
         text = ""
-        for rank in shown:
+        for rank in [r for r in stacks if r == hang.rank] or sorted(stacks):
             frames = main_frames(stacks[rank])[:_NUM_FRAMES]
             text += f"Stack of rank {rank} (most recent call first):\n" + "".join(f"{line}\n" for line in frames)
         text += f"Stacks of all threads: {self._log_dir}/stack_rank_N.txt\n"
@@ -183,18 +168,12 @@ class Watch:
         place = "" if hang.rank is None else place_of(main_frames(stacks.get(hang.rank, "")))
         return {"message": hang.message + (place and f" ({place})"), "stacks": text}
 
-    def _end_stuck_teardown(self, events: list[Event]) -> None:
-        late_s = time.monotonic() - 2 * TEARDOWN_LIMIT_S
-        if stuck := {e.rank for e in events if e.kind == "exception" and e.time_s < late_s}:
-            self._ranks.send(signal.SIGKILL, stuck)
-
     def _end_waiting(self, events: list[Event]) -> None:
         """Ends the survivors of a rank that failed or left."""
-        has_left = find_early_exit(events, self._ranks.exit_codes) is not None
         # While a signal ends the run, the other ranks have until `grace_s` to save.
         is_stopping = any(event.kind in STOPS for event in events)
         must_end = self._must_end or self.has_failed
-        if is_stopping or not (has_left or must_end):
+        if is_stopping or not (must_end or find_early_exit(events, self._ranks.exit_codes)):
             self._ending_since_s = None
             return
         self._ending_since_s = self._ending_since_s or time.monotonic()
@@ -209,7 +188,7 @@ class Watch:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -1,9 +1,9 @@
-"""Is a rank hung, and which one? A pure decision over the pages that the ranks write."""
+"""Is a rank hung, and which one? A pure decision over the heartbeats of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
@@ -20,11 +20,10 @@ _WORK_FACTOR = 10
 # Nodes are heard once a second.
 _NEWS_S = 3.0
 
-# In these a rank waits for no other one, unless its pulse names a collective.
+# In these phases a rank waits for no other one, unless its pulse names a collective.
 _ALONE = (Phase.DATA, Phase.FILL)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
-_GONE = ": the connection is gone, or that machine"
 
 _DOING = {
     Phase.SCRIPT: "outside train()",
@@ -66,11 +65,11 @@ def find_hang(
     since_s: float = 0.0,
     unheard_s: Mapping[str, float] | None = None,
 ) -> Hang | None:
-    """Judges ranks by their latest beats.
+    """Judges ranks by their latest heartbeats.
 
-    A rank is hung when its pulse has stopped, or when its main thread has said nothing for longer than its phase may
-    take. A rank that may be waiting for another one is not hung while that one is within its own limit: while rank 0
-    saves, the others have its time. What ranks of other nodes do is not known here; their own supervisors end the run.
+    A rank is hung when its pulse has stopped, or when its main thread has reported nothing for longer than the limit of
+    its phase. A waiting rank is not hung as long as the rank it waits for is within its own limit. Ranks of other nodes
+    are not known here; their own supervisors end the run.
 
     Args:
         beats: Of the ranks of this node that live and train.
@@ -78,11 +77,10 @@ def find_hang(
         hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. Longer where
             this run has done work that took a tenth of it or more. A node that is not heard for longer counts as lost.
         since_s: What happened earlier does not count, because nothing was watched, or the machine was stopped.
-        unheard_s: How long each other node has not been heard, by its name.
+        unheard_s: Seconds since each other node was last heard, by its name.
     """
     if hang_timeout_s <= 0:
         return None
-    lost_s = {name: s for name, s in (unheard_s or {}).items() if s > max(hang_timeout_s, _NEWS_S)}
     work_s = _WORK_FACTOR * max((b.longest_s for b in beats.values()), default=0.0)
     limit_s = {r: max(hang_timeout_s * _factor(b), work_s) for r, b in beats.items()}
     silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in beats.items()}
@@ -91,22 +89,16 @@ def find_hang(
         silent = f"no sign of life for {silent_s[rank]:.0f} s {where(beats[rank])}"
         message = f"rank {rank} hangs: {silent}; its process is stopped, or native code holds the interpreter's lock"
         return Hang(rank, message, beats[rank].step)
+    lost_s = {name: s for name, s in (unheard_s or {}).items() if s > max(hang_timeout_s, _NEWS_S)}
     if unheard_s and not lost_s:
         # A rank of another node may save.
-        longest_s = LONGEST_FACTOR * hang_timeout_s
-        limit_s |= {r: max(longest_s, work_s) for r, b in beats.items() if b.operation or b.phase not in _ALONE}
+        longest_s = max(LONGEST_FACTOR * hang_timeout_s, work_s)
+        limit_s |= {r: longest_s for r, b in beats.items() if b.operation or b.phase not in _ALONE}
     still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
     overdue = {r for r, b in beats.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
     hung = {r for r in overdue if not any(_may_wait_for(beats[r], beats[q]) for q in beats.keys() - overdue)}
-    if not hung:
-        return None
-    if hang := _find_left(beats, hung):
-        return hang
     lost = ", ".join(f"{name} has not been heard for {s:.0f} s" for name, s in lost_s.items())
-    if lost and _waits_for_others(beats, hung):
-        return _blame_nodes({r: beats[r] for r in hung}, still_s, lost)
-    hang = _blame(beats, hung, still_s)
-    return replace(hang, message=f"{hang.message}; {lost}{_GONE}") if lost else hang
+    return _blame(beats, hung, still_s, lost) if hung else None
 
 
 def where(beat: Heartbeat) -> str:
@@ -154,57 +146,32 @@ def _place(beat: Heartbeat) -> tuple[int, int, int]:
     return beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 
-def _find_left(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> Hang | None:
-    """A rank that is past its last step, while another one waits for it in one more step."""
-    is_known = any(b.operation for b in beats.values())
-    for rank in sorted(hung):
-        beat = beats[rank]
-        next_step = beat.step if _is_between_steps(beat) else beat.step + 1
-        if beat.phase == Phase.SETUP or (is_known and not beat.operation):
-            continue
-        for other, left in sorted(beats.items()):
-            if left.phase in _OUTSIDE and 0 <= left.step < next_step:
-                ended = f"rank {other} has no more batches after step {left.step}, or was told to stop there"
-                return Hang(other, f"{ended}; rank {rank} waits in step {next_step}", left.step)
-    return None
-
-
-def _find_last(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> list[int]:
-    return [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
-
-
-def _waits_for_others(beats: Mapping[int, Heartbeat], hung: Collection[int]) -> bool:
-    """True if a rank of another node can be to blame, because no rank of this one is busy or behind."""
-    last = _find_last(beats, hung)
-    # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet. A rank in
-    # AGREE waits for the store, which another node may serve.
-    return beats.keys() <= set(last) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
-
-
-def _blame_nodes(waits: Mapping[int, Heartbeat], still_s: Mapping[int, float], lost: str) -> Hang:
-    rank = min(waits, key=lambda r: still_s[r])
-    beat, name = waits[rank], waits[rank].operation
-    doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
-    return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {lost}{_GONE}", beat.step)
-
-
-def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:
-    # The ranks that are furthest behind, and among these the ones that do not wait in a collective.
-    last = _find_last(beats, hung)
+def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float], lost: str) -> Hang:
+    """Names the ranks that are furthest behind, and among these those that do not wait in a collective."""
+    last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
     busy = [r for r in last if not beats[r].operation]
-    silent_s = min(still_s[r] for r in last)
-    beat = beats[last[0]]
+    silent_s, step = min(still_s[r] for r in last), beats[last[0]].step
+    gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
+    # The pulse of a rank may not have named its collective yet. A rank in AGREE waits for the store, which another node
+    # may serve.
+    waits = len(last) == len(beats) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
+    if lost and waits:
+        rank = min(hung, key=lambda r: still_s[r])
+        doing = f"wait in {beats[rank].operation}" if beats[rank].operation else "make no progress"
+        message = f"all ranks of this node {doing} for {still_s[rank]:.0f} s ({where(beats[rank])})"
+        return Hang(None, message + gone, beats[rank].step)
     if len(busy or last) < len(beats) or len(beats) == 1:
         last = busy or last
         beat = beats[last[0]]
         inside = f", in {beat.operation}, which the others have left" if beat.operation else ""
         who = f"rank {last[0]} hangs" if len(last) == 1 else f"ranks {' and '.join(map(str, last))} hang"
-        message = f"{who}: no progress for {silent_s:.0f} s {where(beat)}{inside}"
+        ended = [f"; rank {r} ended after step {b.step}" for r, b in beats.items() if b.phase in _OUTSIDE]
+        message = f"{who}: no progress for {silent_s:.0f} s {where(beat)}{inside}{''.join(ended)}{gone}"
         return Hang(last[0] if len(last) == 1 else None, message, beat.step)
     if len({beats[r].operation for r in last}) > 1:
         each = ", ".join(f"rank {r} in {beats[r].operation}" for r in last)
-        return Hang(None, f"the ranks wait in different operations for {silent_s:.0f} s: {each}", beat.step)
-    if not beat.operation:
-        return Hang(None, f"all ranks hang: no progress for {silent_s:.0f} s {where(beat)}", beat.step)
-    waits = f"all ranks wait in {beat.operation} for {silent_s:.0f} s ({where(beat)})"
-    return Hang(None, f"{waits}: the connection between ranks is gone, or a device has stopped computing", beat.step)
+        return Hang(None, f"the ranks wait in different operations for {silent_s:.0f} s: {each}", step)
+    doing = f"wait in {beats[last[0]].operation} for {silent_s:.0f} s ({where(beats[last[0]])})"
+    if not beats[last[0]].operation:
+        return Hang(None, f"all ranks hang: no progress for {silent_s:.0f} s {where(beats[last[0]])}", step)
+    return Hang(None, f"all ranks {doing}: the connection between ranks is gone, or a device has stopped", step)

@@ -146,7 +146,7 @@ def _manager() -> DDPManager:
     from unsloth_multigpu.group.manager import DDPManager
 
     is_in_group = dist.is_initialized() and dist.get_world_size() > 1
-    identity = read_identity(os.environ, starts_ranks=False)
+    identity = read_identity(os.environ)
     if is_in_group or (identity is not None and identity.world_size > 1):
         raise SetupError(
             "This process is one of several ranks, and enable_multi_gpu() was not called.",

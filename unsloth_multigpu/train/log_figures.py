@@ -17,7 +17,7 @@ from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatReader
+from unsloth_multigpu.wire.heartbeat import Figures, read_beats
 from unsloth_multigpu.words import GIB
 
 logger = get_logger(__name__)
@@ -38,16 +38,16 @@ class LogFigures(Part):
         trainer: A `transformers.Trainer` or subclass.
         meter: Of this rank.
         rank: This rank, the first one.
-        reader: Of the pages of this machine; None = there are none.
+        run_dir: The run's private folder with the heartbeats of this machine; None = there are none.
     """
 
     place = "log"
 
-    def __init__(self, trainer: TrainerLike, meter: Meter, rank: int, reader: HeartbeatReader | None) -> None:
+    def __init__(self, trainer: TrainerLike, meter: Meter, rank: int, run_dir: str | None) -> None:
         self._trainer = trainer
         self._meter = meter
         self._rank = rank
-        self._reader = reader
+        self._run_dir = run_dir
         self._before: dict[int, Figures] = {}
         self._num_shown = 0
 
@@ -85,7 +85,7 @@ class LogFigures(Part):
         return original(*args, logs=logs, **kwargs)
 
     def _numbers(self) -> dict[str, float]:
-        beats = {} if self._reader is None else self._reader.read()
+        beats = {} if self._run_dir is None else read_beats(self._run_dir)
         now = {rank: beat.figures for rank, beat in beats.items()} | {self._rank: self._meter.figures}
         before, self._before = self._before, now
         return numbers_between(before, now, self._rank)
@@ -103,8 +103,7 @@ def log_figures(trainer: TrainerLike, meter: Meter, manager: DDPManager, run_dir
     identity = manager.identity
     if identity.rank > 0:
         return []
-    reader = None if run_dir is None else HeartbeatReader(run_dir, identity.local_world_size)
-    return [LogFigures(trainer, meter, identity.rank, reader)]
+    return [LogFigures(trainer, meter, identity.rank, run_dir)]
 
 
 def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], rank: int) -> dict[str, float]:

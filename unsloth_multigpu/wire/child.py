@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,7 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from unsloth_multigpu.wire.folder import make_log
-from unsloth_multigpu.wire.process import KILL_LIMIT_S, kill_rank
+from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
+from unsloth_multigpu.wire.wait import is_readable
 from unsloth_multigpu.words import how_ended
 
 _TAIL_LINES = 25
@@ -27,7 +27,7 @@ class Child:
 
     Args:
         name: What a user calls it, like "rank 1".
-        program: What it runs by `python -c`; not by `-m`, since its `__main__` is the user's. `sys.argv[1]` is the
+        program: What it runs by `python -c`, and not by `-m`, since its `__main__` is the user's. `sys.argv[1]` is the
             number of its end of the pair.
         arguments: The rest of its `sys.argv`.
         log: Where its output goes.
@@ -59,7 +59,7 @@ class Child:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=dict(environment),
-                    # Ctrl-C, and Jupyter's Stop, go to this process's whole group; a child is told by this process.
+                    # Ctrl-C and Jupyter's Stop go to the process group; a child is told by this process.
                     start_new_session=True,
                 )
             self.pid = self._process.pid
@@ -69,28 +69,20 @@ class Child:
             stack.pop_all()
 
     def kill(self, because: str = "") -> None:
-        """SIGKILL to the process and what it has started.
-
-        Args:
-            because: What the user is to read of it.
-        """
+        """SIGKILL to the process and what it has started; `because` is shown to the user."""
         self._killed_because = self._killed_because or because
         kill_rank(self.pid)
 
     def has_ended(self, limit_s: float = 0.0) -> bool:
         """Waits for its end."""
-        poll = select.poll()
-        poll.register(self.pid_descriptor, select.POLLIN)
-        return bool(poll.poll(limit_s * 1000))
+        return is_readable(self.pid_descriptor, limit_s)
 
     def collect(self) -> None:
         """Takes the exit code of a process that has ended, and ends what it leaves behind."""
         # Before it is collected: until then no other process can have its number.
         kill_rank(self.pid)
-        try:
-            self.exit_code = self._process.wait(KILL_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self.exit_code = -signal.SIGKILL
+        wait_after_kill(self._process)
+        self.exit_code = -signal.SIGKILL if self._process.returncode is None else self._process.returncode
 
     def is_mine(self) -> bool:
         """True in the process that has started it, and not in a forked one."""
@@ -108,7 +100,7 @@ class Child:
         return f"{self.name} (pid {self.pid}) {how}"
 
     def shown_log(self) -> Path:
-        """Where its log is, from the current folder where it is below it."""
+        """Path of its log, relative to the current folder if it is below it."""
         with suppress(ValueError, FileNotFoundError):
             return self.log.relative_to(Path.cwd())
         return self.log

@@ -1,4 +1,4 @@
-"""What a process of a run is told by the one that started it: read from the environment in one place, and handed on."""
+"""What a process of a run is told by the one that started it. The only reader of the variables that carry it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from unsloth_multigpu.options import (
     ENV_ATTEMPT,
     ENV_LOG_DIR_OF_RUN,
+    ENV_NOTEBOOK,
+    ENV_RANK_PID,
     ENV_RUN_DIR,
     ENV_RUN_DRAWS,
     ENV_RUN_ID,
@@ -38,18 +40,20 @@ class ToolRequest:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a supervisor tells its ranks. Without a supervisor of ours only `tool` may be set.
+    """What a supervisor tells its ranks. Without a supervisor of ours only `tool` and `rank_pid` may be set.
 
     Args:
-        run_dir: The run's private folder: pages, events, sockets.
+        run_dir: The run's private folder: heartbeats, events, sockets.
         supervisor_pid: Process id of the supervisor of this node.
         log_dir: Folder of rank_N.log.
-        seed: Of what a script draws without a seed, the same on all ranks.
-        draws: Digests of the supervisor's random generators at the line, see `launch.draw`.
+        seed: For generators that a script does not seed, the same on all ranks.
+        draws: Digests of the supervisor's random generators at the line, see `launch.seeding`.
         run_id: Of this run, the same for all its attempts.
         attempt: How often the ranks were started before.
         tool: Takes part in the run.
         shard_choice: What `shard="auto"` has become, "on" or "off".
+        launcher: "notebook" or "unsloth_multigpu" in ranks of ours, else None.
+        rank_pid: Process id of a rank that multiprocessing has started, also in the processes that it starts.
     """
 
     run_dir: str | None = None
@@ -61,26 +65,34 @@ class RunContext:
     attempt: int = 0
     tool: ToolRequest | None = None
     shard_choice: str | None = None
+    launcher: str | None = None
+    rank_pid: int | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
         """The context that `environment` carries."""
-        pid, seed = environment.get(ENV_SUPERVISOR_PID), environment.get(ENV_RUN_SEED)
+
+        def number(name: str) -> int | None:
+            return int(environment[name]) if name in environment else None
+
         tool = environment.get(ENV_TOOL)
+        launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
-            supervisor_pid=None if pid is None else int(pid),
+            supervisor_pid=number(ENV_SUPERVISOR_PID),
             log_dir=environment.get(ENV_LOG_DIR_OF_RUN),
-            seed=None if seed is None else int(seed),
+            seed=number(ENV_RUN_SEED),
             draws=json.loads(environment.get(ENV_RUN_DRAWS, "{}")),
             run_id=environment.get(ENV_RUN_ID),
-            attempt=int(environment.get(ENV_ATTEMPT, "0")),
+            attempt=number(ENV_ATTEMPT) or 0,
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
             shard_choice=environment.get(ENV_SHARD_CHOICE),
+            launcher=launcher if ENV_RUN_DIR in environment else None,
+            rank_pid=number(ENV_RANK_PID),
         )
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries this context, but for the attempt, which the supervisor counts."""
+        """The environment that carries this context, except for the attempt, which the supervisor counts."""
         told = {
             ENV_RUN_DIR: self.run_dir,
             ENV_SUPERVISOR_PID: self.supervisor_pid,
@@ -94,5 +106,5 @@ class RunContext:
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:
-    """What tells ranks that are about to start how often they were started before."""
+    """Tells ranks that are about to start how often they were started before."""
     return {ENV_ATTEMPT: str(attempt)}

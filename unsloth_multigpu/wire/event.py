@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,6 @@ class EventWriter:
         rank: This rank.
         attempt: How often the ranks were started before.
         beat: This rank's page, which knows the step.
-
-    Attributes:
-        run_dir: The run's private folder.
-        attempt: How often the ranks were started before.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: HeartbeatPage) -> None:
@@ -62,7 +59,7 @@ class EventWriter:
         line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self._beat.step, facts])
         try:
             with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
-                # One that a full disk has cut ends here, and takes nothing of this one with it.
+                # The first newline ends a line that a full disk has cut.
                 file.write(f"\n{line}\n")
         except OSError as error:
             error.filename = str(self._path)  # A write that fails does not say where.
@@ -70,23 +67,15 @@ class EventWriter:
 
 
 def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
-    """All ranks' events of one attempt, oldest first. A line that is still being written is left for the next look."""
+    """All ranks' events of one attempt, oldest first. Lines that are incomplete (yet) are left out."""
     events = []
     for path in Path(run_dir).glob("events_rank_*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            event = _parse_event(line)
-            if event is not None and event.attempt == attempt:
-                events.append(event)
+            with suppress(ValueError, TypeError):
+                event = Event(*json.loads(line if line.endswith("\n") else ""))
+                events += [event] if event.attempt == attempt else []
     return sorted(events, key=lambda e: e.time_s)
 
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _parse_event(line: str) -> Event | None:
-    """None for a line that is empty or not whole: still being written, or cut by a full disk."""
-    try:
-        return Event(*json.loads(line)) if line.endswith("\n") else None
-    except (ValueError, TypeError):
-        return None

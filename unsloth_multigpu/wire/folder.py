@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
@@ -17,28 +17,25 @@ from unsloth_multigpu.wire.process import is_alive, pid_scope
 logger = get_logger(__name__)
 
 _PREFIX = "unsloth_multigpu_"
-# What events, beats and stacks of a run need at least.
-_SPACE_BYTES = 2**18
 
 
 @contextmanager
 def private_dir() -> Iterator[Path]:
-    """A folder that only this user can read, removed at the end; those of killed supervisors are swept first.
+    """A folder that only this user can read, removed at the end. First removes those of killed supervisors.
 
-    Its name has the process id and where that id means something. Only the folders of the same place are swept: the
-    supervisor of another one may live where this process cannot see it. A lock on the folder would not tell that
-    either: network disks may keep locks on each host alone, and a forked child would hold it.
+    Its name has the process id and the scope of that id: a supervisor of another container may live where this process
+    cannot see it.
 
     Raises:
         LaunchError: The folder for temporary files cannot be written, or is full.
     """
     for old in find_private_dirs():
         pid = old.name.removeprefix(_PREFIX).split("_")[0]
-        if pid.isdigit() and not is_alive(int(pid)) and _is_mine(old):
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):  # Another job that starts now has removed it.
+            if pid.isdigit() and not is_alive(int(pid)) and old.lstat().st_uid == os.getuid():
+                shutil.rmtree(old, ignore_errors=True)
     try:
         path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_{pid_scope()}_"))
-        _check_space(path)
     except OSError as error:
         raise LaunchError(
             f"The folder for temporary files, {tempfile.gettempdir()!r}, cannot be written: {error.strerror}.",
@@ -51,7 +48,7 @@ def private_dir() -> Iterator[Path]:
 
 
 def find_private_dirs() -> list[Path]:
-    """The private folders whose process ids mean something here."""
+    """The private folders whose process ids are valid here."""
     return [path for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if is_from_here(path)]
 
 
@@ -61,31 +58,15 @@ def is_from_here(run_dir: Path) -> bool:
 
 
 @contextmanager
-def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
-    """Makes `log_dir` with empty logs, readable by this user only; a second job at once gets a folder of its own.
+def exclusive_log_dir(log_dir: Path, num_ranks: int = 0) -> Iterator[Path]:
+    """Makes `log_dir`, readable by this user only; a second job at the same time gets a folder of its own in it.
+
+    A folder that exists keeps its mode. Others may be allowed to write in it: a link in the place of a log is replaced
+    and not followed.
 
     Args:
         log_dir: Where the logs go.
-        num_ranks: Ranks above 0 get a log.
-
-    Raises:
-        LaunchError: It cannot be written.
-    """
-    with locked_log_dir(log_dir) as folder:
-        (folder / "stack_rank_0.txt").unlink(missing_ok=True)
-        for rank in range(1, num_ranks):
-            make_log(folder / f"rank_{rank}.log")
-            # Of an earlier run; it would be taken for this one's.
-            (folder / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
-        yield folder
-
-
-@contextmanager
-def locked_log_dir(log_dir: Path) -> Iterator[Path]:
-    """Makes `log_dir`, readable by this user only; a second job at once gets a folder of its own in it.
-
-    A folder that was there keeps its mode. Others may be allowed to write in it: a link that they have put in a log's
-    place is replaced and not followed.
+        num_ranks: Ranks above 0 get an empty log each. Stacks of an earlier run are removed.
 
     Raises:
         LaunchError: It cannot be written.
@@ -94,15 +75,13 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(log_dir / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
-            outcome = try_lock(lock)
-            if outcome == "no locks":
-                logger.warning(
-                    "log_dir is on a file system without locks: a second job there writes over its logs, logs=%s",
-                    log_dir,
-                )
-            elif outcome == "held":
+            if try_lock(lock) == "held":
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
                 logger.warning("log_dir is in use by another job or server, logs=%s", log_dir)
+            for rank in range(num_ranks):
+                (log_dir / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
+                if rank > 0:
+                    make_log(log_dir / f"rank_{rank}.log")
             yield log_dir.resolve()
         finally:
             os.close(lock)
@@ -115,26 +94,8 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
         ) from None
 
 
-def _check_space(run_dir: Path) -> None:
-    """Where it is missing, the ranks would fail one after the other, with errors that name no file."""
-    probe = run_dir / "space"
-    try:
-        probe.write_bytes(bytes(_SPACE_BYTES))
-        probe.unlink()
-    except OSError:
-        shutil.rmtree(run_dir, ignore_errors=True)
-        raise
-
-
 def make_log(log: Path) -> None:
-    """Puts an empty log, readable by this user only, where one may be already."""
+    """Makes an empty log, readable by this user only, and replaces an old one."""
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-
-
-def _is_mine(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # Another job that starts now has swept it.
-        return False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 import threading
+
+from unsloth_multigpu.wire.wait import is_readable
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 2**20
@@ -39,58 +40,44 @@ class Frames:
         Raises:
             OSError: The other side is gone, or does not read. A message that was cut off ends the pair.
         """
+        header = _LENGTH.pack(len(data))
         with self._lock:
-            for part in _framed(data):
+            # What is small is sent at once; what is large is not copied.
+            for part in (header + data,) if len(data) <= _CHUNK_BYTES else (header, data):
                 self._end.sendall(part)
 
     def has_more(self) -> bool:
         """`receive` would not wait."""
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        return bool(poll.poll(0))
+        return is_readable(self._end)
 
     def receive(self) -> list[bytearray] | None:
-        """Waits for bytes and returns the message that is whole by now, if one is; None when the other side is gone."""
+        """Waits for bytes and returns the message that is complete now, if one is; None if the other side is gone."""
         try:
             if self._body is None:
-                if not self._read_header():
+                data = self._end.recv(_LENGTH.size - len(self._header))
+                if not data:
                     return None
-                # A sender that was stopped in between must not hold a reader who has others to hear.
+                self._header += data
+                if len(self._header) < _LENGTH.size:
+                    return []
+                self._body, self._num_filled = bytearray(_LENGTH.unpack(self._header)[0]), 0
+                self._header.clear()
+                # A sender that was stopped in between must not block a reader of several connections.
                 if self._body and not self.has_more():
                     return []
-            return self._read_body()
+            if self._body:
+                # Read into the buffer of the message, which may have gigabytes.
+                num_read = self._end.recv_into(memoryview(self._body)[self._num_filled :])
+                self._num_filled += num_read
+                if num_read == 0:
+                    return None
+            if self._num_filled < len(self._body):
+                return []
+            body, self._body = self._body, None
+            return [body]
         except OSError:
             return None
-
-    def _read_header(self) -> bool:
-        data = self._end.recv(_LENGTH.size - len(self._header))
-        self._header += data
-        if len(self._header) == _LENGTH.size:
-            self._body, self._num_filled = bytearray(_LENGTH.unpack(self._header)[0]), 0
-            self._header.clear()
-        return bool(data)
-
-    def _read_body(self) -> list[bytearray] | None:
-        """One read, to where the body stays: it may have gigabytes."""
-        body = self._body
-        if body is None:
-            return []
-        if body:
-            num_read = self._end.recv_into(memoryview(body)[self._num_filled :])
-            self._num_filled += num_read
-            if num_read == 0:
-                return None
-        if self._num_filled < len(body):
-            return []
-        self._body = None
-        return [body]
 
     def close(self) -> None:
         """Closes this end. The other side sees that the pair has ended."""
         self._end.close()
-
-
-def _framed(data: bytes) -> tuple[bytes, ...]:
-    header = _LENGTH.pack(len(data))
-    # What is small goes at once; what is large is not copied.
-    return (header + data,) if len(data) <= _CHUNK_BYTES else (header, data)

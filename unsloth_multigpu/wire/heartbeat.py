@@ -1,4 +1,4 @@
-"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call."""
+"""Heartbeats: one page of shared memory per rank, which the rank writes and its supervisor reads. No system call."""
 
 from __future__ import annotations
 
@@ -105,26 +105,16 @@ class Heartbeat:
     first_step: str = ""
 
 
-# Written by the main thread: step, phase, micro-batch, time, longest time. Each has 8 bytes in the machine's own order,
-# written at once.
+# Written by the main thread at every mark: step, phase, micro-batch, time, longest time.
 _MAIN = struct.Struct("@qqqdd")
 # Written by the pulse thread: time, number of the collective, its name.
 _PULSE = struct.Struct("@dq112s")
-# Written by the main thread once a step: a `Figures` in its order, -1 for None.
-_FIGURES = struct.Struct("@qqqqqdqqddd")
-# Written once: the process, its device.
-_PROCESS = struct.Struct("@q64s48s")
-# Written by the main thread once a training, and where a later comparison differs.
-_FIRST_STEP = struct.Struct("@64s")
-_SIZE = 512
-_PULSE_OFFSET = 64
-_FIRST_STEP_OFFSET = 192
-_FIGURES_OFFSET = 256
-_PROCESS_OFFSET = 384
-_NAME_BYTES = 112
-# In these the main thread launches work, or waits for what the device has to do.
+# Written by the main thread once a step: a `Figures` in its order, -1 for None; process, device, its id, first step.
+_TRAINING = struct.Struct("@qqqqqdqqddd q64s48s64s")
+_PULSE_OFFSET, _TRAINING_OFFSET, _SIZE = 64, 192, 512
+# In these the main thread launches work, or waits for the device.
 _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
-# Of the first step, in which kernels are compiled, the time is forgotten after this many more.
+# The time of the first step, in which kernels are compiled, is forgotten after this many more steps.
 _NUM_STEPS_TO_FORGET = 4
 
 
@@ -132,12 +122,12 @@ class HeartbeatPage:
     """The writing side, in a rank.
 
     Args:
-        run_dir: The run's private folder. None = there is no reader, and the page is this process's own.
+        run_dir: The run's private folder. None = nobody reads, and the page is not shared.
         rank: This rank.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None, rank: int) -> None:
-        self._memory = mmap.mmap(-1, _SIZE) if run_dir is None else _map(_path(run_dir, rank))
+        self._memory = mmap.mmap(-1, _SIZE) if run_dir is None else _map(Path(run_dir, f"beat_rank_{rank}"))
         self.step = -1
         self.phase = Phase.SCRIPT
         self.micro_batch = 0
@@ -145,11 +135,11 @@ class HeartbeatPage:
         self._marked_s = 0.0
         self._num_steps = 0
         self._longest_s = {"first step": 0.0, "later": 0.0}
+        self._figures = Figures()
+        self._texts = [b"", b"", b""]  # Device, its id, first step.
         # A restarted rank must not look like the one before it.
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
         self.note(Figures())
-        self.name_device("", "")
-        self.tell_first_step("")
         self.mark(Phase.SCRIPT)
 
     def mark(
@@ -160,13 +150,13 @@ class HeartbeatPage:
         micro_batch: int | None = None,
         is_done: bool = False,
     ) -> None:
-        """Says that the main thread makes progress, and where it is. What is left out stays. Takes a microsecond.
+        """Reports progress of the main thread. Omitted values stay. Takes a microsecond.
 
         Args:
-            phase: What it does from here on.
+            phase: What the main thread does from here on.
             step: Last finished optimizer step.
             micro_batch: Forward-backward passes finished in the current step.
-            is_done: The work of a step is done: what follows until a phase is marked are callbacks.
+            is_done: The work of a step is done: callbacks follow until a phase is marked.
         """
         now_s = time.monotonic()
         if self._is_working:
@@ -180,34 +170,31 @@ class HeartbeatPage:
             self._num_steps += 1
             self._is_working = False
         elif phase is not None:
-            # Before the first micro-batch of a step UPDATE means what is between two steps.
+            # Before the first micro-batch of a step, UPDATE means the time between two steps.
             self._is_working = phase in _WORKING and not (phase == Phase.UPDATE and self.micro_batch == 0)
-        self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, self.longest_s))
+        forgets = self._num_steps > _NUM_STEPS_TO_FORGET
+        longest_s = self._longest_s["later"] if forgets else max(self._longest_s.values())
+        self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, longest_s))
 
     def note(self, figures: Figures) -> None:
         """Shows the figures of the training. Called by the main thread once a step; takes some microseconds."""
-        values = vars(figures).values()
-        self._put(_FIGURES_OFFSET, _FIGURES.pack(*(-1 if value is None else value for value in values)))
+        self._figures = figures
+        values = (-1 if value is None else value for value in vars(figures).values())
+        self._put(_TRAINING_OFFSET, _TRAINING.pack(*values, os.getpid(), *self._texts))
 
     def name_device(self, name: str, device_id: str) -> None:
-        """Says on which device this rank trains; see `Heartbeat`."""
-        texts = (text.encode("ascii", "replace")[:limit] for text, limit in ((name, 64), (device_id, 48)))
-        self._put(_PROCESS_OFFSET, _PROCESS.pack(os.getpid(), *texts))
+        """Shows on which device this rank trains; see `Heartbeat`."""
+        self._texts[:2] = name.encode("ascii", "replace"), device_id.encode("ascii", "replace")
+        self.note(self._figures)
 
     def tell_first_step(self, text: str) -> None:
-        """What its comparison with one process has found, at most 64 characters; see `Heartbeat`."""
-        self._put(_FIRST_STEP_OFFSET, _FIRST_STEP.pack(text.encode("ascii", "replace")))
-
-    @property
-    def longest_s(self) -> float:
-        """See `Heartbeat`."""
-        if self._num_steps > _NUM_STEPS_TO_FORGET:
-            return self._longest_s["later"]
-        return max(self._longest_s.values())
+        """Shows the result of the comparison of the first step, at most 64 characters; see `Heartbeat`."""
+        self._texts[2] = text.encode("ascii", "replace")
+        self.note(self._figures)
 
     @contextmanager
     def within(self, phase: Phase | None) -> Iterator[None]:
-        """Marks a phase, None = the one before, and at the end the one before."""
+        """Marks a phase, None = the current one, and at the end the current one again."""
         before = self.phase
         self.mark(phase)
         try:
@@ -217,8 +204,7 @@ class HeartbeatPage:
 
     def pulse(self, collective: int, operation: str) -> None:
         """Called by the pulse thread alone; see `Heartbeat`."""
-        name = operation.encode("ascii", "replace")[:_NAME_BYTES]
-        self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, name))
+        self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, operation.encode("ascii", "replace")))
 
     def _put(self, offset: int, data: bytes) -> None:
         # `pack_into` would first write zeros: a reader in between would see a rank that never made progress.
@@ -226,59 +212,30 @@ class HeartbeatPage:
 
 
 def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Heartbeat]:
-    """The latest beat of every rank that has made its page; it outlives the rank."""
+    """The latest heartbeat of every rank that has made its page, in order of ranks. A page outlives its rank."""
     found = {}
     for path in Path(run_dir).glob("beat_rank_*"):
         data = path.read_bytes()
         if len(data) == _SIZE:  # Shorter: the rank is just making it, or the disk is full.
             found[int(path.name.rpartition("_")[2])] = _parse(data)
-    return found
+    return dict(sorted(found.items()))
 
 
 def _parse(data: bytes) -> Heartbeat:
     step, phase, micro_batch, progress_s, longest_s = _MAIN.unpack_from(data, 0)
-    alive_s, collective, name = _PULSE.unpack_from(data, _PULSE_OFFSET)
-    operation = name.rstrip(b"\0").decode("ascii")
-    figures = Figures(*(None if value < 0 else value for value in _FIGURES.unpack_from(data, _FIGURES_OFFSET)))
-    pid, *texts = _PROCESS.unpack_from(data, _PROCESS_OFFSET)
-    texts += _FIRST_STEP.unpack_from(data, _FIRST_STEP_OFFSET)
-    told = (text.rstrip(b"\0").decode("ascii") for text in texts)
+    alive_s, collective, operation = _PULSE.unpack_from(data, _PULSE_OFFSET)
+    *values, pid, device, device_id, first_step = _TRAINING.unpack_from(data, _TRAINING_OFFSET)
+    texts = [text.rstrip(b"\0").decode("ascii") for text in (operation, device, device_id, first_step)]
+    figures = Figures(*(None if value < 0 else value for value in values))
     times_s = (progress_s, alive_s)
-    return Heartbeat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *told)
-
-
-class HeartbeatReader:
-    """Reads the pages of one machine's ranks again and again, in microseconds.
-
-    Args:
-        run_dir: The run's private folder.
-        num_ranks: So many pages it may have.
-    """
-
-    def __init__(self, run_dir: str | os.PathLike[str], num_ranks: int) -> None:
-        self._run_dir = Path(run_dir)
-        self._num_ranks = num_ranks
-        self._pages: dict[int, mmap.mmap] = {}
-
-    def read(self) -> dict[int, Heartbeat]:
-        """As `read_beats`."""
-        if len(self._pages) < self._num_ranks:
-            for path in self._run_dir.glob("beat_rank_*"):
-                rank = int(path.name.rpartition("_")[2])
-                if rank not in self._pages and path.stat().st_size == _SIZE:
-                    with path.open("rb") as file:
-                        self._pages[rank] = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
-        return {rank: _parse(page[:]) for rank, page in sorted(self._pages.items())}
-
-
-def _path(run_dir: str | os.PathLike[str], rank: int) -> Path:
-    return Path(run_dir) / f"beat_rank_{rank}"
+    place = (step, Phase(phase), micro_batch)
+    return Heartbeat(*place, *times_s, collective, texts[0], longest_s, figures, pid, *texts[1:])
 
 
 def _map(path: Path) -> mmap.mmap:
     file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # Reserved now: a page of a full disk that is written later would end the rank by SIGBUS.
+        # Allocated now: writing to a page of a full disk later would end the rank by SIGBUS.
         os.posix_fallocate(file, 0, _SIZE)
         return mmap.mmap(file, _SIZE)
     finally:

@@ -1,8 +1,4 @@
-"""Processes: do they live, who ends them, and has the machine run out of memory? Linux.
-
-psutil tells of processes. What it has no words for is read or called here: a signal to the main thread alone, and how
-often the kernel has killed for lack of memory.
-"""
+"""Processes: whether they live, who ends them, and how many the kernel killed for lack of memory. Linux."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import resource
 import signal
 import subprocess
 import threading
@@ -34,26 +29,20 @@ KILL_LIMIT_S = 5.0
 
 
 def threads_of_each(num_processes: int) -> int:
-    """Threads that each of some processes may compute with: its part of the cores that this process may use."""
+    """CPU threads for each of several processes: an equal part of the cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def pid_scope() -> str:
-    """A short name of where process ids mean what they mean here: this PID namespace, of this boot of this machine.
-
-    Elsewhere, in a container that shares /tmp or on another host with the same disk, an id is another process's. What a
-    machine does not tell is left out. The host's name tells apart machines that were started from one saved memory.
-    """
+    """A short name of the scope of process ids: this host and PID namespace. Elsewhere an id means another process."""
     parts = [os.uname().nodename]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | None = None) -> Callable[_P, None]:
-    """For handlers of atexit and `sys.excepthook`: a forked child inherits them, but is not this process.
+    """For handlers of atexit and `sys.excepthook`, which a forked child inherits.
 
     Args:
         function: What this process does.
@@ -63,10 +52,9 @@ def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | 
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        if os.getpid() == pid:
-            function(*args, **kwargs)
-        elif otherwise is not None:
-            otherwise(*args, **kwargs)
+        chosen = function if os.getpid() == pid else otherwise
+        if chosen is not None:
+            chosen(*args, **kwargs)
 
     return call
 
@@ -85,59 +73,54 @@ def read_state(pid: int) -> str:
 
 
 def read_begin_ticks(pid: int) -> int | None:
-    """When the process began, in ticks of the kernel since the machine did; None where it is gone.
-
-    psutil gives seconds since 1970, which change for a living process when the clock of the machine is set.
-    """
+    """Start of a process in kernel ticks since boot; None if it is gone. psutil's changes when the clock is set."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the program's name in brackets, with any characters. This is the 22nd.
+    # Field 2 is the program's name in brackets and may contain spaces. The start time is field 22.
     return int(text.rpartition(")")[2].split()[19])
 
 
-def read_held_bytes(pid: int) -> int:
-    """Memory of the machine that the process holds now; 0 where it is gone."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0
-
-
 def read_peak_bytes() -> int:
-    """Most memory of the machine that this process has held. psutil has no word for it on Linux."""
+    """Peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):
-        # Some sandboxes do not tell. This one may begin with what the process had that started this one.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(psutil.Process().memory_info().rss)  # Some sandboxes do not report the peak.
+
+
+def count_memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory on this machine since boot."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def send_signal(pid: int, signal_number: signal.Signals) -> None:
-    """Sends a signal; a process that has ended needs none."""
-    try:
+    """Sends a signal. A process that has already ended is no error."""
+    with suppress(ProcessLookupError):
         os.kill(pid, signal_number)
-    except ProcessLookupError:
-        logger.debug("pid=%d had already ended", pid)
 
 
 def send_to_main_thread(pid: int, signal_number: signal.Signals) -> None:
-    """Sends a signal that no other thread may take: a stopped process then handles it before it continues."""
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30.
+    """Sends a signal that only the main thread can receive: a stopped process then handles it before it continues."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # In glibc since 2.30.
     if tgkill is None:
         send_signal(pid, signal_number)
-    elif tgkill(pid, pid, signal_number) != 0:
-        logger.debug("pid=%d had already ended", pid)
+    else:
+        tgkill(pid, pid, signal_number)
 
 
 def kill_rank(pid: int) -> None:
-    """SIGKILL to a rank and what it has started: a rank leads a group of processes, and those may hold its device."""
+    """SIGKILL to a rank and its process group: children of a rank may hold its device."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
-        send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
+        send_signal(pid, signal.SIGKILL)  # It leads no group.
 
 
 def run_to_end(
@@ -151,30 +134,23 @@ def run_to_end(
     cwd: Path | None = None,
     look: Callable[[int], None] | None = None,
 ) -> int | None:
-    """Runs a command in a session of its own, which Ctrl-C does not reach, and leaves nothing of it behind.
+    """Runs a command in a session of its own, which Ctrl-C does not reach, and leaves none of its processes behind.
 
     Args:
-        command: The program and its arguments. It reads nothing.
-        environment: All of its variables; one of them must hold `marker`.
-        output: Where it prints.
+        command: The program and its arguments. Its standard input is empty.
+        environment: All of its variables; one of them must contain `marker`.
+        output: Receives stdout and stderr.
         marker: See `end_command`.
-        limit_s: After which it is ended.
-        terminate_limit_s: What it then has to end by itself.
-        cwd: Its working folder; None = this process's.
-        look: Called a few times a second with its process id.
+        limit_s: Time limit.
+        terminate_limit_s: Time between SIGTERM and SIGKILL after the limit.
+        cwd: Working directory; None = that of this process.
+        look: Called a few times a second with the process id.
 
     Returns:
-        Its exit code, negative = the signal that ended it; None where it took longer than `limit_s`.
+        The exit code, negative = the signal that ended it; None if it took longer than `limit_s`.
     """
-    process = subprocess.Popen(
-        list(command),
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=dict(environment),
-        start_new_session=True,
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(list(command), cwd=cwd, env=dict(environment), start_new_session=True, **streams)
     end_s = time.monotonic() + limit_s
     try:
         while (left_s := end_s - time.monotonic()) > 0:
@@ -189,14 +165,14 @@ def run_to_end(
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Lets SIGTERM, and SIGHUP where the terminal is closed, end what this process has started, too, by SystemExit.
+    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks end what this process has started.
 
-    What was ignored before stays so, as under nohup. Another thread than the main one gets no signals.
+    Ignored signals stay ignored, as under nohup. Has no effect outside the main thread.
     """
     received: list[int] = []
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
-        # A closed terminal and the shell in it both send SIGHUP. The second one would leave what is being ended.
+        # A closed terminal and its shell both send SIGHUP. The second one must not interrupt the clean-up.
         if not received:
             received.append(signal_number)
             raise SystemExit(128 + signal_number)
@@ -212,16 +188,15 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
-    """Asks a command to end, kills it after `limit_s`, and ends what it leaves behind.
+    """Ends a command by SIGTERM, after `limit_s` by SIGKILL, and then all processes that it has left.
 
     Args:
         process: Leads a session of its own.
-        marker: Text that is in the variables of this command alone. Its group is not enough: launchers give each rank
-            a session of its own, and torch elastic forgets those that it was starting when its signal came.
-        limit_s: What it has to end by itself, in seconds.
+        marker: Text in the environment of this command alone. The process group is not enough: launchers give each
+            rank a session of its own.
+        limit_s: Time between the two signals.
     """
     if process.poll() is None:
-        # The launchers end their ranks on SIGTERM.
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
@@ -233,67 +208,32 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 
 
 def wait_after_kill(process: subprocess.Popen[Any]) -> None:
-    """Collects a process that was sent SIGKILL; a driver may hold it, and then it is left to init."""
+    """Collects a process after SIGKILL. If a driver holds it, it is left to init."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(KILL_LIMIT_S)
 
 
-def _has_marker(process: psutil.Process, marker: str) -> bool:
-    return any(marker in f"{name}={value}" for name, value in process.environ().items())
-
-
 def find_marked(marker: str) -> list[int]:
-    """Living processes that have inherited a variable with `marker` in it, wherever they are attached by now."""
+    """Living processes with `marker` in one of their environment variables, whoever their parent is."""
     found = []
-    for pid in psutil.pids():
-        # One that has ended meanwhile, or is another user's.
+    for process in psutil.process_iter():
+        # It may have ended meanwhile, or belong to another user.
         with suppress(psutil.Error):
-            if _has_marker(psutil.Process(pid), marker):
-                found.append(pid)
+            if any(marker in f"{name}={value}" for name, value in process.environ().items()):
+                found.append(process.pid)
     return found
 
 
 def kill_marked(marker: str) -> list[int]:
-    """SIGKILL to all that `find_marked` finds, and to what those start meanwhile; returns those that did not end."""
+    """SIGKILL to all that `find_marked` finds until it finds none; returns those that did not end."""
     end_s = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while True:
         found = find_marked(marker)
         for pid in found:
             send_signal(pid, signal.SIGKILL)
-        # Its variables go before its files and devices.
+        # The environment of a process goes before its files and devices.
         seen = {pid for pid in seen.union(found) if is_alive(pid)}
-        # Until a search finds none: one that has ended since may have started another, after it was looked for.
         if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)
         time.sleep(_POLL_S)
-
-
-def count_memory_kills() -> int:
-    """Processes that the kernel has killed for lack of memory, in this control group and on the machine, since ever.
-
-    Only a difference tells something; a kill is counted more than once where several counters see it.
-    """
-    return sum(map(_read_kills, _kill_counters()))
-
-
-def _kill_counters() -> Iterator[Path]:
-    yield Path("/proc/vmstat")
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # Version 2; together with version 1 it is mounted one level deeper, without memory.
-            yield Path(f"/sys/fs/cgroup{path}") / "memory.events"
-        elif "memory" in controllers.split(","):
-            yield Path(f"/sys/fs/cgroup/memory{path}") / "memory.oom_control"
-
-
-def _read_kills(counter: Path) -> int:
-    try:
-        lines = counter.read_text().splitlines()
-    except OSError:
-        return 0  # A container may see its own group under another path.
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,4 +1,4 @@
-"""The runs of this user that are there now: what a supervisor writes of itself into its private folder."""
+"""The runs of this user that exist now: what a supervisor writes about itself into its private folder."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Run:
 
     Args:
         pid: Of its supervisor, which in a notebook is the kernel.
-        pid_begin_ticks: When that process began, see `read_begin_ticks`: another one may have its number by now.
+        pid_begin_ticks: Start time of that process, see `read_begin_ticks`: process ids are reused.
         begin_s: When the ranks were started, in seconds since 1970.
         job: Short name: of the script, or "notebook".
-        command: As it was started.
+        command: As the user has typed it.
         num_ranks: Of this machine.
         log_dir: Folder of rank_N.log.
         folder: The run's private folder.
@@ -53,10 +53,7 @@ class Run:
         return is_from_here(Path(self.folder))
 
     def state(self) -> State:
-        """Whether its supervisor lives: "stopped" where a signal has stopped it, "over" where it is gone.
-
-        Says nothing of a run that is not here.
-        """
+        """State of the supervisor: "stopped" by a signal, "over" if it is gone. Only for a run that is here."""
         status = read_state(self.pid)
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or read_begin_ticks(self.pid) != self.pid_begin_ticks:
             return "over"
@@ -67,11 +64,10 @@ def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Pa
     """Lets others see this run. Called by its supervisor, in the folder that only this user can read."""
     pid = os.getpid()
     run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
-    # Written whole: a reader may look at any time.
+    # Renamed when it is complete: a reader may look at any time.
     part = run_dir / f".{_FILE}"
-    # Only this user may read it, whatever the umask is.
-    with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(run)))
+    part.touch(mode=0o600)
+    part.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
     part.replace(run_dir / _FILE)
     return run
 
@@ -79,9 +75,7 @@ def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Pa
 def job_of(command: Sequence[str]) -> str:
     """The short name of a command of ranks: that of the script, or of the module."""
     words = _program(command)
-    if words[:1] == ["-m"] and len(words) > 1:
-        return words[1]
-    return os.path.basename(words[0]) if words else "python"
+    return words[1] if words[:1] == ["-m"] and len(words) > 1 else os.path.basename((words or ["python"])[0])
 
 
 def shown_command(command: Sequence[str]) -> str:
@@ -103,10 +97,10 @@ def find_runs() -> list[Run]:
 
 
 def read_run(folder: Path) -> Run | None:
-    """The run of a private folder; None where there is none, or where it is not this user's alone."""
+    """The run of a private folder; None where there is none, or where others can read the folder."""
     try:
         found = folder.lstat()
         is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077 and found.st_uid == os.getuid()
         return Run(**json.loads((folder / _FILE).read_text(encoding="utf-8"))) if is_private else None
     except (OSError, ValueError, TypeError):
-        return None  # It is just being made, or swept away.
+        return None  # It is being made or removed.

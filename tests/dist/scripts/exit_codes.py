@@ -3,14 +3,16 @@ exited with if the ranks were not started again."""
 
 import sys
 
-from unsloth_multigpu.launch import launcher
+from unsloth_multigpu.launch.launcher import DDPLauncher
 
-_tell_restart = launcher._tell_restart
-
-
-def _tell_with_exit_code(cause, attempt):
-    _tell_restart(cause, attempt)
-    sys.stderr.write(f"[exit code {cause.exit_code}]\n")
+_tell_failure = DDPLauncher._tell_failure
 
 
-launcher._tell_restart = _tell_with_exit_code
+def _tell_with_exit_code(launcher, attempt, cause, events):
+    code = _tell_failure(launcher, attempt, cause, events)
+    if code is None:
+        sys.stderr.write(f"[exit code {cause.exit_code}]\n")
+    return code
+
+
+DDPLauncher._tell_failure = _tell_with_exit_code

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from unsloth_multigpu.launch.draw import generator_digests, seed_unseeded
+from unsloth_multigpu.launch.seeding import generator_digests, seed_unseeded
 
 
 @pytest.fixture(autouse=True)
