@@ -105,7 +105,7 @@ SEAMS: dict[str, InstanceSeam] = {
         _of_trainer(
             "_push_from_checkpoint", "A checkpoint is pushed when it is whole.", "checkpoint_folder", optional=True
         ),
-        _of_trainer("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
+        _of_trainer("_load_best_model", "Ranks that step by themselves synchronize before."),
         _of_trainer(
             "_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"
         ),
@@ -115,7 +115,6 @@ SEAMS: dict[str, InstanceSeam] = {
             "Tells a strategy which checkpoint to resume from.",
             "checkpoint",
         ),
-        _of_trainer("store_flos", "Tells the watchdog that the last step is done."),
         _of_trainer("save_model", "`chaos` fails here.", "output_dir"),
         _of_trainer("_generate_and_score_completions", _WAITS, optional=True),
         _of_trainer("generate_on_policy_outputs", _WAITS, optional=True),
@@ -160,7 +159,6 @@ SEAMS: dict[str, InstanceSeam] = {
             "The first rank of each node writes where the nodes share no folder.",
             optional=True,
         ),
-        InstanceSeam("callback_handler", "on_train_begin", "Callbacks see the loader of one process."),
         InstanceSeam(
             "callback_handler",
             "on_evaluate",

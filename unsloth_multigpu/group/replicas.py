@@ -240,9 +240,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers that a checkpoint keeps. Each replica computes the other ones itself, such as tables of positions."""
-    for module in model.modules():
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and buffers that a checkpoint keeps. Each replica computes the others itself, such as position tables."""
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -148,7 +148,7 @@ class SerialTrainer(Part):
                 if source.requires_grad or target.requires_grad:
                     self._send(source, target)
                     target.requires_grad_(source.requires_grad)
-            for buffer, its in zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True):
+            for (_, buffer), (_, its) in zip(*map(persistent_buffers, (self._replicas[0], replica)), strict=True):
                 self._send(buffer, its)
 
     def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-
-from torch import nn
 
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
@@ -15,11 +13,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 class Waiting(Part):
-    """Adds to `manager.waits` where Hugging Face's loop and DDP meet the other ranks.
-
-    These are: DDP before a forward pass, where it makes buffers equal; the exchange of gradients, from this rank's last
-    gradient until the backward pass is over; the count of tokens over ranks. Under a compiler that has the whole model
-    what comes before the forward pass is not counted.
+    """Adds the exchange of gradients to `manager.waits`: from this rank's last gradient to the end of the backward.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -31,75 +25,22 @@ class Waiting(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._waits = manager.waits
         self._watch = Stopwatch(lambda: trainer.model, trainer.args.device)
-        self._hooks = ExitStack()
-        self._hooked: nn.Module | None = None
-        self._is_computing = self._is_counting = False
-        self._forward: Any = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        try:
-            with self._watch.on_model():
-                yield
-        finally:
-            self._hooks.close()
-            self._hooked = None
+        with self._watch.on_model():
+            yield
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "training_step": self._training_step,
-            "get_batch_samples": self._batch_samples,
-            "gather": self._gather,
-        }
+        return {"training_step": self._training_step}
 
     def is_needed(self, seam: str) -> bool:
         return False  # Without it less is known.
 
-    def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step` of one micro-batch."""
-        if model is not self._hooked:
-            self._watch_forward(model)  # DDP is rebuilt where other weights are trained.
         self._watch.start()
-        self._is_computing = True
-        try:
-            result = original(model, *args, **kwargs)
-        finally:
-            self._is_computing = False
+        result = original(*args, **kwargs)
         if self._watch.last_gradient is not None:
             self._waits.add(self._watch.last_gradient, self._waits.now())
         return result
-
-    def _watch_forward(self, model: nn.Module) -> None:
-        """Hooks where DDP's forward pass begins, and where that of its module does: in between it meets the others."""
-        self._hooks.close()
-        self._hooked = model
-        inner: nn.Module | None = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        # `torch.compile(model)` and `model.compile()`: the hook would be compiled as well.
-        is_compiled = hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
-        if inner is not None and not is_compiled:
-            self._hooks.callback(model.register_forward_pre_hook(self._enter_ddp).remove)
-            self._hooks.callback(inner.register_forward_pre_hook(self._enter_module).remove)
-
-    def _enter_ddp(self, *_: Any) -> None:
-        if self._is_computing:
-            self._forward = self._waits.now()
-
-    def _enter_module(self, *_: Any) -> None:
-        # A checkpointed model may be called again in the backward pass.
-        begin, self._forward = self._forward, None
-        if begin is not None:
-            self._waits.add(begin, self._waits.now())
-
-    def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`, in which the ranks add up their tokens."""
-        self._is_counting = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._is_counting = False
-
-    def _gather(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_counting:
-            return original(*args, **kwargs)
-        with self._waits.counted():
-            return original(*args, **kwargs)
