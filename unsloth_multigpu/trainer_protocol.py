@@ -26,7 +26,6 @@ class ArgumentsLike(Protocol):
     gradient_accumulation_steps: Any  # int; for one call of compute_loss the feed sets a float.
     gradient_checkpointing: bool
     ignore_data_skip: bool
-    include_for_metrics: list[str]
     length_column_name: str
     load_best_model_at_end: bool
     logging_nan_inf_filter: bool
@@ -147,7 +146,6 @@ class TrainerLike(Protocol):
     accelerator: AcceleratorLike
     args: ArgumentsLike
     callback_handler: CallbackHandlerLike
-    compute_metrics: Callable[..., Any] | None
     compute_loss_func: Callable[..., Any] | None
     control: ControlLike
     current_flos: float

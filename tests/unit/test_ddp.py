@@ -345,22 +345,6 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
     assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "is_one"),
-    [
-        ([1.0, 0.0], [1.0 + 1e-6, 1e-6], True),
-        ([1.0, 0.0], [1.0, 0.1], False),
-        ([2.0, 1.0], [1.0, 2.0], False),
-        ([0.0, 0.0], [0.0, 0.0], True),
-        ([float("nan"), 0.0], [float("nan"), 0.0], True),  # Of fp16, whose scaler leaves the step out.
-    ],
-)
-def test_gradients_of_ranks_are_one_but_for_rounding(mine: list[float], theirs: list[float], is_one: bool) -> None:
-    from unsloth_multigpu.train.ddp import are_close
-
-    assert are_close([mine, theirs]) is is_one
-
-
 @pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""

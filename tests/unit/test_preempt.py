@@ -159,14 +159,15 @@ def test_stop_behind_the_last_step_does_not_reach_the_rest_of_the_script(tmp_pat
     assert trainer.saved == saved
 
 
-def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path):
+@pytest.mark.parametrize(("num_unasked", "evaluates"), [(6, False), (7, True)])
+def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_unasked, evaluates):
     trainer = Saving()
     steered = preemption(trainer, tmp_path)
-    handed = iter([0] * 6 + [signal.SIGTERM] * 9)  # Steps 1 and 2, with two batches behind each.
+    handed = iter([0] * num_unasked + [signal.SIGTERM] * 9)  # Asked at each step, and at the two batches behind it.
+    steered._asked = lambda: next(handed)
     with pytest.raises(SystemExit), Loop(trainer, [steered]).steering():
-        steered._lead.asked = lambda: next(handed)
         trainer.steps(8, num_eval_batches=2)
-    assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
+    assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
 
 
 def test_ranks_with_steps_of_their_own_stop_where_they_synchronize(tmp_path):

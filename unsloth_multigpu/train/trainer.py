@@ -190,14 +190,17 @@ class DDPTrainer:
             raise SetupError(f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}.")
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
         apart = max(int(getattr(parallelism, "non_data_parallel_size", 1)), _context_parallel_size(self.trainer))
-        num, one = self.manager.identity.world_size // apart, self.trainer._train_batch_size * self.steps.num_accumulated
-        larger = (
-            f" An optimizer step sees {num * one} samples ({num} ranks x {one}), {num} times those of one process: divide "
-            "per_device_train_batch_size or gradient_accumulation_steps to keep them. Save by trainer.save_model()."
+        num, one = (
+            self.manager.identity.world_size // apart,
+            self.steps.num_accumulated * self.trainer._train_batch_size,
         )
-        hint = " FSDP 2 (fsdp_config={'version': 2}) keeps them." if name == "FSDP" else ""
-        told = larger + hint if num > 1 else ""
-        logger.warning("%s is on: unsloth_multigpu leaves this training to it.%s", name, told.rstrip("."))
+        hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
+        larger = (
+            f". An optimizer step sees {num * one} samples ({num} ranks x {one}), {num} times those of one process: "
+            f"divide per_device_train_batch_size or gradient_accumulation_steps to keep it{hint}. Save by "
+            "trainer.save_model()"
+        )
+        logger.warning("%s is on: unsloth_multigpu leaves this training to it%s", name, larger if num > 1 else "")
 
     def _shard(self, engine: Engine | None) -> None:
         """Prepares for a model that an engine has sharded, or is about to shard.
