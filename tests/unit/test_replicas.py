@@ -90,18 +90,6 @@ def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
     assert hash_of(torch.tensor([1 + 2j])) != hash_of(torch.tensor([1 - 2j]))
 
 
-def test_hash_is_the_sum_of_weighted_bits_modulo_2_to_64() -> None:
-    import torch
-
-    from unsloth_multigpu.group.replicas import _odd_weights
-
-    tensor = torch.randn(5, generator=torch.Generator().manual_seed(1))
-    weights, factor = (_odd_weights(5, tensor.device, seed=s).tolist() for s in (0, 1))
-    assert all(w % 2 == 1 for w in weights)
-    total = sum(w * b for w, b in zip(weights, bits(tensor).tolist(), strict=True)) * factor[0]
-    assert hash_of(tensor) % 2**64 == total % 2**64
-
-
 def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
     import torch
 
@@ -117,7 +105,6 @@ def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
     ("hashes", "message"),
     [
         ([[1, 1], [1, 2]], "rank 0 and rank 1 differ in 1 of 2 trainable tensors: b"),
-        ([[1, 1], [1, 1], [3, 1]], "rank 2 differs from the other ranks in 1 of 2 trainable tensors: a"),
         ([[9, 1], [1, 1], [1, 1]], "rank 0 differs from the other ranks in 1 of 2 trainable tensors: a"),
         (
             [[1, 1], [2, 1], [1, 3]],
@@ -125,7 +112,6 @@ def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
             "rank 2 differs from the other ranks in 1 of 2 trainable tensors: b",
         ),
         ([[1, 1], [2, 1], [3, 1]], "rank 0 and rank 1 and rank 2 differ in 1 of 2 trainable tensors: a"),
-        ([[1, 1], [1, 1], [2, 1], [2, 1]], "ranks 0, 1 and ranks 2, 3 differ in 1 of 2 trainable tensors: a"),
         (
             [[1, 1], [1, 1], [1, 1], [2, 1], [3, 1]],
             "ranks 3, 4 differ from the other ranks in 1 of 2 trainable tensors: a",
@@ -136,14 +122,6 @@ def test_message_names_the_minority(hashes: list[list[int]], message: str) -> No
     from unsloth_multigpu.group.replicas import describe_divergence
 
     assert describe_divergence(["a", "b"], hashes) == message
-
-
-def test_message_names_the_first_tensors_and_counts_the_rest() -> None:
-    from unsloth_multigpu.group.replicas import describe_divergence
-
-    names = [f"t{i}" for i in range(9)]
-    found = describe_divergence(names, [[0] * 9, [1] * 6 + [0] * 3])
-    assert found == "rank 0 and rank 1 differ in 6 of 9 trainable tensors: t0, t1, t2, t3 and 2 more"
 
 
 class Group:
@@ -223,10 +201,7 @@ def model(**changes: float) -> Any:
     ("every", "start", "due"),
     [
         (0, 0, []),
-        (1, 0, [1, 2, 3, 4, 5, 6]),
         (3, 0, [1, 2, 3, 6]),
-        (3, 4, [5, 6, 9]),
-        (2, 1, [2, 4, 6]),
         # What differs from a step on is found before as many more are done.
         (100, 0, [1, 2, 4, 8, 16, 32, 64, 100, 200]),
         (100, 30, [31, 32, 34, 38, 46, 62, 94, 100, 200]),
