@@ -267,16 +267,6 @@ def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
         assert "prepare_model" not in vars(accelerator)
 
 
-def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
-    # With `model_init` the Trainer makes another model as it begins to train.
-    accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
-    trainer = trainer_of(tiny(), accelerator)
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
-        accelerator.wrap_model(tiny(llama()))
-    assert accelerator.told[0].find_unused_parameters is False
-
-
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
     """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""
@@ -333,11 +323,6 @@ def test_compression_that_gloo_cannot_carry_is_refused(over: Any, option: str, b
     assert 'grad_compression="fp16"' in caught.value.hint
 
 
-def test_fp16_is_for_every_backend(over: Any) -> None:
-    over("gloo")
-    assert str(told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama())).comm_hook) == "fp16"
-
-
 def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
     over("nccl")
     with pytest.raises(SetupError, match="the script registers the communication hook 'power_sgd'"):
@@ -350,30 +335,6 @@ def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
     with pytest.raises(SetupError, match="powersgd' cannot work with fp16=True"):
         told_by(MultiGPUConfig(grad_compression="powersgd"), tiny(llama()), scaler="a GradScaler")
     told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), scaler="a GradScaler")
-
-
-@pytest.mark.parametrize("option", [None, "fp16"])
-def test_compression_is_refused_where_another_parallelism_trains(option: str | None) -> None:
-    from unsloth_multigpu.train.trainer import DDPTrainer
-
-    class Steps(SimpleNamespace):
-        def training_step(self) -> None: ...
-
-    trainer = Steps(
-        model=tiny(),
-        args=SimpleNamespace(gradient_accumulation_steps=1, device="cpu"),
-        accelerator=SimpleNamespace(parallelism_config=None),
-        is_fsdp_enabled=True,
-        is_deepspeed_enabled=False,
-        _train_batch_size=4,
-    )
-    manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))  # type: ignore[arg-type]
-    if option is None:
-        assert steered.run(lambda: "trained") == "trained"
-        return
-    with pytest.raises(SetupError, match="but FSDP is on"):
-        steered.run(lambda: "trained")
 
 
 def test_tool_follows_a_training_that_another_parallelism_steers() -> None:

@@ -19,15 +19,18 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 CONFIG = MultiGPUConfig(timeout_s=0.05)
 
 
-def leads_of(store, training=0):
+def leads_of(managers):
     """Two ranks of one training."""
-    managers = [manager_of(store, rank, 2, CONFIG) for rank in range(2)]
-    return [Lead(manager, HeartbeatPage(None, rank), training) for rank, manager in enumerate(managers)]
+    leads = [Lead(manager, HeartbeatPage(None, rank)) for rank, manager in enumerate(managers)]
+    for lead in leads:
+        lead.begin()
+    return leads
 
 
 @pytest.fixture
 def leads():
-    return leads_of(HashStore())
+    store = HashStore()
+    return leads_of([manager_of(store, rank, 2, CONFIG) for rank in range(2)])
 
 
 def test_flags_of_rank_0_are_those_of_all_ranks_and_keys_are_used_again(leads, monkeypatch):
@@ -40,9 +43,8 @@ def test_flags_of_rank_0_are_those_of_all_ranks_and_keys_are_used_again(leads, m
 
 
 def test_decision_that_is_not_there_is_waited_for_and_one_of_an_earlier_training_does_not_count(leads):
-    mine, _ = leads
-    mine.follow(Moment.STEP, 7, 0)
-    _, other = leads_of(mine._manager.store, training=1)
+    leads[0].follow(Moment.STEP, 7, 0)
+    _, other = leads_of([lead._manager for lead in leads])
     with pytest.raises(RankTimeoutError, match=r"rank 1 waited 0\.05 seconds for what rank 0's callbacks decide after"):
         other.follow(Moment.STEP, 0, 0)
 
@@ -82,7 +84,7 @@ def trained(rank, flags_of_step, may_stop, caplog, num_steps=6):
     store = trained.stores.setdefault("store", HashStore())
     manager = manager_of(store, rank, 2, CONFIG)
     exchange = SimpleNamespace(may_stop=True)
-    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, rank), 0), exchange)
+    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, rank)), exchange)
     decision._scheduled = lambda moment: 4 * (moment == Moment.STEP and trainer.state.global_step == 1)
     caplog.clear()
     with Loop(trainer, [decision]).steering():

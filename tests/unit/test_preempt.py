@@ -24,7 +24,7 @@ NOBODY = 10**6
 
 
 def preemption_of(trainer, manager, events=None, may_stop=lambda: True):
-    return Preemption(trainer, manager, events, Lead(manager, HeartbeatPage(None, 0), 0), may_stop)
+    return Preemption(trainer, manager, events, Lead(manager, HeartbeatPage(None, 0)), may_stop)
 
 
 def test_rank_ends_after_the_first_one_of_its_machine(monkeypatch):
@@ -86,7 +86,7 @@ def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said)
     def train():
         trainer = FakeTrainer()
         if rank:  # It follows rank 0 at the end.
-            Lead(managers[0], HeartbeatPage(None, 0), 0).follow(7, 0, 2)
+            Lead(managers[0], HeartbeatPage(None, 0)).follow(7, 0, 2)
         with Loop(trainer, [preemption_of(trainer, managers[1])]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)

@@ -39,12 +39,18 @@ class Board:
         self.rank = rank
         self.is_abandoned: Callable[[], bool] = lambda: False
         self._store = store
+        self._num_trainings = 0
 
     @property
     def store(self) -> Store:
         """Keys and values shared by all ranks."""
         assert self._store is not None
         return self._store
+
+    def number_of_training(self) -> int:
+        """One more than the last one of this store: the same on ranks that begin the same trainings."""
+        self._num_trainings += 1
+        return self._num_trainings
 
     def publish(self, key: str, value: str = "") -> None:
         """Lets other ranks see `key`. Does not wait for the store."""

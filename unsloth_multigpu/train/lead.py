@@ -40,23 +40,29 @@ class Lead:
     Args:
         manager: This rank's manager.
         beat: This rank's heartbeat page.
-        training: How many calls of `train()` this process made before, the same number on all ranks.
 
     Attributes:
-        name: Of this training's keys.
         asked: The signal that asks this rank to stop, 0 = none. Rank 0 also hears of those of other ranks.
         signal_number: The signal for which all ranks stop, 0 = none. It changes inside `follow` only.
     """
 
-    def __init__(self, manager: DDPManager, beat: HeartbeatPage, training: int) -> None:
+    def __init__(self, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._manager = manager
         self._beat = beat
-        self._training = training
-        self.name = f"lead/{training}"
+        self._training = 0
         self._num_points = 0
         self._has_asked = False
         self.asked: Callable[[], int] = lambda: 0
         self.signal_number = 0
+
+    def begin(self) -> None:
+        """Numbers this training, where all ranks are about to begin it: words of another one do not count."""
+        self._training = self._manager.number_of_training()
+
+    @property
+    def name(self) -> str:
+        """Begins the names of this training's keys."""
+        return f"lead/{self._training}"
 
     def follow(self, moment: Moment, flags: int, step: int) -> int:
         """Returns rank 0's flags at a point to which all ranks come in the same order; `flags` are this rank's.

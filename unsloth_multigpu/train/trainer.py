@@ -100,7 +100,7 @@ class DDPTrainer:
             from unsloth_multigpu.strategies.exchange import Exchange
 
             self.exchange = Exchange(trainer, manager)
-        lead = Lead(manager, beat, training)
+        self._lead = lead = Lead(manager, beat)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if identity.world_size > 1 else None
         self.meter = Meter(trainer, manager, beat, self.steps)
         preemption = Preemption(trainer, manager, events, lead, self._may_stop)
@@ -152,6 +152,7 @@ class DDPTrainer:
         self._shard(engine)
         facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
         self.manager.check_same(facts | facts_of_evaluation(self.trainer))
+        self._lead.begin()
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
         if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
