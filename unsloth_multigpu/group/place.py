@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unsloth_multigpu.accelerator import CHOOSERS
+from unsloth_multigpu.accelerator import CHOOSERS, KINDS
 from unsloth_multigpu.group.manager import find_accelerator, local_device, ranks_share_device, sends_over_host
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -29,7 +29,7 @@ def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment:
         return "device='cpu': this process trains alone, on the CPU"
     chosen = "".join(f" ({name}={environment[name]!r})" for name in CHOOSERS if name in environment)
     if not num_visible:
-        is_for_devices = any(getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+        is_for_devices = any(getattr(torch.version, name, None) for name in ("hip", *KINDS))
         build = "" if is_for_devices else f", torch {torch.__version__} is built for the CPU only"
         return f"no GPU is visible{chosen}{build}: this process trains alone"
     if num_visible > 1:

@@ -48,12 +48,12 @@ class _Place(NamedTuple):
 
     Attributes:
         what: The saver that it has come to last, and its path.
-        count: How often it has come to it.
+        number: How often it has come to it.
         waits: True until it leaves that saver.
     """
 
     what: str = ""
-    count: int = 0
+    number: int = 0
     waits: bool = False
 
 
@@ -236,7 +236,7 @@ class Saves:
         """True while a rank waits for a save that rank 0 has not made."""
         at = self._place_of(rank)
         num_made = self._counts[at.what] - (at.what == self._at.what)
-        return at.waits and at.count > num_made
+        return at.waits and at.number > num_made
 
     def _has_left(self, rank: int) -> bool:
         return self._manager.is_published(_LEFT.format(rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from unsloth_multigpu.group.exchange import GradientExchange
@@ -113,10 +114,10 @@ class OneDecision(Part):
 
     def _scheduled(self, moment: Moment) -> int:
         """The flags that the arguments of the training set here, on all ranks alike."""
-        from transformers import DefaultFlowCallback, TrainerControl
+        from transformers import DefaultFlowCallback
 
-        flow, control = DefaultFlowCallback(), TrainerControl()
-        event = {Moment.STEP: flow.on_step_end, Moment.EPOCH: flow.on_epoch_end}.get(moment, flow.on_substep_end)
+        flow, control = DefaultFlowCallback(), SimpleNamespace(**dict.fromkeys(_FLAGS, False))
+        event: Any = {Moment.STEP: flow.on_step_end, Moment.EPOCH: flow.on_epoch_end}.get(moment, flow.on_substep_end)
         event(self._trainer.args, self._trainer.state, control)
         return _flags_of(control)
 
@@ -128,7 +129,7 @@ class OneDecision(Part):
         self._postponed |= flags
 
 
-def _flags_of(control: ControlLike) -> int:
+def _flags_of(control: Any) -> int:
     return sum(bool(getattr(control, name)) << i for i, name in enumerate(_FLAGS))
 
 
