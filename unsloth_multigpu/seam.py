@@ -97,11 +97,10 @@ _TABLE = (
     _seam("_save_checkpoint", "A checkpoint has its name only when it is complete.", "model", "trial", called="save"),
     _seam("_get_output_dir", "A checkpoint is first written into a hidden folder.", "trial"),
     _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
-    _seam("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
+    _seam("_load_best_model", "Ranks that step by themselves synchronize before."),
     _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
     _seam("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
     _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
-    _seam("store_flos", "Tells the watchdog that the last step is done."),
     _seam("save_model", "`chaos` fails here.", "output_dir"),
     _seam("_generate_and_score_completions", _WAITS, optional=True),
     _seam("generate_on_policy_outputs", _WAITS, optional=True),
@@ -131,7 +130,6 @@ _TABLE = (
         "event",
         *_EVENT,
     ),
-    _seam("callback_handler.on_train_begin", "Callbacks see the loader of one process."),
     _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's numbers.", *_EVENT, "metrics"),
 )
 SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}

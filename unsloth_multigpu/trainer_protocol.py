@@ -26,7 +26,6 @@ class ArgumentsLike(Protocol):
     gradient_accumulation_steps: Any  # int; for one call of compute_loss the feed sets a float.
     gradient_checkpointing: bool
     ignore_data_skip: bool
-    include_for_metrics: list[str]
     length_column_name: str
     load_best_model_at_end: bool
     logging_nan_inf_filter: bool
@@ -97,7 +96,7 @@ class CallbackHandlerLike(Protocol):
     def call_event(
         self, event: str, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any
     ) -> Any: ...
-    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
+
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
     def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any) -> Any: ...
 
@@ -136,7 +135,6 @@ class TrainerLike(Protocol):
     accelerator: AcceleratorLike
     args: ArgumentsLike
     callback_handler: CallbackHandlerLike
-    compute_metrics: Callable[..., Any] | None
     compute_loss_func: Callable[..., Any] | None
     control: ControlLike
     current_flos: float
@@ -180,7 +178,7 @@ class TrainerLike(Protocol):
     def _issue_warnings_after_load(self, load_result: Any) -> None: ...
     def _load_rng_state(self, checkpoint: str | None) -> None: ...
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
-    def store_flos(self) -> None: ...
+
     def save_model(self, output_dir: str | None = None) -> None: ...
 
 

@@ -28,46 +28,25 @@ def draws(folder: Path, *arguments: str, launcher: Sequence[str] = ()) -> tuple[
     return of_ranks(folder, "drawn"), run
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return draws(tmp_path_factory.mktemp("draws"))[0]
-
-
-@pytest.fixture(scope="module")
-def drawn_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Finished]:
-    return draws(tmp_path_factory.mktemp("torchrun"), launcher=TORCHRUN)
-
-
-def test_draws_without_a_seed_are_those_of_every_rank(drawn: list[dict[str, Any]]) -> None:
-    assert drawn[0] == drawn[1]
-
-
-def test_draws_without_a_seed_are_alike_under_torchrun(
-    drawn_under_torchrun: tuple[list[dict[str, Any]], Finished], drawn: list[dict[str, Any]]
-) -> None:
-    first, second = ({k: v for k, v in rank.items() if k != "set"} for rank in drawn_under_torchrun[0])
-    assert first == second
-    # Another run draws something else, as one process does.
-    assert all(first[name] != drawn[0][name] for name in ("torch", "random", "numpy"))
-
-
-def test_strings_that_hash_differently_are_told_once(
-    drawn_under_torchrun: tuple[list[dict[str, Any]], Finished],
-) -> None:
-    err = drawn_under_torchrun[1].err
-    assert err.count("the ranks hash strings differently") == 1
-    assert "PYTHONHASHSEED=0" in err
-
-
-def test_seed_that_stands_before_the_line_stays(tmp_path: Path) -> None:
+def test_seed_that_stands_before_the_line_stays_on_every_rank(tmp_path: Path) -> None:
     import torch
 
     with torch.random.fork_rng():
         torch.manual_seed(7)
         expected = float(torch.rand(()))
     ranks, _ = draws(tmp_path, "7")
-    assert [rank["torch"] for rank in ranks] == [expected, expected]
-    assert ranks[0]["random"] == ranks[1]["random"]
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["torch"] == expected
+
+
+def test_draws_without_a_seed_are_alike_under_torchrun_and_strings_that_hash_differently_are_told(
+    tmp_path: Path,
+) -> None:
+    ranks, run = draws(tmp_path, launcher=TORCHRUN)
+    first, second = ({k: v for k, v in rank.items() if k != "set"} for rank in ranks)
+    assert first == second
+    assert run.err.count("the ranks hash strings differently") == 1
+    assert "PYTHONHASHSEED=0" in run.err
 
 
 # Files.

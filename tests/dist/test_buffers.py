@@ -8,6 +8,7 @@ import torch
 from tests.helpers.outcome import outcome
 from tests.helpers.run import BARE, run_python
 
+pytestmark = pytest.mark.thorough  # No language model has such buffers.
 SCRIPT = Path(__file__).parent / "scripts" / "buffers.py"
 
 
@@ -33,8 +34,9 @@ def test_gradients_of_whole_micro_batches_are_those_of_one_process_and_statistic
 @pytest.mark.parametrize("job", ["whole", "counting"])
 def test_buffers_end_equal_on_all_ranks(folder, job):
     (_, first), (_, second) = (outcome(folder / "2", job, rank) for rank in range(2))
-    assert {n: t.shape for n, t in first.items()} == {n: t.shape for n, t in second.items()}
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys()
+    differ = [name for name in first if not torch.equal(first[name], second[name])]
+    assert differ == (["seen"] if job == "counting" else [])  # That of another length on each rank.
 
 
 def test_buffers_that_change_are_named_once_for_a_training(folder):

@@ -62,12 +62,9 @@ EVALUATED = {
     "eval_short": 7,
     "eval_stream": 22,
     "eval_stream_workers": 22,
-    # Batches.
-    "eval_apart": 3,
     "eval_own_loader": 11,
     "eval_own_batches": 18,
 }
-BY_BATCH = "eval_by_batch"
 BY_HAND = "read_by_hand"
 RESUMED = ["resumed", "stream_whole", "stream_resumed"]
 
@@ -85,7 +82,7 @@ def train(folder, num_ranks):
     out = folder / str(num_ranks)
     if not out.exists():
         out.mkdir()
-        names = [",".join([*ON_THREE, *RESUMED, *EVALUATED, BY_BATCH, BY_HAND])] if num_ranks == 3 else []
+        names = [",".join([*ON_THREE, *RESUMED, *EVALUATED, BY_HAND])] if num_ranks == 3 else []
         run = run_python([SCRIPT, str(num_ranks), out, *names], folder, LIBRARIES)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
@@ -181,16 +178,6 @@ def is_near(first, second):
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(is_near, first, second))
     return first == second or first == pytest.approx(second, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [2, THREE])
-def test_metrics_by_batch_get_the_batches_of_one_process(folder, num_ranks):
-    one, many = ranks(folder, 1, BY_BATCH)[0], ranks(folder, num_ranks, BY_BATCH)
-    assert one["ends"] == [False, False, True] * 2
-    for found in many:
-        assert found["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-        assert found["ends"] == one["ends"]
-        assert is_near(found["given"], one["given"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])

@@ -16,14 +16,11 @@ EXACT = {"verify_every": 1, "max_steps": 14}
 RUNS = {
     "start": {"plant": "start"},
     "scale": {"plant": "scale"},
-    "unseen": {"plant": "scale", "verify_every": 0},
     "none": EXACT,
     "fp16": {**EXACT, "strategy": "ddp:grad_compression=fp16"},
     # This model has one bucket, so gloo can carry powersgd for once: there is nothing to get out of order.
     "powersgd": {**EXACT, "strategy": "ddp:grad_compression=powersgd", "plant": "one_bucket"},
     "twice": {"strategy": "ddp:grad_compression=fp16", "max_steps": 2, "plant": "twice"},
-    "refused_bf16": {"strategy": "ddp:grad_compression=bf16"},
-    "refused_powersgd": {"strategy": "ddp:grad_compression=powersgd"},
     "last_step": {"plant": "flip", "verify_every": 100, "max_steps": 3},
 }
 COMPRESSED = "grad_compression={}: gradients are sent smaller and are no longer exact"
@@ -86,6 +83,7 @@ def test_planted_divergence_is_caught_at_the_next_check(trained, plant, step, me
     assert saved_in(trained[0], plant) == set()
 
 
+@pytest.mark.thorough
 def test_rank_that_differs_from_the_others_is_named_and_ends_the_run(tmp_path):
     found = run(tmp_path, 3, flip={"plant": "flip"})
     assert found.code == 77, found.err
@@ -103,12 +101,6 @@ def test_last_step_is_compared_although_none_is_due(trained, lines):
     assert ended.code == 77, ended.err
     assert "All ranks were equal after step 2." in lines["last_step"]
     assert not list(folder.glob("facts_last_step_*"))
-
-
-def test_divergence_goes_unseen_where_nothing_is_compared(trained):
-    found = facts(trained, "unseen")
-    assert "error" not in found
-    assert len(found["norms"]) == 5
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +133,3 @@ def test_powersgd_begins_with_the_tenth_gradient(norms):
 def test_second_training_of_a_trainer_is_compressed_as_the_first(trained, lines):
     assert "error" not in facts(trained, "twice")
     assert lines["twice"].count(COMPRESSED.format("fp16")) == 2
-
-
-@pytest.mark.parametrize("compression", ["bf16", "powersgd"])
-def test_compression_that_gloo_cannot_carry_is_refused_before_training(trained, compression):
-    for rank in range(2):
-        found = facts(trained, f"refused_{compression}", rank)
-        fact = f"grad_compression='{compression}' needs NCCL or XCCL; the gradients of this run go over gloo."
-        assert fact in found["error"]
-        assert found["exit_code"] == 69
-        assert found["norms"] == []

@@ -65,7 +65,7 @@ def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
     assert mine["hashes"] == other["hashes"]
     assert mine["rates"] == facts(folder, "ddp")[0]["rates"]
     assert (facts(folder, "ddp")[0]["wrapper"], mine["wrapper"]) == (
-        "ReadableDDP",
+        "DistributedDataParallel",
         "PeftModel",
     )
 

@@ -41,4 +41,4 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     assert changed in ours["changed"]["text"]
     assert "prepared 2 data loaders; expected one.\nHint: Return one DataLoader" in ours["two loaders"]["text"]
     assert ours["past DDP"]["error"] == "DivergenceError"
-    assert "The forward pass passed by DDP in step 1" in ours["past DDP"]["text"]
+    assert "The ranks' replicas differ after step 1" in ours["past DDP"]["text"]

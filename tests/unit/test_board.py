@@ -20,7 +20,7 @@ def boards(request, tmp_path):
     return [Board(rank, PrefixStore("run", store)) for rank, store in enumerate(stores)]
 
 
-@pytest.mark.parametrize("value", ["", "word", "?", "=", "ä"])
+@pytest.mark.parametrize("value", ["", "?", "ä="])
 def test_value_is_read_once_it_is_there(boards, value):
     mine, other = boards
     assert (other.read("key"), other.is_published("key")) == (None, False)
@@ -31,17 +31,6 @@ def test_value_is_read_once_it_is_there(boards, value):
     mine.publish("key", "later")
     assert mine.read("key") == "later"
     assert other.read("key") == "later"
-    mine.withdraw("key")
-    assert other.read("key") is None
-
-
-def test_claim_is_the_first_ranks(boards):
-    mine, other = boards
-    assert other.claim("key", "2") == "2"
-    assert mine.claim("key", "1") == "2"
-    assert mine.claim("key", "3", "2") == "3"
-    assert other.claim("key", "4", "2") == "3"
-    assert [mine.count("number"), other.count("number")] == [1, 2]
 
 
 @pytest.mark.timeout(20)

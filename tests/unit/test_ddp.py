@@ -15,8 +15,7 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.train.ddp import DDPWrapping
+from unsloth_multigpu.train.ddp import DDPWrapping, make_readable
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -84,139 +83,99 @@ def is_sure(model: nn.Module) -> bool:
     return uses_every_parameter(model)
 
 
-def test_dense_model_uses_every_parameter() -> None:
-    assert is_sure(tiny(llama()))
-
-
-def test_dense_model_that_is_partly_frozen_uses_the_rest() -> None:
-    model = tiny(llama())
-    model["q_proj"].requires_grad_(False)  # type: ignore[index]
-    assert is_sure(model)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_dora": True},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    ],
-    ids=["lora", "dora", "modules to save"],
-)
-def test_lora_on_a_dense_model_uses_every_parameter(options: dict[str, Any]) -> None:
-    model = adapted(tiny(llama()), **options)
-    assert any(p.requires_grad for p in model.parameters())
-    assert is_sure(model)
-
-
-@pytest.mark.parametrize("part", ["lm_head", "embed_tokens", "mtp", "multi_modal_projector", "shared_expert"])
-def test_lora_on_a_part_that_may_be_passed_by_is_not_sure(part: str) -> None:
-    from torch import nn
-
-    def with_lora_on(*names: str) -> Any:
-        model = tiny(llama())
-        model[part] = nn.Linear(2, 2)  # type: ignore[index, operator]
-        return adapted(model, target_modules=list(names))
-
-    assert is_sure(with_lora_on("q_proj"))
-    assert not is_sure(with_lora_on("q_proj", part))
-
-
-def test_pooler_is_not_sure() -> None:
-    from torch import nn
-
-    model = tiny(llama())
-    model["pooler"] = nn.Linear(2, 2)  # type: ignore[index, operator]
-    assert not is_sure(model)  # BigBirdForCausalLM has one.
-    model["pooler"].requires_grad_(False)  # type: ignore[index]
-    assert is_sure(model)
-
-
-def test_second_adapter_is_not_sure() -> None:
-    assert not is_sure(adapted(tiny(llama()), ("default", "other")))
-
-
-def test_second_adapter_that_is_frozen_takes_no_part() -> None:
-    model = adapted(tiny(llama()), ("default", "other"))
+def partly_frozen(model: Any, *names: str) -> Any:
     for name, parameter in model.named_parameters():
-        if ".other." in name:
-            parameter.requires_grad = False
-    assert is_sure(model)
+        if any(part in name for part in names):
+            parameter.requires_grad = not parameter.requires_grad
+    return model
 
 
-def test_adapter_beside_other_trained_parameters_is_not_sure() -> None:
-    model = adapted(tiny(llama()))
-    model.base_model.model["lm_head"].requires_grad_(True)
-    assert not is_sure(model)
+def with_layer(name: str) -> Any:
+    model: Any = tiny(llama())
+    model[name] = torch.nn.Linear(2, 2)
+    return model
 
 
-def test_adapter_of_another_kind_is_not_sure() -> None:
+def ia3() -> Any:
     import peft
 
-    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-    assert not is_sure(peft.PeftModel(tiny(llama()), config))  # type: ignore[arg-type]
-
-
-def test_model_that_trains_nothing_is_not_sure() -> None:
-    model = tiny(llama())
-    model.requires_grad_(False)
-    assert not is_sure(model)
-
-
-@pytest.mark.parametrize("config", [None, {"hidden_size": 8}])
-def test_model_without_a_config_is_not_sure(config: object) -> None:
-    assert not is_sure(tiny(config))
-
-
-@pytest.mark.parametrize("name", ["TinyModel", "TinyForSequenceClassification", "TinyForMaskedLM"])
-def test_full_training_of_anything_but_a_language_model_is_not_sure(name: str) -> None:
-    # Other heads may leave a pooler or a mask embedding without a gradient.
-    assert not is_sure(tiny(llama(), name))
-    assert is_sure(adapted(tiny(llama(), name)))
+    return peft.PeftModel(tiny(llama()), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    "make",
     [
-        ("MixtralConfig", TINY),
-        ("Qwen3MoeConfig", TINY),
-        ("DeepseekV3Config", TINY),
-        ("GptOssConfig", TINY),
-        ("Ernie4_5_MoeConfig", TINY),
-        ("GraniteMoeConfig", TINY),
-        ("DbrxConfig", {}),
-        ("Gemma3Config", {}),
-        ("Llama4Config", {}),
-        ("Qwen2_5OmniConfig", {}),
-        ("WhisperConfig", {"encoder_layerdrop": 0.1}),
-        ("Wav2Vec2Config", {"layerdrop": 0.1}),
-        ("GPT2Config", {"add_cross_attention": True}),
+        lambda: tiny(llama()),
+        lambda: partly_frozen(tiny(llama()), "q_proj"),
+        lambda: adapted(tiny(llama())),
+        lambda: adapted(tiny(llama()), use_dora=True),
+        lambda: adapted(tiny(llama()), target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        lambda: adapted(with_layer("shared_expert"), target_modules=["q_proj"]),
+        lambda: adapted(tiny(llama(), "TinyForSequenceClassification")),
+        lambda: partly_frozen(adapted(tiny(llama()), ("default", "other")), ".other."),
+        lambda: partly_frozen(with_layer("pooler"), "pooler"),
     ],
 )
-def test_model_with_parts_that_a_step_may_leave_out_is_not_sure(name: str, changes: dict[str, Any]) -> None:
-    import transformers
-
-    config = getattr(transformers, name)(**changes)
-    assert not is_sure(tiny(config))
-    assert not is_sure(adapted(tiny(config)))
+def test_dense_language_model_uses_every_trained_parameter(make: Any) -> None:
+    assert is_sure(make())
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    "make",
     [
-        ("LlamaConfig", TINY),
-        ("Qwen3Config", TINY),
-        ("MistralConfig", TINY),
-        ("Gemma2Config", TINY),
-        ("Phi3Config", {**TINY, "pad_token_id": 0}),
-        ("GPT2Config", {}),
-        ("OPTConfig", {"layerdrop": 0.0}),
+        lambda: adapted(tiny(llama()), target_modules=["q_proj", "lm_head"]),
+        lambda: adapted(with_layer("embed_tokens"), target_modules=["q_proj", "embed_tokens"]),
+        lambda: adapted(with_layer("shared_expert"), target_modules=["q_proj", "shared_expert"]),
+        lambda: with_layer("pooler"),  # BigBirdForCausalLM has one.
+        lambda: adapted(tiny(llama()), ("default", "other")),
+        lambda: partly_frozen(adapted(tiny(llama())), "lm_head"),
+        ia3,
+        lambda: partly_frozen(tiny(llama()), ""),  # It trains nothing.
+        lambda: tiny(None),
+        lambda: tiny({"hidden_size": 8}),
+        lambda: tiny(llama(), module="__main__"),
+        # Other heads may leave a pooler or a mask embedding without a gradient.
+        lambda: tiny(llama(), "TinyForSequenceClassification"),
     ],
 )
-def test_dense_language_models_are_sure(name: str, changes: dict[str, Any]) -> None:
+def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
+    assert not is_sure(make())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sure"),
+    [
+        ("MixtralConfig", TINY, False),
+        ("Qwen3MoeConfig", TINY, False),
+        ("DeepseekV3Config", TINY, False),
+        ("GptOssConfig", TINY, False),
+        ("Ernie4_5_MoeConfig", TINY, False),
+        ("GraniteMoeConfig", TINY, False),
+        ("DbrxConfig", {}, False),
+        ("Gemma3Config", {}, False),
+        ("Llama4Config", {}, False),
+        ("Qwen2_5OmniConfig", {}, False),
+        ("WhisperConfig", {"encoder_layerdrop": 0.1}, False),
+        ("GPT2Config", {"add_cross_attention": True}, False),
+        ("Qwen3Config", TINY, True),
+        ("MistralConfig", TINY, True),
+        ("Gemma2Config", TINY, True),
+        ("Phi3Config", {**TINY, "pad_token_id": 0}, True),
+        ("GPT2Config", {}, True),
+        ("OPTConfig", {"layerdrop": 0.0}, True),
+    ],
+)
+def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[str, Any], sure: bool) -> None:
     import transformers
 
-    assert is_sure(tiny(getattr(transformers, name)(**changes)))
+    assert is_sure(tiny(getattr(transformers, name)(**changes))) is sure
+
+
+def test_script_reads_the_config_of_the_model_that_ddp_wraps() -> None:
+    ddp = SimpleNamespace()
+    make_readable(ddp, tiny(llama()), False)
+    assert ddp.config.hidden_size == 8
+    assert not hasattr(ddp, "forward")
 
 
 @pytest.mark.parametrize(
@@ -310,16 +269,6 @@ def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
         assert "prepare_model" not in vars(accelerator)
 
 
-def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
-    # With `model_init` the Trainer makes another model as it begins to train.
-    accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
-    trainer = trainer_of(tiny(), accelerator)
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
-        accelerator.wrap_model(tiny(llama()))
-    assert accelerator.told[0].find_unused_parameters is False
-
-
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
     """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""
@@ -348,22 +297,6 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
     assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "is_one"),
-    [
-        ([1.0, 0.0], [1.0 + 1e-6, 1e-6], True),
-        ([1.0, 0.0], [1.0, 0.1], False),
-        ([2.0, 1.0], [1.0, 2.0], False),
-        ([0.0, 0.0], [0.0, 0.0], True),
-        ([float("nan"), 0.0], [float("nan"), 0.0], True),  # Of fp16, whose scaler leaves the step out.
-    ],
-)
-def test_gradients_of_ranks_are_one_but_for_rounding(mine: list[float], theirs: list[float], is_one: bool) -> None:
-    from unsloth_multigpu.train.ddp import are_close
-
-    assert are_close([mine, theirs]) is is_one
-
-
 @pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""
@@ -384,18 +317,12 @@ def test_compression_is_a_hook_that_accelerate_registers(over: Any, option: str,
     assert len(registered) == 1
 
 
-@pytest.mark.parametrize("backend", ["gloo", "none"])
-@pytest.mark.parametrize("option", ["bf16", "powersgd"])
+@pytest.mark.parametrize(("option", "backend"), [("bf16", "gloo"), ("powersgd", "none")])
 def test_compression_that_gloo_cannot_carry_is_refused(over: Any, option: str, backend: str) -> None:
     over(backend)
     with pytest.raises(SetupError, match=f"needs NCCL or XCCL; the gradients of this run go over {backend}") as caught:
         told_by(MultiGPUConfig(strategy=f"ddp:grad_compression={option}"), tiny(llama()))
     assert 'grad_compression="fp16"' in caught.value.hint
-
-
-def test_fp16_is_for_every_backend(over: Any) -> None:
-    over("gloo")
-    assert str(told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama())).comm_hook) == "fp16"
 
 
 def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
@@ -405,41 +332,11 @@ def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
     told_by(MultiGPUConfig(), tiny(llama()), hook="power_sgd")
 
 
-def test_compression_is_told_where_the_accelerator_has_no_settings(over: Any) -> None:
-    over("nccl")
-    told = told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), handler=None)
-    assert (str(told.comm_hook), told.gradient_as_bucket_view) == ("fp16", True)
-
-
 def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
     over("nccl")
     with pytest.raises(SetupError, match="powersgd' cannot work with fp16=True"):
         told_by(MultiGPUConfig(strategy="ddp:grad_compression=powersgd"), tiny(llama()), scaler="a GradScaler")
     told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), scaler="a GradScaler")
-
-
-@pytest.mark.parametrize("option", [None, "fp16"])
-def test_compression_is_refused_where_another_parallelism_trains(option: str | None) -> None:
-    from unsloth_multigpu.train.trainer import DDPTrainer
-
-    class Steps(SimpleNamespace):
-        def training_step(self) -> None: ...
-
-    trainer = Steps(
-        model=tiny(),
-        args=SimpleNamespace(gradient_accumulation_steps=1, device="cpu"),
-        accelerator=SimpleNamespace(parallelism_config=None),
-        is_fsdp_enabled=True,
-        is_deepspeed_enabled=False,
-        _train_batch_size=4,
-    )
-    manager = SimpleNamespace(config=MultiGPUConfig(strategy=DDP(option)), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))  # type: ignore[arg-type]
-    if option is None:
-        assert steered.run(lambda: "trained") == "trained"
-        return
-    with pytest.raises(SetupError, match="but FSDP is on"):
-        steered.run(lambda: "trained")
 
 
 def test_tool_follows_a_training_that_another_parallelism_steers() -> None:

@@ -15,10 +15,10 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategy import read_strategy
-from unsloth_multigpu.train.check import BatchCount, StepCheck
-from unsloth_multigpu.train.gradient import (
+from unsloth_multigpu.train.check import (
     MAX_SKIPPED_IN_A_ROW,
-    SkippedSteps,
+    BatchCount,
+    StepCheck,
     describe,
     not_finite_losses,
     not_finite_parameters,
@@ -56,15 +56,6 @@ def test_losses_and_gradients_that_are_not_finite_are_found():
     model[0].bias.grad[1] = math.nan
     assert not_finite_parameters(model) == ["0.bias"]
     assert math.isnan(total_norm(model.parameters()))
-
-
-def test_too_many_skipped_steps_in_a_row_are_an_error():
-    skipped = SkippedSteps()
-    for _ in range(MAX_SKIPPED_IN_A_ROW):
-        warning = skipped.skip("step 3: gradient norm is nan")
-    assert warning == f"step 3: gradient norm is nan: left out on all ranks ({MAX_SKIPPED_IN_A_ROW} so far)"
-    with pytest.raises(NonFiniteGradientError, match="The 10 steps before it"):
-        skipped.skip("step 13: gradient norm is nan")
 
 
 class OneRank(FakeTrainer):
@@ -174,7 +165,7 @@ def test_many_skipped_steps_in_a_row_end_the_training():
     with rank.checked():
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             rank.step(math.nan)
-        with pytest.raises(NonFiniteGradientError, match="step 11: "):
+        with pytest.raises(NonFiniteGradientError, match=r"step 11: .*The 10 steps before it"):
             rank.step(math.nan)
 
 

@@ -69,7 +69,6 @@ class Noting(FakeTrainer):
 
     def _maybe_log_save_evaluate(self) -> None:
         self.note("log")
-        self.store_flos()
         self.evaluate()
         self._save_checkpoint()
         self.note("saved")
@@ -79,12 +78,6 @@ class Noting(FakeTrainer):
 
     def _save_checkpoint(self, *_: Any) -> None:
         self.note("save")
-
-    def _load_best_model(self) -> None:
-        self.note("load")
-
-    def store_flos(self) -> None:
-        self.note("flos")
 
 
 class OfTheScript(TrainerCallback):
@@ -115,13 +108,13 @@ def test_training_is_marked_phase_by_phase() -> None:
         trainer.get_batch_samples()
         trainer.training_step()
         trainer.note("update")
+        trainer.event("on_optimizer_step")
         trainer.state.global_step = 2
+        trainer.control.should_save = trainer.control.should_training_stop = True
         trainer.event("on_step_end")
-        trainer.control.should_save = True
         trainer._maybe_log_save_evaluate()
-        assert page.phase == Phase.UPDATE
-        trainer.store_flos()
-        trainer._load_best_model()
+        assert page.phase == Phase.SAVE
+        trainer.event("on_epoch_end")
         assert page.phase == Phase.ENDED
     assert (page.phase, page.step) == (Phase.SCRIPT, 2)
     assert [(name, phase.name, passes) for name, phase, passes in trainer.seen] == [
@@ -131,7 +124,6 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("update", "WARM_UP", 2),  # Who reads a number here waits for all that the device was asked to do.
         ("callback behind step 1", "UPDATE", 0),
         ("log", "UPDATE", 0),
-        ("flos", "UPDATE", 0),
         ("evaluate", "EVALUATE", 0),
         ("save", "SAVE", 0),
         ("saved", "UPDATE", 0),
@@ -140,12 +132,9 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("update", "UPDATE", 1),
         ("callback behind step 2", "UPDATE", 0),
         ("log", "SAVE", 0),
-        ("flos", "SAVE", 0),
         ("evaluate", "EVALUATE", 0),
         ("save", "SAVE", 0),
         ("saved", "SAVE", 0),
-        ("flos", "ENDED", 0),
-        ("load", "SAVE", 0),
     ]
     trainer.get_batch_samples()
     assert page.phase == Phase.SCRIPT

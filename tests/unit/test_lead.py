@@ -1,55 +1,55 @@
-"""The words by which rank 0 leads and the claims of ranks that step by themselves; what an overruled rank is told."""
+"""Rank 0's decisions, which all ranks take over; what becomes of those of other ranks, and of ranks apart."""
+
+import signal
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from tests.helpers.board import manager_of
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train import lead as module
-from unsloth_multigpu.train.control import Overruled
-from unsloth_multigpu.train.lead import PASSED, WAIT, Lead, Moment
+from unsloth_multigpu.train.control import OneDecision
+from unsloth_multigpu.train.lead import Lead, Moment
+from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+
+CONFIG = MultiGPUConfig(timeout_s=0.05)
+
+
+def leads_of(managers):
+    """Two ranks of one training."""
+    leads = [Lead(manager, HeartbeatPage(None, rank)) for rank, manager in enumerate(managers)]
+    for lead in leads:
+        lead.begin()
+    return leads
 
 
 @pytest.fixture
 def leads():
-    """Two ranks of one training."""
     store = HashStore()
-    config = MultiGPUConfig(timeout_s=0.05)
-    pair = [Lead(manager_of(store, rank, 2, config), HeartbeatPage(None, rank)) for rank in range(2)]
-    begin(pair)
-    return pair
+    return leads_of([manager_of(store, rank, 2, CONFIG) for rank in range(2)])
 
 
-def begin(leads):
-    trainings = []
-    for lead in leads:
-        # Rank 0's number is gathered by both.
-        lead._manager.gather_int64 = lambda values: trainings.append(values) or [trainings[0]]
-        lead.begin()
-
-
-def test_words_of_rank_0_are_those_of_all_ranks_and_take_the_same_keys_again(leads, monkeypatch):
+def test_flags_of_rank_0_are_those_of_all_ranks_and_keys_are_used_again(leads, monkeypatch):
     monkeypatch.setattr(module, "_RING", 16)
     mine, other = leads
     for number in range(100):
         assert mine.follow(Moment.STEP, number % 32, number) == number % 32
         assert other.follow(Moment.STEP, 31, number) == number % 32
-    assert mine._manager.store.num_keys() == 17  # With the number of trainings.
+    assert mine._manager.store.num_keys() == 16
 
 
-def test_word_that_is_not_there_is_waited_for_and_one_of_an_earlier_training_does_not_count(leads):
-    mine, other = leads
-    mine.follow(Moment.STEP, 7, 0)
-    mine.claim(2, 7)
-    begin(leads)
+def test_decision_that_is_not_there_is_waited_for_and_one_of_an_earlier_training_does_not_count(leads):
+    leads[0].follow(Moment.STEP, 7, 0)
+    _, other = leads_of([lead._manager for lead in leads])
     with pytest.raises(RankTimeoutError, match=r"rank 1 waited 0\.05 seconds for what rank 0's callbacks decide after"):
-        other.follow(Moment.LOG, 0, 3)
-    assert other.claim(2, PASSED) == PASSED
+        other.follow(Moment.STEP, 0, 0)
 
 
-def test_rank_that_has_come_to_another_place_is_told(leads):
+def test_rank_that_has_come_to_another_point_is_told(leads):
     mine, other = leads
     mine.follow(Moment.SAVE, 0, 3)
     with pytest.raises(DivergenceError, match="step 3 rank 1 has come to the callbacks of a log, rank 0 to those"):
@@ -61,51 +61,66 @@ def test_rank_that_is_a_whole_ring_behind_is_told(leads, monkeypatch):
     mine, other = leads
     for number in range(3):
         mine.follow(Moment.STEP, 0, number)
-        mine.claim(number, 4)
     with pytest.raises(DistributedError, match="rank 0 is 2 decisions ahead of this rank"):
         other.follow(Moment.STEP, 0, 0)
-    assert [other.claim(number, 0) for number in range(3)] == [PASSED, 4, 4]
 
 
-def test_a_claim_belongs_to_the_first_rank(leads):
-    mine, other = leads
-    assert other.claim(2, PASSED) == PASSED
-    assert mine.claim(2, 4) == PASSED
-    assert mine.claim(4, WAIT) == WAIT
-    assert other.claim(4, PASSED) == WAIT
-    with pytest.raises(RankTimeoutError):
-        other.wait_for_claim(4, Moment.STEP, 2)
-    mine.settle(4, 5)
-    assert other.wait_for_claim(4, Moment.STEP, 2) == 5
+@pytest.mark.parametrize("asked_rank", [0, 1])
+def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
+    leads[asked_rank].asked = lambda: signal.SIGTERM
+    heard = []
+    for step in range(3):  # Rank 0 is ahead, as in a training.
+        for lead in leads:
+            lead.follow(Moment.STEP, 0, step)
+        heard.append([lead.signal_number for lead in leads])
+    assert heard == [[15 * (asked_rank == 0)] * 2, [15, 15], [15, 15]]
 
 
-def test_claim_of_another_rank_that_comes_in_between_counts(leads):
-    mine, other = leads
-    mine.claim(0, 3)
-    read = mine._manager.read
+def trained(rank, flags_of_step, may_stop, caplog, num_steps=6):
+    """The steps after which the loop of one rank acted on a save, and what it logged."""
+    acted = []
+    trainer = FakeTrainer()
+    trainer.state.max_steps = 100
+    store = trained.stores.setdefault("store", HashStore())
+    manager = manager_of(store, rank, 2, CONFIG)
+    exchange = SimpleNamespace(may_stop=True)
+    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, rank)), exchange)
+    decision._scheduled = lambda moment: 4 * (moment == Moment.STEP and trainer.state.global_step == 1)
+    caplog.clear()
+    with Loop(trainer, [decision]).steering():
+        for step in range(1, num_steps + 1):
+            trainer.state.global_step = step
+            exchange.may_stop = may_stop(step)
+            trainer.control.should_save = step in flags_of_step
+            trainer.event("on_step_end")
+            acted += [step] if trainer.control.should_save else []
+    return acted, [record.getMessage() for record in caplog.records]
 
-    def read_late(key):
-        before = read(key)
-        other.claim(module._RING, PASSED)
-        return before
 
-    mine._manager.read = read_late
-    assert mine.claim(module._RING, 9) == PASSED
+@pytest.fixture(autouse=True)
+def new_store():
+    trained.stores = {}
 
 
-def test_flags_that_rank_0_sets_within_ten_steps_are_no_reason_to_warn(caplog):
-    save, stop = 4, 16
-    note = Overruled(1)
-    note.note(3, save, 0)
-    note.note(4, 0, save)
-    note.note(8, save, 0)
-    note.tell(8)
-    assert not caplog.records
-    note.note(20, stop, 0)
-    note.note(25, stop, 0)
-    assert not caplog.records
-    note.note(30, stop, 0)
-    note.note(60, stop, 0)
-    note.tell(60)
-    (record,) = caplog.records
-    assert "rank 1 has set control.should_training_stop after step 20" in record.getMessage()
+def test_ranks_apart_act_on_the_schedule_and_on_decisions_where_they_synchronize(caplog):
+    # Rank 0 decides after step 2; after step 1 all ranks save by the arguments of the training.
+    at_4 = lambda step: step == 4  # noqa: E731
+    assert trained(0, {1, 2}, at_4, caplog)[0] == [1, 4]
+    acted, said = trained(1, {1}, at_4, caplog)
+    assert (acted, said) == ([1, 4], [])
+
+
+def test_decision_that_is_too_late_for_a_synchronization_is_told(caplog):
+    acted, said = trained(0, {5}, lambda step: step == 4, caplog)
+    assert acted == []
+    assert said[-1] == "should_save came too late for another step"
+
+
+@pytest.mark.parametrize(("of_rank_0", "is_told"), [(set(), True), ({4}, False), ({2}, False)])
+def test_flag_of_another_rank_is_told_where_rank_0_never_sets_it(caplog, of_rank_0, is_told):
+    together = lambda step: True  # noqa: E731
+    trained(0, of_rank_0, together, caplog)
+    acted, said = trained(1, {3, 5}, together, caplog)
+    assert acted == sorted(of_rank_0)
+    told = "a callback of rank 1 has set control.should_save after step 3, and none of rank 0 did: rank 0's decision"
+    assert [text[: len(told)] for text in said] == [told] * is_told

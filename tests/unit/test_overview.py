@@ -34,6 +34,7 @@ from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
 
@@ -331,7 +332,7 @@ def test_console_shows_the_numbers_in_every_tenth_line() -> None:
     trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[printer, Tracker()]))
     meter: Any = SimpleNamespace(is_sharded=False)
     state, printed = SimpleNamespace(is_local_process_zero=True), io.StringIO()
-    with redirect_stdout(printed), LogFigures(trainer, meter, 0, None).around():
+    with redirect_stdout(printed), LogFigures(trainer, meter, SINGLE_PROCESS, None).around():
         for line in range(20):
             for callback in trainer.callback_handler.callbacks:
                 callback.on_log(None, state, None, logs={"loss": float(line), "multigpu/waiting": 0.5})

@@ -28,13 +28,6 @@ T4 = ("Tesla T4", int(14.7 * 2**30))
             {"CUDA_VISIBLE_DEVICES": "0"},
             "1 GPU is visible (CUDA_VISIBLE_DEVICES='0'): this process trains alone",
         ),
-        (
-            1,
-            {},
-            {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
-            "1 GPU is visible (CUDA_VISIBLE_DEVICES='MIG-a,MIG-b'), and CUDA shows a process one part of a card (MIG): "
-            "this process trains alone",
-        ),
         (2, {"num_gpus": 1}, {}, "2 GPUs are visible, num_gpus=1: this process trains alone"),
         (4, {"device": "cpu"}, {}, "device='cpu': this process trains alone, on the CPU"),
         (2, {"enable_ddp": False}, {}, "enable_ddp=False: this process computes 2 replicas in turn"),

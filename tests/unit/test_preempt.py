@@ -1,4 +1,4 @@
-"""Where do the ranks stop? One answer for all, whatever the order in which they look."""
+"""What a stop does: which signals count, what is saved, and how a rank leaves the training."""
 
 import os
 import signal
@@ -8,45 +8,41 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore
 
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.agreement import Agreement
+from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Caught, Preemption
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
-NUM_POINTS = 6
 NOBODY = 10**6
 
 
-def agreements(stores, asked):
-    """One of each rank; `asked` has the signal of each, 0 = none."""
-    managers = [manager_of(store, rank, len(stores)) for rank, store in enumerate(stores)]
-    return [Agreement(manager, lambda rank=rank: asked[rank]) for rank, manager in enumerate(managers)]
+def preemption_of(trainer, manager, events=None, may_stop=lambda: True):
+    return Preemption(trainer, manager, events, Lead(manager, HeartbeatPage(None, 0)), may_stop)
 
 
 def test_rank_ends_after_the_first_one_of_its_machine(monkeypatch):
-    handlers = []
+    handlers, store = [], HashStore()
     at_exit = SimpleNamespace(register=lambda *call: handlers.append(call))
-    monkeypatch.setattr("unsloth_multigpu.train.agreement.atexit", at_exit)
-    ranks = agreements([HashStore()] * 2, [0, 0])
+    monkeypatch.setattr("unsloth_multigpu.train.preempt.atexit", at_exit)
+    ranks = [preemption_of(FakeTrainer(), manager_of(store, rank, 2)) for rank in range(2)]
+    assert not ranks[1]._wait_for_all(time.monotonic() + 0.05)
     with subprocess.Popen(["sleep", "100"]) as first:
-        ranks[0]._board.publish("stop/1/left/0", str(first.pid))
-        has_left = ranks[1].leave(time.monotonic() + 5.0)
+        ranks[0]._manager.publish("lead/0/left/0", str(first.pid))
+        has_left = ranks[1]._wait_for_all(time.monotonic() + 5.0)
         was_alive = [not has_ended() for _, has_ended, _ in handlers]
         first.kill()
     assert (has_left, was_alive) == (True, [True])
     ((wait, has_ended, deadline_s),) = handlers
     wait(has_ended, deadline_s)
     assert has_ended()
-    assert ranks[0].leave(time.monotonic() + 5.0)
+    assert ranks[0]._wait_for_all(time.monotonic() + 5.0)
     assert len(handlers) == 1
 
 
@@ -57,96 +53,6 @@ def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(
     assert read_request(tmp_path, 1) == StopRequest(signal.SIGTERM, 7.0)
     assert [read_request(tmp_path, attempt) for attempt in (0, 2)] == [None, None]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-class TurnStore:
-    """A store each of whose operations waits for its rank's turn: the orders that several processes can have."""
-
-    def __init__(self, store, rank, turns):
-        self.store, self.rank, self.turns = store, rank, turns
-
-    def __getattr__(self, name):
-        operation = getattr(self.store, name)
-
-        def call(*arguments):
-            self.turns.take(self.rank)
-            return operation(*arguments)
-
-        return call
-
-
-class Turns:
-    """Says whose turn it is, by `order`; once that is used up, and for ranks that have ended, anyone's."""
-
-    def __init__(self, order, num_ranks):
-        self.order, self.condition, self.ended = list(order), threading.Condition(), set()
-        self.num_ranks = num_ranks
-
-    def take(self, rank):
-        with self.condition:
-            while self.order and self.order[0] != rank:
-                if self.order[0] in self.ended:
-                    self.order.pop(0)
-                    continue
-                assert self.condition.wait(10.0)
-            if self.order:
-                self.order.pop(0)
-            self.condition.notify_all()
-
-    def end(self, rank):
-        with self.condition:
-            self.ended.add(rank)
-            self.condition.notify_all()
-
-
-@given(
-    order=st.lists(st.integers(0, 1), max_size=60),
-    ask_points=st.tuples(st.integers(1, NUM_POINTS), st.integers(1, 2 * NUM_POINTS)),
-    num_trainings=st.integers(1, 2),
-)
-@settings(max_examples=150, deadline=None)
-def test_ranks_stop_at_one_point(order, ask_points, num_trainings):
-    """Both ranks, or only rank 0, are asked, each at a point of its own; every operation in an order of its own."""
-    store, turns, stops = HashStore(), Turns(order, 2), {}
-    asked = [0, 0]
-    ranks = agreements([store] * 2, asked)
-    for _ in range(num_trainings - 1):  # Trainings before that nobody asked to stop.
-        for point in range(1, 2 * NUM_POINTS):
-            assert [rank.is_reached(point) for rank in ranks] == [0, 0]
-        ranks = agreements([store] * 2, asked)
-
-    def run(rank):
-        agreement = ranks[rank]
-        agreement._board._store = TurnStore(store, rank, turns)
-        for point in range(1, NUM_POINTS + 1):
-            asked[rank] = signal.SIGTERM if point >= ask_points[rank] else 0
-            if agreement.is_reached(point):
-                stops[rank] = point
-                break
-        turns.end(rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert stops.get(0) == stops.get(1)
-
-
-def test_store_of_torch_is_read_after_it_is_written():
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
-    asked = [0, 0]
-    ranks = agreements(clients, asked)
-    assert [rank.is_reached(1) for rank in ranks] == [0, 0]
-    asked[1] = signal.SIGUSR1
-    assert ranks[1].is_reached(2) == 0
-    asked[1] = 0
-    assert [rank.is_reached(3 - i) for i, rank in ((1, ranks[0]), (0, ranks[0]), (0, ranks[1]))] == [0, 10, 10]
-    assert not ranks[0].leave(time.monotonic() + 0.05)
-    assert ranks[1].leave(time.monotonic() + 5.0)
-    # A script that catches what a stop makes train() raise may train again.
-    assert [rank.is_reached(4) for rank in agreements(clients, [0, 0])] == [0, 0]
 
 
 def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
@@ -172,13 +78,16 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
 @pytest.mark.parametrize(("rank", "is_main", "said"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said):
     # Ray and others call train() in a thread of their worker.
-    manager = manager_of(HashStore(), rank, 2)
+    store = HashStore()
+    managers = [manager_of(store, 0, 2), manager_of(store, rank, 2)]
     handler = signal.getsignal(signal.SIGTERM)
     during = []
 
     def train():
         trainer = FakeTrainer()
-        with Loop(trainer, [Preemption(trainer, manager, None, HeartbeatPage(None, 0))]).steering():
+        if rank:  # It follows rank 0 at the end.
+            Lead(managers[0], HeartbeatPage(None, 0)).follow(7, 0, 2)
+        with Loop(trainer, [preemption_of(trainer, managers[1])]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)
 
@@ -206,11 +115,8 @@ class Saving(FakeTrainer):
 
 
 def preemption(trainer, tmp_path, *, may_stop=lambda: True, **options):
-    manager, beat = (
-        manager_of(None, config=MultiGPUConfig(**options), launcher="unsloth_multigpu"),
-        HeartbeatPage(None, 0),
-    )
-    return Preemption(trainer, manager, EventWriter(tmp_path, 0, 0, beat), beat, may_stop)
+    manager = manager_of(None, config=MultiGPUConfig(**options), launcher="unsloth_multigpu")
+    return preemption_of(trainer, manager, EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)), may_stop)
 
 
 def ask(tmp_path, number=signal.SIGTERM):
@@ -228,7 +134,7 @@ def run_until_asked(steered, trainer, tmp_path, ask_step, number=signal.SIGTERM,
 
 @pytest.mark.parametrize(
     ("strategy", "resume", "saved"),
-    [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3]), ("epoch", "off", [3])],
+    [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])],
 )
 def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
     trainer = Saving(save_strategy=strategy)
@@ -236,19 +142,6 @@ def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, str
         run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, tmp_path, 3)
     assert left.value.code == 128 + signal.SIGTERM
     assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (3, saved, [])
-
-
-def test_sigint_is_a_keyboard_interrupt(tmp_path):
-    trainer = Saving()
-    with pytest.raises(KeyboardInterrupt):
-        run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, 1, number=signal.SIGINT)
-
-
-def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path):
-    trainer = Saving()
-    with pytest.raises(SystemExit):
-        run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, 3, num_eval_batches=4)
-    assert (trainer.state.global_step, trainer.saved) == (3, [3])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -261,39 +154,23 @@ def test_stop_behind_the_last_step_does_not_reach_the_rest_of_the_script(tmp_pat
             trainer.steps(8)
             ask(tmp_path, number)  # As in the last save.
 
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         train()
     assert trainer.saved == saved
 
 
-def test_no_evaluation_takes_the_time_that_is_left(tmp_path):
+@pytest.mark.parametrize(("num_unasked", "evaluates"), [(6, False), (7, True)])
+def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_unasked, evaluates):
     trainer = Saving()
     steered = preemption(trainer, tmp_path)
-
-    def agree_on_step_3(step):
-        is_reached = lambda point: signal.SIGTERM * (point >= 3 << 20)  # noqa: E731
-        steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
-
+    handed = iter([0] * num_unasked + [signal.SIGTERM] * 9)  # Asked at each step, and at the two batches behind it.
+    steered._asked = lambda: next(handed)
     with pytest.raises(SystemExit), Loop(trainer, [steered]).steering():
-        trainer.steps(8, num_eval_batches=1, on_step=agree_on_step_3)
-    assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
+        trainer.steps(8, num_eval_batches=2)
+    assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
 
 
-def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path):
-    trainer = Saving()
-    steered = preemption(trainer, tmp_path)
-    points = []
-
-    def note_points(step):
-        is_reached = lambda point: points.append(point) or 0  # noqa: E731
-        steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
-
-    with Loop(trainer, [steered]).steering():
-        trainer.steps(2, num_eval_batches=2, on_step=note_points)
-    assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3, (2 << 20) + 4]
-
-
-def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path):
+def test_ranks_with_steps_of_their_own_stop_where_they_synchronize(tmp_path):
     trainer = Saving()
     steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
     with pytest.raises(SystemExit):
@@ -328,10 +205,9 @@ def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path
 
     def train():
         with Loop(trainer, [steered]).steering():
-            # Another node's ranks have agreed with this one through the store.
-            steered._agreement = SimpleNamespace(
-                is_reached=lambda point: signal.SIGTERM * (point >= 2 << 20), leave=waits_until.append
-            )
+            # Rank 0, on another node, has decided it.
+            steered._lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
+            steered._wait_for_all = waits_until.append
             trainer.steps(8)
 
     with pytest.raises(SystemExit, match="143"):

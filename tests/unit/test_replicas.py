@@ -90,34 +90,10 @@ def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
     assert hash_of(torch.tensor([1 + 2j])) != hash_of(torch.tensor([1 - 2j]))
 
 
-def test_hash_is_the_sum_of_weighted_bits_modulo_2_to_64() -> None:
-    import torch
-
-    from unsloth_multigpu.group.replicas import _odd_weights
-
-    tensor = torch.randn(5, generator=torch.Generator().manual_seed(1))
-    weights, factor = (_odd_weights(5, tensor.device, seed=s).tolist() for s in (0, 1))
-    assert all(w % 2 == 1 for w in weights)
-    total = sum(w * b for w, b in zip(weights, bits(tensor).tolist(), strict=True)) * factor[0]
-    assert hash_of(tensor) % 2**64 == total % 2**64
-
-
-def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
-    import torch
-
-    tensor = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    before = tensor.detach().clone()
-    hash_of(tensor)
-    assert torch.equal(tensor, before)
-    assert tensor.is_leaf
-    assert tensor.grad_fn is None
-
-
 @pytest.mark.parametrize(
     ("hashes", "message"),
     [
         ([[1, 1], [1, 2]], "rank 0 and rank 1 differ in 1 of 2 trainable tensors: b"),
-        ([[1, 1], [1, 1], [3, 1]], "rank 2 differs from the other ranks in 1 of 2 trainable tensors: a"),
         ([[9, 1], [1, 1], [1, 1]], "rank 0 differs from the other ranks in 1 of 2 trainable tensors: a"),
         (
             [[1, 1], [2, 1], [1, 3]],
@@ -125,7 +101,6 @@ def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
             "rank 2 differs from the other ranks in 1 of 2 trainable tensors: b",
         ),
         ([[1, 1], [2, 1], [3, 1]], "rank 0 and rank 1 and rank 2 differ in 1 of 2 trainable tensors: a"),
-        ([[1, 1], [1, 1], [2, 1], [2, 1]], "ranks 0, 1 and ranks 2, 3 differ in 1 of 2 trainable tensors: a"),
         (
             [[1, 1], [1, 1], [1, 1], [2, 1], [3, 1]],
             "ranks 3, 4 differ from the other ranks in 1 of 2 trainable tensors: a",
@@ -136,14 +111,6 @@ def test_message_names_the_minority(hashes: list[list[int]], message: str) -> No
     from unsloth_multigpu.group.replicas import describe_divergence
 
     assert describe_divergence(["a", "b"], hashes) == message
-
-
-def test_message_names_the_first_tensors_and_counts_the_rest() -> None:
-    from unsloth_multigpu.group.replicas import describe_divergence
-
-    names = [f"t{i}" for i in range(9)]
-    found = describe_divergence(names, [[0] * 9, [1] * 6 + [0] * 3])
-    assert found == "rank 0 and rank 1 differ in 6 of 9 trainable tensors: t0, t1, t2, t3 and 2 more"
 
 
 class Group:
@@ -223,10 +190,7 @@ def model(**changes: float) -> Any:
     ("every", "start", "due"),
     [
         (0, 0, []),
-        (1, 0, [1, 2, 3, 4, 5, 6]),
         (3, 0, [1, 2, 3, 6]),
-        (3, 4, [5, 6, 9]),
-        (2, 1, [2, 4, 6]),
         # What differs from a step on is found before as many more are done.
         (100, 0, [1, 2, 4, 8, 16, 32, 64, 100, 200]),
         (100, 30, [31, 32, 34, 38, 46, 62, 94, 100, 200]),
@@ -318,45 +282,3 @@ def test_weights_made_of_other_tensors_are_compared_part_by_part() -> None:
     assert checked_by([with_parts(1.0), with_parts(1.0)]) == ["", ""]
     for error in checked_by([with_parts(1.0), with_parts(2.0)]):
         assert "rank 0 and rank 1 differ in 1 of 4 trainable tensors: weight.a.b." in error
-
-
-def test_small_tensors_take_few_launches_each() -> None:
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from unsloth_multigpu.group.replicas import tensor_hashes
-
-    class Count(TorchDispatchMode):
-        num_calls = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.num_calls += 1
-            return func(*args, **(kwargs or {}))
-
-    def num_calls(num_tensors: int) -> int:
-        tensors = [torch.ones(3) for _ in range(num_tensors)]
-        with Count() as count:
-            tensor_hashes(tensors)
-        return count.num_calls
-
-    # Most of them are views, which launch nothing.
-    assert num_calls(11) - num_calls(1) <= 10 * 8
-
-
-def test_gathered_integers_keep_64_bits_and_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from unsloth_multigpu.group.manager import DDPManager
-
-    def all_gather(into: list[Any], mine: Any, async_op: bool) -> Any:
-        assert len({tensor.untyped_storage().data_ptr() for tensor in into}) == 1
-        for tensor in into:
-            tensor.copy_(mine)
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(dist, "all_gather", all_gather)
-    monkeypatch.setattr("unsloth_multigpu.group.manager._wire_device", lambda: torch.device("cpu"))
-    manager = DDPManager(SimpleNamespace(rank=0, world_size=2), MultiGPUConfig())  # type: ignore[arg-type]
-    big = [2**63 - 1, -(2**63), 2**53 + 1]
-    assert manager.gather_int64(big) == [big, big]

@@ -48,9 +48,6 @@ class FakeManager:
     def publish(self, key: str, value: str = "") -> None:
         self._store[key] = value
 
-    def withdraw(self, key: str) -> None:
-        del self._store[key]
-
     def is_published(self, key: str) -> bool:
         return key in self._store
 
@@ -341,11 +338,13 @@ def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks:
     assert waits == [True] * 5
 
 
-def test_keys_of_saves_are_deleted_when_all_ranks_have_read_them(ranks: Ranks) -> None:
-    for path in ("a", "b", "c", "d"):
-        for rank in (0, 1):
-            ranks.saver(rank)("model", path)
-    assert set(ranks.store) == {"saves/at/0", "saves/at/1", "saves/3"}
+def test_file_that_a_late_rank_has_removed_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("kept", "removed"):
+        ranks.saver(0, result=lambda model, path: path.touch())("model", tmp_path / name)
+    (tmp_path / "removed").unlink()
+    ranks.saver(1)("model", tmp_path / "kept")
+    with pytest.raises(DistributedError, match=r"removed is gone\. Rank 1 came to this save later"):
+        ranks.saver(1)("model", tmp_path / "removed")
 
 
 def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:

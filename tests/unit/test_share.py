@@ -37,7 +37,8 @@ def test_stream_that_gives_ranks_other_rows_is_refused():
 
     config = SimpleNamespace(data_seed=None, dispatch_batches=None)
     accelerator = SimpleNamespace(use_seedable_sampler=True, dataloader_config=config)
-    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(device="cpu"))
+    args = SimpleNamespace(device="cpu", batch_eval_metrics=False, eval_do_concat_batches=True)
+    trainer = SimpleNamespace(accelerator=accelerator, args=args)
     manager = SimpleNamespace(identity=SimpleNamespace(rank=0, world_size=2), gather_int64=gather_int64)
     share = share_of(trainer, manager, torch.utils.data.DataLoader(Stream(), batch_size=2), is_whole=False)
     with pytest.raises(DivergenceError, match="rank 1 gets other rows than rank 0"):

@@ -67,7 +67,7 @@ def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, cap
     with caplog.at_level(logging.INFO):
         assert 0.2 <= seconds_to_leave(ShutdownBarrier(Board(0, store), 3), 0.2) < 20.0
     stays, leaves = (record.getMessage() for record in caplog.records)
-    assert "stays until rank(s) 1, 2 have left, at most 0.2 s (timeout_s)" in stays
+    assert "stays until all have left, at most 0.2 s" in stays
     assert "rank(s) 1, 2 have not left within 0.2 s" in leaves
 
 

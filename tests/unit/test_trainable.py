@@ -21,56 +21,52 @@ class Half(FakeTrainer):
         self.model[0].requires_grad_(False)
         self.optimizer = torch.optim.SGD(self.model[1].parameters())
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model(inputs).sum().backward()
+    def step(self, unfreeze=None):
+        """A step of the loop; `unfreeze` is trained from the midst of it on."""
+        self.event("on_step_begin")
+        if unfreeze is not None:
+            unfreeze.requires_grad_(True)
+        self.model(torch.ones(1, 1)).sum().backward()
+        self.event("on_pre_optimizer_step")
         self.state.global_step += 1
 
 
-def followed(trainer, strategy="allreduce", parameters=None):
+def followed(trainer, strategy="allreduce"):
     # It cannot meet anybody: every exchange with other ranks would raise.
     identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
     manager = SimpleNamespace(config=MultiGPUConfig(strategy=strategy), identity=identity)
-    known = [p for p in trainer.model.parameters() if p.requires_grad] if parameters is None else parameters
+    known = [p for p in trainer.model.parameters() if p.requires_grad]
     exchange = SimpleNamespace(parameters=known) if strategy != "ddp" else None
     return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
 
 
-def test_strategy_that_knows_the_parameters_refuses_more_of_them_at_once():
+@pytest.mark.parametrize(
+    ("strategy", "told"),
+    [
+        ("allreduce", r"0\.weight became trainable after step 1, but strategy='allreduce'"),
+        ("ddp", "the script's own DDP"),
+    ],
+)
+def test_what_knows_its_parameters_refuses_more_of_them_and_goes_on_with_fewer(strategy, told):
     trainer = Half()
-    with followed(trainer):
-        trainer.training_step(trainer.model, torch.ones(1, 1))
+    with followed(trainer, strategy):
+        trainer.step()
         trainer.model[0].weight.requires_grad_(True)
-        with pytest.raises(SetupError, match=r"0\.weight became trainable after step 1, but strategy='allreduce'"):
-            trainer.training_step(trainer.model, torch.ones(1, 1))
-    assert trainer.state.global_step == 1
-
-
-def test_strategy_goes_on_with_fewer():
+        with pytest.raises(SetupError, match=told):
+            trainer.step()
     trainer = Half()
-    with followed(trainer):
-        trainer.training_step(trainer.model, torch.ones(1, 1))
+    with followed(trainer, strategy):
+        trainer.step()
         trainer.model[1].bias.requires_grad_(False)
-        trainer.training_step(trainer.model, torch.ones(1, 1))
-    assert trainer.state.global_step == 2
+        trainer.step()
 
 
-def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
+def test_change_within_a_step_is_refused_before_the_optimizer_steps():
     trainer = Half()
-    trainer.accelerator.sync_gradients = False  # The loop makes a step of several calls.
-    with followed(trainer, parameters=list(trainer.model.parameters())):
-        trainer.training_step(trainer.model, torch.ones(1, 1))
-        trainer.model[0].weight.requires_grad_(True)
+    with followed(trainer):
+        trainer.step()
         with pytest.raises(SetupError, match=r"0\.weight became trainable or frozen within step 2"):
-            trainer.training_step(trainer.model, torch.ones(1, 1))
-
-
-def test_ddp_of_the_script_is_not_made_again():
-    trainer = Half()
-    with followed(trainer, strategy="ddp"):
-        trainer.training_step(trainer.model, torch.ones(1, 1))
-        trainer.model[0].weight.requires_grad_(True)
-        with pytest.raises(SetupError, match="the script's own DDP"):
-            trainer.training_step(trainer.model, torch.ones(1, 1))
+            trainer.step(unfreeze=trainer.model[0].weight)
 
 
 def test_parameters_that_only_the_optimizer_has_are_found():

@@ -9,7 +9,6 @@ from unsloth_multigpu.group import waits
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.step import tokens
 from unsloth_multigpu.step.tokens import TokenCount
-from unsloth_multigpu.train.figures import _Median
 
 CPU, CARD = torch.device("cpu"), torch.device("meta")
 
@@ -157,16 +156,3 @@ def test_tokens_on_a_device_are_those_of_the_steps_that_it_has_done(
     assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
     count.settle()
     assert (count.num_tokens, count.num_padding_tokens) == (13, 6)
-
-
-def test_median_leaves_the_first_step_out() -> None:
-    median = _Median()
-    assert median.value() is None
-    seen = []
-    for number in (9.0, 1.0, 3.0, 2.0, 2.5):
-        median.add(number)
-        seen.append(median.value())
-    assert seen == [9.0, 1.0, 2.0, 2.0, 2.25]
-    for _ in range(600):
-        median.add(7.0)
-    assert median.value() == 7.0

@@ -25,8 +25,7 @@ _HINT = "Call it on all ranks, or raise timeout_s where it only takes long."
 class Board:
     """The store of the ranks. It works before there is a process group, and in code that only some ranks reach.
 
-    A name is published once, numbered where there are several of a kind, and withdrawn when no rank will read it again.
-    Or it stays, and each value replaces the one before.
+    A name is published once, numbered where there are several of a kind; or each value replaces the one before.
 
     Args:
         rank: This rank.
@@ -40,12 +39,18 @@ class Board:
         self.rank = rank
         self.is_abandoned: Callable[[], bool] = lambda: False
         self._store = store
+        self._num_trainings = 0
 
     @property
     def store(self) -> Store:
         """Keys and values shared by all ranks."""
         assert self._store is not None
         return self._store
+
+    def number_of_training(self) -> int:
+        """One more than the last one of this store: the same on ranks that begin the same trainings."""
+        self._num_trainings += 1
+        return self._num_trainings
 
     def publish(self, key: str, value: str = "") -> None:
         """Lets other ranks see `key`. Does not wait for the store."""
@@ -60,25 +65,6 @@ class Board:
     def is_published(self, key: str) -> bool:
         """True once some rank has published `key`. Does not wait."""
         return self.read(key) is not None
-
-    def claim(self, key: str, value: str, before: str | None = None) -> str:
-        """Publishes `value` unless another rank was first. Returns what is there then.
-
-        Args:
-            key: The name.
-            value: This rank's value.
-            before: What was there when this rank looked, None = nothing: it is replaced where it is there still.
-        """
-        expected = "" if before is None else _MARK + before
-        return str(self.store.compare_set(key, expected, _MARK + value).decode()).removeprefix(_MARK)
-
-    def count(self, key: str) -> int:
-        """How often ranks have called this for `key`."""
-        return int(self.store.add(key, 1))
-
-    def withdraw(self, key: str) -> None:
-        """Deletes a key that no rank will read again."""
-        self.store.delete_key(key)
 
     def meet(self, world_size: int, *, timeout_s: float, hint: str) -> None:
         """Waits for the other ranks, in Python, where signals and other threads reach it.

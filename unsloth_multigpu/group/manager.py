@@ -146,16 +146,14 @@ class DDPManager(Board):
             return
         texts = {name: json.dumps(facts[name], sort_keys=True, default=str) for name in sorted(facts)}
         ranks = [json.loads(text) for text in self.gather_texts(json.dumps([texts, _string_hash()]))]
-        other = next((rank for rank, (theirs, _) in enumerate(ranks) if theirs != ranks[0][0]), None)
-        if other is None:
+        differences = first_difference([theirs for theirs, _ in ranks])
+        if not differences:
             return
-        (first, first_hash), (second, second_hash) = ranks[0], ranks[other]
-        different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
-        lines = [f"{n}: rank 0 has {first.get(n)}, rank {other} has {second.get(n)}" for n in different]
+        hash_hint = _HASH_HINT if len({string_hash for _, string_hash in ranks}) > 1 else ""
         raise DivergenceError(
-            "The ranks are about to train different runs. " + "; ".join(lines) + ".",
+            "The ranks are about to train different runs. " + "; ".join(differences.values()) + ".",
             hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
-            "let the script depend on the rank." + (_HASH_HINT if first_hash != second_hash else ""),
+            "let the script depend on the rank." + hash_hint,
         )
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -191,23 +189,17 @@ class DDPManager(Board):
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's `text`. Collective."""
-        data = _as_bytes(text)
-        length = torch.tensor([len(data)], device=data.device)
-        self._finish(dist.broadcast(length, src=0, async_op=True))
-        if self.identity.rank != 0:
-            data = data.new_empty(int(length))
-        self._finish(dist.broadcast(data, src=0, async_op=True))
-        return _as_text(data)
+        return self.gather_texts(text if self.identity.rank == 0 else "")[0]
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks. Collective."""
         if self.identity.world_size == 1:
             return [text]
-        data = _as_bytes(text)
+        data = text.encode()
         lengths = [row[0] for row in self.gather_int64([len(data)])]
-        padded = data.new_zeros(max(lengths))
-        padded[: len(data)] = data
-        return [_as_text(row[:n]) for row, n in zip(self._gather_rows(padded), lengths, strict=True)]
+        padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1))), dtype=torch.uint8).to(_wire_device())
+        rows = self._gather_rows(padded)
+        return [row[:n].numpy().tobytes().decode() for row, n in zip(rows, lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
@@ -240,14 +232,12 @@ class DDPManager(Board):
         return gathered.cpu()
 
 
-def _as_bytes(text: str) -> torch.Tensor:
-    import numpy
-
-    return torch.from_numpy(numpy.array(bytearray(text.encode()))).to(_wire_device())
-
-
-def _as_text(data: torch.Tensor) -> str:
-    return data.cpu().numpy().tobytes().decode()
+def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What differs on the first rank that is not as rank 0: name -> a sentence; empty where all are equal."""
+    other = next((rank for rank, theirs in enumerate(ranks) if theirs != ranks[0]), 0)
+    mine, theirs = ranks[0], ranks[other]
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return {n: f"{n}: rank 0 has {mine.get(n)}, rank {other} has {theirs.get(n)}" for n in names}
 
 
 def _string_hash() -> str:

@@ -29,19 +29,12 @@ def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment:
         return "device='cpu': this process trains alone, on the CPU"
     chosen = "".join(f" ({name}={environment[name]!r})" for name in CHOOSERS if name in environment)
     if not num_visible:
-        build = "" if _built_for() else f", torch {torch.__version__} is built for the CPU only"
-        return f"no GPU is visible{chosen}{build}: this process trains alone, on the CPU"
+        is_for_devices = any(getattr(torch.version, name, None) for name in ("hip", *KINDS))
+        build = "" if is_for_devices else f", torch {torch.__version__} is built for the CPU only"
+        return f"no GPU is visible{chosen}{build}: this process trains alone"
     if num_visible > 1:
         return f"{num_visible} GPUs are visible{chosen}, num_gpus=1: this process trains alone"
-    slices = [name for name in CHOOSERS if environment.get(name, "").count("MIG-") > 1]
-    why = ", and CUDA shows a process one part of a card (MIG)" if slices else ""
-    return f"1 GPU is visible{chosen}{why}: this process trains alone"
-
-
-def _built_for() -> str | None:
-    """What this torch was built for: a version of CUDA, ROCm or XPU; None for the CPU alone."""
-    versions = (getattr(torch.version, name, None) for name in ("hip", *KINDS))
-    return next((version for version in versions if version), None)
+    return f"1 GPU is visible{chosen}: this process trains alone"
 
 
 NO_ACCELERATOR = "no accelerator is visible"

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.group.manager import DDPManager, first_difference
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import is_sharded, part_of
 from unsloth_multigpu.wire.digest import digest_int64
 from unsloth_multigpu.words import listed
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.group.manager import DDPManager
-
 
 # What a data set without random access has given: see `StepStream.digest`.
 STREAM = "rows of the stream"
@@ -99,7 +95,10 @@ class ReplicaProof:
             [digest_int64(str(hashes).encode()), digest_int64(json.dumps(facts).encode())]
         )
         if any(row[1] != found[0][1] for row in found):
-            self._raise_for_facts(facts, step)
+            ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
+            differences = first_difference(ranks)
+            hint = _STREAM_HINT if list(differences) == [STREAM] else _HINT
+            self._raise(step, "; ".join(differences.values()), hint)
         if any(row[0] != found[0][0] for row in found):
             rows = [json.loads(text) for text in self._manager.gather_texts(json.dumps(hashes))]
             self._raise(step, describe_divergence([n for n, _ in named], rows))
@@ -117,13 +116,6 @@ class ReplicaProof:
                 f"After step {step} the sharded weights of {_ranks(broken)} are not finite.",
                 hint="Look at the learning rate and at these samples; on_nan='raise' finds the step.",
             )
-
-    def _raise_for_facts(self, facts: dict[str, Any], step: int) -> None:
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
-        other = next(r for r, theirs in enumerate(ranks) if theirs != ranks[0])
-        differ = [name for name in facts if ranks[0].get(name) != ranks[other].get(name)]
-        lines = [f"{n}: rank 0 has {ranks[0].get(n)}, rank {other} has {ranks[other].get(n)}" for n in differ]
-        self._raise(step, "; ".join(lines), _STREAM_HINT if differ == [STREAM] else _HINT)
 
     def _raise(self, step: int, what: str, hint: str = _HINT) -> None:
         last = self._last_equal_step
@@ -159,8 +151,8 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     The bits of each element, read as an integer, times an odd 64-bit weight of its position, summed modulo 2^64. An odd
     weight has an inverse there, so any change in one element, of one bit or of many, changes the hash for certain.
-    Changes in several elements cancel with a chance of about 2^-32 at most. Any floating dtype, any strides.
-    Temporary memory is bounded: about 48 MiB on an accelerator, 2 MiB on the CPU.
+    Changes in several elements cancel with a chance of about 2^-32 at most. Any floating dtype. Temporary memory is
+    bounded, but for a tensor that is not contiguous: about 48 MiB on an accelerator, 2 MiB on the CPU.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -181,22 +173,12 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     """The weighted sum of each chunk, as a scalar on the tensor's device. A launch costs more than a small tensor."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = real.view(_INTEGER_OF_BYTES[real.element_size()])
-    pieces = _pieces(bits, len(weights))
+    bits = tensor.view(_INTEGER_OF_BYTES[tensor.element_size()])
+    pieces: Iterable[torch.Tensor] = bits.reshape(-1).split(len(weights))
     if bits.dtype == torch.int64:
         # Two flipped top bits would cancel: 2^63 times any odd number is the same.
         pieces = (piece ^ (piece >> 32) for piece in pieces)
     return [(weights[: len(piece)] * piece).sum() for piece in pieces]
-
-
-def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Flat parts of at most `size` elements. Where a tensor is not contiguous only a part of it is copied at a time."""
-    if bits.is_contiguous() or bits.numel() <= size:
-        yield from bits.reshape(-1).split(size)
-        return
-    for rows in bits.split(max(1, size * len(bits) // bits.numel())):
-        yield from _pieces(rows[0] if len(rows) == 1 else rows, size)
 
 
 def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.Tensor:
@@ -240,9 +222,9 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Buffers that a checkpoint keeps. Each replica computes the other ones itself, such as tables of positions."""
-    for module in model.modules():
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and buffers that a checkpoint keeps. Each replica computes the others itself, such as position tables."""
+    for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
+                yield f"{prefix}.{name}".lstrip("."), buffer

@@ -4,21 +4,20 @@ The script runs on every rank, and so does `if exists(folder): rmtree(folder)` b
 seconds before it writes: a rank that comes late has removed by then what it removes. It is no barrier: an export may
 take longer than a collective may, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/N` is rank 0's save number N, from its begin until all ranks have read how it ended, and
-`saves/at/R` says where rank R is.
+In the store, `saves/N` is rank 0's save number N: what it saves and, once it has, how that ended. `saves/at/R` says
+where rank R is.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.group.outcome import error_of, failure
@@ -26,8 +25,6 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.wait import POLL_S, wait_until
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
@@ -43,25 +40,21 @@ _QUIET_S = 3.0
 _AT = "saves/at/{}"
 _LEFT = "saves/left/{}"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
+_ON_ALL_RANKS = "Call it on all ranks, not under `if rank == 0:`. The files are written once."
 
 
-@dataclass
-class _Place:
+class _Place(NamedTuple):
     """Where a rank is, as the others are told.
 
     Attributes:
         what: The saver that it has come to last, and its path.
-        count: How often it has come to it.
+        number: How often it has come to it.
         waits: True until it leaves that saver.
-        num_read: How many of rank 0's saves it need not read again.
-        late: Numbers of rank 0's saves that had begun when it came to them.
     """
 
     what: str = ""
-    count: int = 0
+    number: int = 0
     waits: bool = False
-    num_read: int = 0
-    late: list[int] = field(default_factory=list)
 
 
 class Saves:
@@ -77,11 +70,11 @@ class Saves:
         self._counts: Counter[str] = Counter()
         self._num_saves = 0
         self._is_told = False  # On rank 0: the others know of the save that it visits.
+        self._is_late = False  # On another rank: rank 0 had begun the save when this rank came to it.
         # Of rank 0's saves that this rank has read: what was saved, and how it ended (None while it lasts).
         self._read: list[tuple[str, dict[str, Any] | None]] = []
-        # On rank 0: saves whose keys are deleted, and its last save at a place in the code to which not all ranks came.
-        self._num_deleted = 0
-        self._lonely: dict[int, int] = {}
+        # On rank 0: its last save at a place in the code to which not all ranks came.
+        self._lonely: dict[int, _Place] = {}
 
     @property
     def _rank(self) -> int:
@@ -99,18 +92,16 @@ class Saves:
         self._is_told = False
         if self._rank:
             self._read_store()
-            number = self._number_of(what)
-            self._at.late += [] if number is None else [number]
-        self._at.what, self._at.count = what, self._counts[what]
-        self._tell(waits=True)
+            self._is_late = self._number_of(what) is not None
+        self._tell(_Place(what, self._counts[what], waits=True))
         try:
             yield
         except BaseException as error:
             if not self._rank and not self._is_told:  # The others read saves in order: none may be missing.
-                self._manager.publish(f"saves/{self._num_saves - 1}", json.dumps([what, failure(error)]))
+                self._publish(failure(error))
             raise
         finally:
-            self._tell(waits=False)
+            self._tell(self._at._replace(waits=False))
 
     def write(self, path: str, save: Callable[[], Any]) -> Any:
         """Rank 0's part of the save that it visits: waits for the others, saves, and tells them how it went.
@@ -119,18 +110,14 @@ class Saves:
             path: Absolute path that is written; "" where the saver chooses it.
             save: Writes.
         """
-        what, number = self._at.what, self._num_saves - 1
-        self._wait_for_others(number)
-        self._delete_read()
-        self._is_told = True
-        self._manager.publish(f"saves/{number}", json.dumps([what, None]))
+        self._wait_for_others()
+        self._publish(None)
         try:
             result = save()
         except BaseException as error:
-            self._manager.publish(f"saves/{number}", json.dumps([what, failure(error)]))
+            self._publish(failure(error))
             raise
-        outcome = {"result": _plain(result), "path": path if path and os.path.lexists(path) else ""}
-        self._manager.publish(f"saves/{number}", json.dumps([what, outcome]))
+        self._publish({"result": _plain(result), "path": path if path and os.path.lexists(path) else ""})
         return result
 
     def follow(self) -> tuple[bool, Any]:
@@ -146,18 +133,16 @@ class Saves:
             DistributedError: Rank 0 failed, has left without this save, or what it saved is gone.
             RankTimeoutError: Rank 0 does not come within `timeout_s`.
         """
-        what = self._at.what
-        since = time.monotonic()
+        what, since_s = self._at.what, time.monotonic()
         while True:
             # Asked first, so that a save before it left is still seen below.
             is_over = self._has_left(0)
             has_left = is_over or self._manager.is_abandoned()
             if self._read_store():
-                since = time.monotonic()
+                since_s = time.monotonic()
             number = self._number_of(what)
-            outcome = None if number is None else self._read[number][1]
-            if number is not None and outcome is not None:
-                return True, self._result(number, outcome)
+            if number is not None and (outcome := self._read[number][1]) is not None:
+                return True, self._result(outcome)
             is_busy = bool(self._read) and self._read[-1][1] is None
             is_behind = len(self._read) < self._num_saves
             if has_left and (is_busy or is_behind):
@@ -166,10 +151,10 @@ class Saves:
                     f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has {where}.",
                     hint="Save on all ranks.",
                 )
-            quiet_s = time.monotonic() - since
+            quiet_s = time.monotonic() - since_s
             if has_left or (quiet_s > OWN_PATH_GRACE_S and not is_busy and not is_behind):
                 logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._read[-1][0])
-                self._tell(waits=False)
+                self._tell(self._at._replace(waits=False))
                 return False, None
             limit_s = SAVE_LIMIT_S if is_busy else self._manager.config.timeout_s
             if quiet_s > limit_s:
@@ -191,12 +176,11 @@ class Saves:
 
         def are_there() -> bool:
             gone = [rank for rank in missing if self._has_left(rank)]  # Asked first: a rank may save and leave.
-            places = {rank: self._place_of(rank) for rank in missing}
-            missing[:] = [rank for rank, at in places.items() if (at.what, at.count) != (here.what, here.count)]
+            missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != here[:2]]
             if lost := [rank for rank in gone if rank in missing]:
                 raise DistributedError(
                     f"{here.what}: the script of rank(s) {_listed(lost)} has ended without this save. {_GATHERS}",
-                    hint="Call it on all ranks, not under `if rank == 0:`. The files are written once.",
+                    hint=_ON_ALL_RANKS,
                 )
             return not missing
 
@@ -208,7 +192,7 @@ class Saves:
             raise RankTimeoutError(
                 f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank(s) {_listed(missing)} in "
                 f"{here.what}. {_GATHERS}",
-                hint="Call it on all ranks, not under `if rank == 0:`, or raise timeout_s where it only takes long.",
+                hint=f"{_ON_ALL_RANKS} Raise timeout_s where it only takes long.",
             )
 
     def leave(self) -> None:
@@ -218,7 +202,7 @@ class Saves:
         except RuntimeError as gone:
             logger.debug("who serves the store has left before: %s", gone)
 
-    def _wait_for_others(self, number: int) -> None:
+    def _wait_for_others(self) -> None:
         """Waits until every other rank waits for a save of rank 0, this one or a later one; has a limit.
 
         A rank that waits elsewhere does not come here: only rank 0 saves here, or the folder is that rank's own. Where
@@ -230,15 +214,16 @@ class Saves:
             missing[:] = [rank for rank in missing if not self._waits(rank) and not self._has_left(rank)]
             return not missing
 
-        place = _place_in_code()
+        # Equal for two calls that came the same way, line by line.
+        place = hash(tuple((frame.f_code, line) for frame, line in traceback.walk_stack(None)))
         before = self._lonely.get(place)
         limit_s = min(MEET_LIMIT_S, self._manager.config.timeout_s)
-        if not are_there() and before is not None and not any(before in self._place_of(r).late for r in missing):
+        if not are_there() and before and not any(self._place_of(rank)[:2] == before[:2] for rank in missing):
             limit_s = 0.0
         if wait_until(are_there, time.monotonic() + limit_s):
             self._lonely.pop(place, None)
             return
-        self._lonely[place] = number
+        self._lonely[place] = self._at
         if limit_s:
             logger.info(
                 "%s: rank(s) %s have not come to a save within %g s. Rank 0 goes on, and does not wait again here",
@@ -251,44 +236,47 @@ class Saves:
         """True while a rank waits for a save that rank 0 has not made."""
         at = self._place_of(rank)
         num_made = self._counts[at.what] - (at.what == self._at.what)
-        return at.waits and at.count > num_made
+        return at.waits and at.number > num_made
 
     def _has_left(self, rank: int) -> bool:
         return self._manager.is_published(_LEFT.format(rank))
 
     def _place_of(self, rank: int) -> _Place:
         told = self._manager.read(_AT.format(rank))
-        return _Place() if told is None else _Place(**json.loads(told))
+        return _Place() if told is None else _Place(*json.loads(told))
 
-    def _tell(self, *, waits: bool) -> None:
-        self._at.waits, self._at.num_read = waits, self._num_ended()
-        self._manager.publish(_AT.format(self._rank), json.dumps(asdict(self._at)))
+    def _tell(self, at: _Place) -> None:
+        self._at = at
+        self._manager.publish(_AT.format(self._rank), json.dumps(at))
 
-    def _num_ended(self) -> int:
-        return len(self._read) - (bool(self._read) and self._read[-1][1] is None)
+    def _publish(self, outcome: dict[str, Any] | None) -> None:
+        """Tells the others how rank 0's save has ended, None = it has begun."""
+        self._is_told = True
+        self._manager.publish(f"saves/{self._num_saves - 1}", json.dumps([self._at.what, outcome]))
 
     def _read_store(self) -> bool:
         """Reads what rank 0 has saved meanwhile, and how; True if there is something new. Does not wait."""
-        before = [len(self._read), self._num_ended()]
-        while (told := self._manager.read(f"saves/{self._num_ended()}")) is not None:
+        before = list(self._read)
+        if self._read and self._read[-1][1] is None:  # It lasted when it was read.
+            self._read.pop()
+        while (told := self._manager.read(f"saves/{len(self._read)}")) is not None:
             what, outcome = json.loads(told)
-            self._read[self._num_ended() :] = [(what, outcome)]
+            self._read.append((what, outcome))
             if outcome is None:
                 break
-        return before != [len(self._read), self._num_ended()]
+        return before != self._read
 
     def _number_of(self, what: str) -> int | None:
         """Number of rank 0's save that this rank's is; None where rank 0 has not begun it."""
         numbers = [number for number, (saved, _) in enumerate(self._read) if saved == what]
         return numbers[self._counts[what] - 1] if len(numbers) >= self._counts[what] else None
 
-    def _result(self, number: int, outcome: dict[str, Any]) -> Any:
+    def _result(self, outcome: dict[str, Any]) -> Any:
         if "error" in outcome:
             raise error_of(outcome, self._at.what)
-        identity = self._manager.identity
+        identity, path = self._manager.identity, outcome["path"]
         is_one_disk = identity.rank == identity.local_rank  # Another node may have another disk.
-        path = outcome["path"]
-        if number in self._at.late and is_one_disk and path and not os.path.lexists(path):
+        if self._is_late and is_one_disk and path and not os.path.lexists(path):
             raise DistributedError(
                 f"rank 0 has done {self._at.what}, and {path} is gone. Rank {self._rank} came to this save later than "
                 "rank 0 waits for it: its part of the script has removed the files, or rank 0's has since.",
@@ -296,24 +284,6 @@ class Saves:
             )
         result = outcome["result"]
         return tuple(result) if isinstance(result, list) else result
-
-    def _delete_read(self) -> None:
-        """Deletes the keys that every other rank has read."""
-        others = range(1, self._manager.identity.world_size)
-        num_read = min(self._place_of(rank).num_read for rank in others)
-        for number in range(self._num_deleted, num_read):
-            self._manager.withdraw(f"saves/{number}")
-        self._num_deleted = max(self._num_deleted, num_read)
-
-
-def _place_in_code() -> int:
-    """Equal for two calls that came the same way, line by line."""
-    frame: FrameType | None = sys._getframe(1)
-    lines = []
-    while frame is not None:
-        lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return hash(tuple(lines))
 
 
 def _listed(ranks: Iterable[int]) -> str:

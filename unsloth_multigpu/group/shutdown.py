@@ -51,27 +51,21 @@ class ShutdownBarrier:
         deadline_s = time.monotonic() + limit_s
         if wait_until(lambda: not self._present(), min(deadline_s, time.monotonic() + _QUIET_S)):
             return
-        if limit_s > _QUIET_S:
-            logger.info(
-                "rank 0 serves the store of the ranks and stays until rank(s) %s have left, at most %g s (timeout_s)",
-                ", ".join(map(str, self._present())),
+        logger.info("rank 0 serves the store of the ranks and stays until all have left, at most %g s", limit_s)
+        if not wait_until(lambda: not self._present(), deadline_s):
+            present = ", ".join(map(str, self._present()))
+            logger.warning(
+                "rank 0 leaves, and with it the store of the ranks; rank(s) %s have not left within %g s (timeout_s)",
+                present,
                 limit_s,
             )
-            if wait_until(lambda: not self._present(), deadline_s):
-                return
-        logger.warning(
-            "rank 0 leaves, and with it the store of the ranks; rank(s) %s have not left within %g s",
-            ", ".join(map(str, self._present())),
-            limit_s,
-        )
 
     def _present(self) -> list[int]:
         """Ranks that may need the store still, also those that have not come to it yet."""
-        return [rank for rank in self._others if not self._is_gone(self._board.read(f"shutdown/{rank}"))]
+        told = {rank: self._board.read(f"shutdown/{rank}") for rank in self._others}
+        return [rank for rank, text in told.items() if text is None or (text != _LEFT and _lives(*json.loads(text)))]
 
-    @staticmethod
-    def _is_gone(told: str | None) -> bool:
-        if told is None or told == _LEFT:
-            return told is not None
-        host, pid = json.loads(told)
-        return host == platform.node() and not is_alive(int(pid))
+
+def _lives(host: str, pid: int) -> bool:
+    """False for a process of this machine that has ended; of another one nothing is known."""
+    return host != platform.node() or is_alive(pid)

@@ -18,9 +18,8 @@ class Waits:
     marks around a wait lies the time in which the device has nothing to do, or sends what the ranks exchange. Events
     are read when they have passed, so that nothing waits for the device.
 
-    Counted are the exchange of gradients from this rank's last gradient on, our own collectives, the count of tokens
-    over ranks, and the wait for what rank 0 decides. The transfer itself is part of it. Not counted is what another
-    library exchanges for itself.
+    Counted are the exchange of gradients from this rank's last gradient on, our own collectives, what the Trainer
+    gathers, such as the count of tokens over ranks, and the wait for what rank 0 decides. The transfer is part of it.
 
     Args:
         device: Where this rank computes; asked when something is first counted.

@@ -119,7 +119,8 @@ class SerialTrainer(Part):
         for replica in self._replicas[1:]:
             trained = zip(self._replicas[0].parameters(), replica.parameters(), strict=True)
             buffers = zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True)
-            for source, target in [*(pair for pair in trained if pair[0].requires_grad), *buffers]:
+            pairs = [*(pair for pair in trained if pair[0].requires_grad), *((a, b) for (_, a), (_, b) in buffers)]
+            for source, target in pairs:
                 target.data.copy_(source.data)
                 self.moved_bytes += num_bytes(source)
 

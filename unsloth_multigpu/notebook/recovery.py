@@ -157,4 +157,4 @@ def _facts(model: nn.Module) -> list[Any]:
 
 
 def _shared(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*replicated_tensors(model), *(("", buffer) for buffer in persistent_buffers(model))]
+    return [*replicated_tensors(model), *persistent_buffers(model)]

@@ -542,7 +542,8 @@ class StepFeed(Part):
         Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
         """
         if not self._in_loss and not self.proof.is_alone:
-            return exchange(tensor, *args, **kwargs)
+            with self.manager.waits.counted():
+                return exchange(tensor, *args, **kwargs)
         return tensor
 
     @property

@@ -87,7 +87,8 @@ class Turns:
 def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole: bool) -> Share | None:
     """A rank's share of an evaluation; None for what stays accelerate's.
 
-    That are trainers that generate samples, loaders that are divided in a way that cannot be undone, loaders without
+    That are trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
+    `eval_do_concat_batches=False`), loaders that are divided in a way that cannot be undone, loaders without
     batches, and what is no loader.
 
     Args:
@@ -98,7 +99,10 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 
-    if not isinstance(loader, DataLoader) or hasattr(trainer.args, "steps_per_generation"):
+    args = trainer.args
+    if not isinstance(loader, DataLoader) or hasattr(args, "steps_per_generation"):
+        return None
+    if args.batch_eval_metrics or not args.eval_do_concat_batches:
         return None
     is_stream = isinstance(loader.dataset, IterableDataset)
     is_dispatcher = type(loader) is DataLoaderDispatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,21 +14,19 @@ from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded
+from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded, norm_of_parts, part_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
-from unsloth_multigpu.train.gradient import (
-    SkippedSteps,
-    describe,
-    not_finite_losses,
-    not_finite_parameters,
-    total_norm,
-)
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
+
+# A run that leaves out more steps than this is no longer training.
+MAX_SKIPPED_IN_A_ROW = 10
+_MAX_NAMED = 3
 
 
 class StepCheck(Part):
@@ -54,7 +52,7 @@ class StepCheck(Part):
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
         self._is_shared = manager.config.strategy.has_one_gradient or manager.identity.world_size == 1
-        self._skipped = SkippedSteps()
+        self._num_skipped = self._num_in_a_row = 0
         self._losses: list[Any] = []
         self._is_judged = self._is_skipped = False
         self._place = ""
@@ -73,12 +71,12 @@ class StepCheck(Part):
             raise
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "compute_loss": self._compute_loss,
-            "training_step": self._training_step,
-            "get_batch_samples": self._batches.batch_samples,
-            "clip_grad_norm_": self._clip,
-        }
+        found: dict[str, Override] = {"compute_loss": self._compute_loss, "clip_grad_norm_": self._clip}
+        if not self._is_shared:
+            found["training_step"] = self._training_step
+        if self._batches.is_needed:
+            found["get_batch_samples"] = self._batches.batch_samples
+        return found
 
     def is_needed(self, seam: str) -> bool:
         # A script's own training_step may compute its loss by itself. The step feed checks whether that works.
@@ -127,7 +125,7 @@ class StepCheck(Part):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step`: judges a gradient that is this rank's own before it is sent."""
         loss = original(*args, **kwargs)
-        if self._judges and not self._is_shared and self._trainer.accelerator.sync_gradients:
+        if self._judges and self._trainer.accelerator.sync_gradients:
             self._judge(total_norm(self._trainer.model.parameters()))
         return loss
 
@@ -135,7 +133,7 @@ class StepCheck(Part):
         if self._judges and not self._is_judged:
             self._judge(total_norm(self._trainer.model.parameters()))  # transformers 4 may not have clipped.
         if not self._is_skipped:
-            self._skipped.num_in_a_row = 0
+            self._num_in_a_row = 0
         self._is_judged = self._is_skipped = False
         self._losses.clear()
         self._end_place()
@@ -162,13 +160,20 @@ class StepCheck(Part):
                 f"{fact}.",
                 hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out.",
             )
-        warning, self._is_skipped = self._skipped.skip(fact), True
+        if self._num_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            raise NonFiniteGradientError(
+                f"{fact}. The {MAX_SKIPPED_IN_A_ROW} steps before it were left out as well.",
+                hint="Lower the learning rate, or resume from an earlier checkpoint: the weights give no finite loss.",
+            )
+        self._num_skipped += 1
+        self._num_in_a_row += 1
+        self._is_skipped = True
         # The optimizer skips parameters without a gradient, and keeps their state.
         for group in self._trainer.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         if self._rank == 0:
-            logger.warning("%s", warning)
+            logger.warning("%s: left out on all ranks (%d so far)", fact, self._num_skipped)
 
     def _fact(self, norm: float) -> str:
         mine = not_finite_losses(self._losses)
@@ -189,11 +194,59 @@ class StepCheck(Part):
         )
 
 
+def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients together, on their device. Collective where they are sharded."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(map(is_sharded, gradients)):
+        return norm_of_parts(gradients, norm_type)
+    return nn.utils.get_total_norm([_values(gradient) for gradient in gradients], norm_type)
+
+
+def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
+    """Micro-batch and value, "nan" or "inf", of each loss of a step that is not finite."""
+    values = [float(loss) for loss in losses]
+    return [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
+
+
+def not_finite_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient, or this rank's part of it, holds a value that is not finite."""
+    named = [(name, part_of(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    return [name for name, gradient in named if not _values(gradient).isfinite().all()]
+
+
+def describe(
+    step: int, norm: float, losses: Mapping[int, Sequence[tuple[int, str]]], parameters: Sequence[str] = ()
+) -> str:
+    """One line on a step.
+
+    Args:
+        step: Counted from 1.
+        norm: Of the gradient; not finite.
+        losses: Rank -> what `not_finite_losses` found there. Only ranks that were asked.
+        parameters: What `not_finite_parameters` found; read where no loss says more.
+    """
+    found = [
+        f"loss of rank {rank}, micro-batch {micro_batch}, was {value}"
+        for rank, its in losses.items()
+        for micro_batch, value in its
+    ]
+    if found:
+        return f"step {step}: gradient norm is {norm}; {listed(found, _MAX_NAMED, '; ')}"
+    whose = "all losses were finite" if len(losses) > 1 else f"the losses of rank {next(iter(losses))} were finite"
+    if parameters:
+        whose += f", not so the gradient of {listed(parameters, _MAX_NAMED)}"
+    return f"step {step}: gradient norm is {norm}; {whose}"
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
 class BatchCount:
     """Ends a training in which a rank has run out of batches and another has not: the others would wait for it.
 
-    Each rank publishes how many batches of the epoch it has got, which is a message and no meeting. Only a rank that
-    has none left reads the others', and waits until they have none either.
+    Each rank publishes how many batches of the epoch it has got, without waiting. Only a rank that has none left reads
+    the others', and waits until they have none either.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -206,25 +259,25 @@ class BatchCount:
         self._manager = manager
         self._steps = steps
         self._iterator: Any = None
-        self._epoch = 0
-        self._num_batches = 0
-        self._has_ended = False
+        self._epoch = self._num_batches = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """False for ranks that step by themselves, which do not wait for each other."""
+        return self._manager.config.is_synchronous and self._manager.identity.world_size > 1
 
     def begin(self) -> None:
         """Deletes what an earlier training has published. Called before the ranks first meet in this one."""
-        if self._manager.identity.world_size > 1:
+        if self.is_needed:
             self._publish()
 
     def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.get_batch_samples`."""
-        # Ranks that step by themselves do not wait for each other.
-        if not self._manager.config.is_synchronous or self._manager.identity.world_size == 1:
-            return original(epoch_iterator, *args, **kwargs)
         if self._steps.has_one_order:
             return original(epoch_iterator, *args, **kwargs)
         if epoch_iterator is not self._iterator:
-            self._iterator, self._has_ended = epoch_iterator, False
-            self._epoch, self._num_batches = self._epoch + 1, 0
+            self._iterator, self._num_batches = epoch_iterator, 0
+            self._epoch += 1
         return original(self._counted(epoch_iterator), *args, **kwargs)
 
     def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
@@ -233,24 +286,19 @@ class BatchCount:
             self._num_batches += 1
             self._publish()
             yield batch
-        if not self._has_ended:
-            self._has_ended = True
-            self._publish()
-            self._wait_for_others()
-
-    def _publish(self) -> None:
-        facts = json.dumps([self._epoch, self._num_batches, self._has_ended])
-        self._manager.publish(f"batches/{self._manager.identity.rank}", facts)
-
-    def _wait_for_others(self) -> None:
-        """Returns when every rank has had as many batches in this epoch."""
-        for rank in set(range(self._manager.identity.world_size)) - {self._manager.identity.rank}:
+        self._publish(has_ended=True)
+        mine = self._manager.identity.rank
+        for rank in set(range(self._manager.identity.world_size)) - {mine}:
             self._manager.wait(
                 functools.partial(self._has_ended_epoch, rank),
                 f"rank {rank} to have no more batches either",
                 timeout_s=self._manager.config.timeout_s,
                 hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
             )
+
+    def _publish(self, *, has_ended: bool = False) -> None:
+        facts = json.dumps([self._epoch, self._num_batches, has_ended])
+        self._manager.publish(f"batches/{self._manager.identity.rank}", facts)
 
     def _has_ended_epoch(self, rank: int) -> bool | None:
         """True once the rank has no more batches in this epoch, as this one; None before.
@@ -259,17 +307,14 @@ class BatchCount:
             DivergenceError: It has had more of them, or fewer.
         """
         epoch, num_batches, has_ended = json.loads(self._manager.read(f"batches/{rank}") or "[0, 0, false]")
-        if epoch == self._epoch and (num_batches > self._num_batches or has_ended):
-            self._compare(rank, num_batches)
-        return epoch > self._epoch or (epoch == self._epoch and has_ended) or None
-
-    def _compare(self, other: int, num_batches: int) -> None:
-        mine = self._manager.identity.rank
-        if num_batches == self._num_batches:
-            return
-        less, more = (mine, other) if num_batches > self._num_batches else (other, mine)
-        raise DivergenceError(
-            f"rank {less} has no more batches in step {self._trainer.state.global_step + 1}, rank {more} has: rank "
-            f"{mine} got {self._num_batches} in this epoch, rank {other} {num_batches} or more.",
-            hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
-        )
+        if epoch != self._epoch:
+            return epoch > self._epoch or None
+        if num_batches > self._num_batches or (has_ended and num_batches < self._num_batches):
+            mine = self._manager.identity.rank
+            less, more = (mine, rank) if num_batches > self._num_batches else (rank, mine)
+            raise DivergenceError(
+                f"rank {less} has no more batches in step {self._trainer.state.global_step + 1}, rank {more} has: rank "
+                f"{mine} got {self._num_batches} in this epoch, rank {rank} {num_batches} or more.",
+                hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
+            )
+        return has_ended or None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from unsloth_multigpu.accelerator import kind_of
-from unsloth_multigpu.errors import DivergenceError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager, gradient_backend
 from unsloth_multigpu.group.model import base_model
-from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -23,23 +22,20 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 logger = get_logger(__name__)
 
-# Attributes of a model's config which mean that some steps leave some parameters without a gradient.
-_CONDITIONAL_PARTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "vision_config",
-    "audio_config",
-    "speech_config",
-    "add_cross_attention",
-    "cross_attention_layers",
+# Attributes of a model's config which mean that some steps leave some parameters without a gradient: mixtures of
+# experts, towers for images or sound, dropped layers.
+_CONDITIONAL = re.compile(
+    r'"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|(vision|audio|speech)_config|'
+    r'add_cross_attention|cross_attention_layers|(encoder_|decoder_)?layerdrop)": '
+    r"(?!null|false|0(\.0)?[,}\s]|\[\]|\{\})"
 )
-_DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-# The same by names of parameters, for parts that the config does not mention.
+# The same by names of parameters, for parts that the config does not mention. Unsloth's fused loss and its embeddings
+# read the base weight and pass by a LoRA on the last two.
 _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
-# Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
 _READ_BY_WEIGHT = ("lm_head", "embed")
+_LIBRARIES = ("transformers.", "unsloth")
+# Attributes of a model that losses of scripts read.
+_READ_BY_SCRIPTS = ("config", "dtype", "generation_config", "num_labels", "peft_config")
 # A rank of 4 keeps more of LoRA's small matrices than torch's default of 1, whose loss of accuracy is large. torch's
 # 1000 steps before the first compressed one are longer than many fine-tunings; error feedback needs at least 2.
 _POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
@@ -64,8 +60,6 @@ class DDPWrapping(Part):
         self._trainer = trainer
         self._manager = manager
         self._config: MultiGPUConfig = manager.config
-        # False from the start of a training by DDP until its first forward pass, or until gradients have met without.
-        self._is_exchange_seen = True
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -111,72 +105,16 @@ class DDPWrapping(Part):
             make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Looks for the first forward pass by DDP."""
-        wrapped = self._trainer.model_wrapped
-        if not isinstance(wrapped, ReadableDDP):
-            return  # A compiler wraps it, which would trace the hook; or it is the script's own DDP.
 
-        def see(*_: Any) -> None:
-            self._is_exchange_seen = True
-            handle.remove()
+def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:
+    """Notes on a DDP what it exchanges, and gives it what scripts read of the model in their loss.
 
-        self._is_exchange_seen = False
-        handle = wrapped.register_forward_pre_hook(see)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuses a step in which each rank has its own gradients. Unsloth's GRPO passes by DDP and exchanges them."""
-        if self._is_exchange_seen:
-            return
-        rows = self._manager.gather_floats(gradient_sums(self._trainer.model))
-        if not are_close(rows):
-            raise DivergenceError(
-                f"The forward pass passed by DDP in step {state.global_step + 1}: the model that compute_loss is given "
-                "was not called, and the ranks' gradients did not meet.",
-                hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
-            )
-        # Zeros show nothing, nor does what a scaler of fp16 losses leaves out. Ranks see the same: they go on together.
-        sums = [number for row in rows for number in row]
-        self._is_exchange_seen = any(sums) and all(map(math.isfinite, sums))
-
-
-def gradient_sums(model: nn.Module) -> list[float]:
-    """The sum of each trained parameter's gradient, 0 where it has none. Clipping makes norms alike, but not sums."""
-    gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    return [0.0 if g is None else float(g.sum(dtype=sum_dtype(g.device))) for g in gradients]
-
-
-def are_close(rows: Sequence[Sequence[float]]) -> bool:
-    """False if ranks have other numbers than rounding gives: cards of several kinds clip by another norm each.
-
-    Args:
-        rows: A row of numbers for each rank.
+    Not the model's methods and modules: what they compute would bypass DDP, and gradients would not be exchanged.
     """
-    allowed = 1e-3 * max(abs(number) for row in rows for number in row)
-    return not any(abs(mine - first) > allowed for row in rows for mine, first in zip(row, rows[0], strict=True))
-
-
-class ReadableDDP(nn.parallel.DistributedDataParallel):
-    """DDP that knows the plain values of the model in it: a loss that a script wrote reads `model.config`.
-
-    Not its methods and modules: what they compute would pass by DDP, and gradients would not meet.
-
-    Attributes:
-        exchanged: ids of the parameters whose gradients it exchanges.
-        default_find_unused: `find_unused_parameters` as it is where `ddp_settings` says nothing.
-    """
-
-    exchanged: frozenset[int]
-    default_find_unused: bool
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            value = None if name.startswith("_") or name == "module" else getattr(self.module, name, None)
-            if value is None or callable(value):
-                raise
-            return value
+    ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
+    for name in _READ_BY_SCRIPTS:
+        if (value := getattr(model, name, None)) is not None:
+            setattr(ddp, name, value)
 
 
 class NamesOutsideDDP:
@@ -203,21 +141,13 @@ class NamesOutsideDDP:
                 yield name
 
 
-def make_readable(ddp: nn.parallel.DistributedDataParallel, model: nn.Module, default_find_unused: bool) -> ReadableDDP:
-    """Makes a `ReadableDDP` of a DDP that accelerate has just built around `model`."""
-    ddp.__class__ = ReadableDDP
-    assert isinstance(ddp, ReadableDDP)
-    ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
-    return ddp
-
-
 def exchanged_of(model: nn.Module) -> frozenset[int]:
     """ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
 
 
-def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
+def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
     """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
 
     The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is rebuilt as
@@ -237,8 +167,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
             "DDP with torch's Python reducer cannot be rebuilt.", hint="Set torch._dynamo.config.optimize_ddp=True."
         )
     ddp.find_unused_parameters = find_unused_parameters
-    state = ddp.__getstate__()  # type: ignore[no-untyped-call]
-    ddp.__setstate__(state)  # type: ignore[no-untyped-call]
+    ddp.__setstate__(ddp.__getstate__())
     ddp._comm_hooks = []
     for hook, hook_state in hooks:
         ddp.register_comm_hook(hook_state, hook)
@@ -278,46 +207,26 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) 
 def uses_every_parameter(model: nn.Module) -> bool:
     """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
 
-    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
-    of experts, towers for images or sound, dropped layers, models without a config or of a class that is not
-    transformers' and LoRA on embeddings or the output head are not.
+    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Models
+    with conditional parts, without a config or of a class that is not transformers', several adapters, and LoRA on
+    embeddings or the output head are not.
     """
-    # PEFT models pass attribute reads on to the base model; its config is the architecture's.
-    config: Any = getattr(model, "config", None)
-    if config is None or isinstance(config, dict):
-        return False
-    # Unsloth compiles classes into its modules.
-    if not type(base_model(model)).__module__.startswith(("transformers.", "unsloth")):
-        return False  # A class of the script, whatever its name says.
-    names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
-    # Read by attribute as well, since a config may map one name to another.
-    if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):
+    config: Any = getattr(model, "config", None)  # PEFT passes reads of attributes on to the base model.
+    # Unsloth compiles classes into its modules. A class of the script may do anything, whatever its name says.
+    if not hasattr(config, "to_json_string") or not type(base_model(model)).__module__.startswith(_LIBRARIES):
         return False
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    if any(word in name.lower() for name in trainable for word in _CONDITIONAL_NAMES):
+    is_conditional = any(word in name.lower() for name in trainable for word in _CONDITIONAL_NAMES)
+    if is_conditional or _CONDITIONAL.search(config.to_json_string(use_diff=False)):
         return False
     if hasattr(model, "peft_config"):
         lora = [name for name in trainable if ".lora_" in name]
-        if any(word in name.lower() for name in lora for word in _READ_BY_WEIGHT):
-            return False
-        # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
-        return len(set(map(_adapter_of, lora))) == 1 and all(n in lora or ".modules_to_save." in n for n in trainable)
+        adapters = {name.partition(".lora_")[2].split(".")[1] for name in lora}
+        # Prompt and prefix tuning have parameters of other kinds.
+        is_only_lora = all(name in lora or ".modules_to_save." in name for name in trainable)
+        return len(adapters) == 1 and is_only_lora and not any(w in n.lower() for n in lora for w in _READ_BY_WEIGHT)
     # Full training: other heads may leave a mask embedding without a gradient.
     return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
-
-
-def _adapter_of(name: str) -> str:
-    parts = name.split(".")
-    position = next(i for i, part in enumerate(parts) if part.startswith("lora_"))
-    return parts[position + 1] if len(parts) > position + 1 else ""
-
-
-def _has_any(values: Mapping[Any, Any], names: Collection[str]) -> bool:
-    """True if one of `names` is set at some depth: experts of a part, towers of a "thinker"."""
-    return any(
-        (value and key in names) or (isinstance(value, Mapping) and _has_any(value, names))
-        for key, value in values.items()
-    )
 
 
 def compression_settings(compression: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -43,19 +43,14 @@ class Evaluation:
         self._in_step = False
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
-        # Of the round that is computed: how many ranks have a batch, to how many rows this rank's is cut, and what the
-        # loop gathers next.
+        # Of the round that is computed: how many ranks have a batch, and to how many rows this rank's is cut.
         self._num_batches = 0
         self._rows_kept: int | None = None
-        self._next: list[str] = []
-        # What each batch has given, by name: of this round; and of all, where the loop is to keep them apart.
-        self._round: dict[str, list[Any]] = {}
-        self._apart: dict[str, list[Any]] = {}
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
         """Replaces methods of the Trainer during the evaluation. Collective, where TRL collects metrics."""
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
             for name in ("gather", "gather_for_metrics", "reduce"):
@@ -63,19 +58,13 @@ class Evaluation:
                 stack.enter_context(steered(trainer.accelerator, name, alone))
             stack.enter_context(steered(trainer.accelerator, "pad_across_processes", _as_it_is))
             stack.enter_context(instance_attribute(trainer, "gather_function", self._gathered))
-            if trainer.compute_metrics is not None and (args.batch_eval_metrics or not args.eval_do_concat_batches):
-                by_batch = functools.partial(self._compute_metrics, trainer.compute_metrics)
-                stack.enter_context(instance_attribute(trainer, "compute_metrics", by_batch))
             yield
         trainer.gather_function = trainer.accelerator.gather_for_metrics
         if any(hasattr(trainer, store) for store in STORES):
             self._merge()
 
     def completed(self, output: Any) -> Any:
-        """What the loop returns, with the batches and the number of rows of one process. Collective for a stream."""
-        if not self._trainer.args.eval_do_concat_batches:
-            kept = {name: self._apart[name] for name in ("predictions", "label_ids") if getattr(output, name)}
-            output = output._replace(**kept)
+        """What the loop returns, with the number of rows of one process. Collective for a stream."""
         try:
             len(self._share.loader.dataset)
         except TypeError:  # The loop has counted this rank's.
@@ -109,10 +98,6 @@ class Evaluation:
         finally:
             self._in_step = False
         self._note(before, is_filler=is_filler)
-        # The order in which the loop gathers them.
-        has_inputs = True if "inputs" in self._trainer.args.include_for_metrics else None
-        found = {"losses": loss, "inputs": has_inputs, "predictions": logits, "label_ids": labels}
-        self._next = [name for name, value in found.items() if value is not None]
         return loss, logits, labels
 
     def _gathered(self, values: Any) -> Any:
@@ -120,21 +105,14 @@ class Evaluation:
         if self._in_step:
             return values
         from accelerate.utils.operations import recursively_apply
-        from transformers.trainer_pt_utils import nested_numpify
 
-        args, name = self._trainer.args, self._next.pop(0) if self._next else ""
         if (num_rows := self._rows_kept) is not None:
             values = recursively_apply(lambda tensor: tensor[:num_rows] if tensor.dim() else tensor, values)
-        of_ranks = self._of_ranks(values)
-        if args.batch_eval_metrics:
-            self._round[name] = self._of_batches(values, of_ranks)
-        if not args.eval_do_concat_batches:
-            self._apart.setdefault(name, []).extend(map(nested_numpify, self._of_batches(values, of_ranks)))
-        joined = iter([_joined(ranks, shapes[: self._num_batches]) for ranks, shapes in of_ranks])
+        joined = iter(self._of_round(values))
         return recursively_apply(lambda _: next(joined), values)
 
-    def _of_ranks(self, values: Any) -> list[tuple[torch.Tensor, list[tuple[int, ...]]]]:
-        """For each tensor in `values` those of all ranks, filled up to one shape, and the shape of each. Collective."""
+    def _of_round(self, values: Any) -> list[torch.Tensor]:
+        """For each tensor in `values` the rows of all ranks that have a batch, one behind the other. Collective."""
         from accelerate.utils.operations import recursively_apply
 
         tensors: list[torch.Tensor] = []
@@ -151,34 +129,11 @@ class Evaluation:
                 padded = tensor.new_zeros(size) if is_shorter else tensor.new_full(size, _PADDING)
                 padded[tuple(map(slice, tensor.shape))] = tensor
             gathered = self._trainer.accelerator.gather(padded.reshape(size or 1).contiguous())
-            found.append((gathered.reshape(len(shapes), *size), shapes))
+            ranks = gathered.reshape(len(shapes), *size)[: self._num_batches]
+            is_number = not size  # As a loss.
+            pairs = zip(ranks, shapes[: self._num_batches], strict=True)
+            found.append(ranks if is_number else torch.cat([rows[: shape[0]] for rows, shape in pairs]))
         return found
-
-    def _of_batches(self, values: Any, of_ranks: Sequence[tuple[torch.Tensor, Sequence[tuple[int, ...]]]]) -> list[Any]:
-        """What each batch of the round has in the place of `values`, in its own shape."""
-        from accelerate.utils.operations import recursively_apply
-
-        def of(rank: int) -> Any:
-            own = iter([ranks[rank][tuple(map(slice, shapes[rank]))] for ranks, shapes in of_ranks])
-            return recursively_apply(lambda _: next(own), values)
-
-        return [of(rank) for rank in range(self._num_batches)]
-
-    def _compute_metrics(self, original: Callable[..., Any], prediction: Any, **kwargs: Any) -> Any:
-        """The script's `compute_metrics`, which gets the batches of one process where it is to have them apart."""
-        given = {"losses": prediction.losses, "inputs": prediction.inputs}
-        names = {"predictions", "label_ids", *(name for name, value in given.items() if value is not None)}
-        if not self._trainer.args.batch_eval_metrics:
-            return original(type(prediction)(**{name: self._apart[name] for name in names}), **kwargs)
-        if prediction.inputs is not None:
-            # All of them, where the loop has gathered the main one.
-            self._round["inputs"] = self._of_batches(prediction.inputs, self._of_ranks(prediction.inputs))
-        result = None
-        is_end = self._num_done * self._manager.identity.world_size >= (self._share.turns.num_batches or math.inf)
-        for i in range(self._num_batches):
-            batch = type(prediction)(**{name: self._round[name][i] for name in names})
-            result = original(batch, compute_result=is_end and i == self._num_batches - 1)
-        return result
 
     def _collected(self) -> list[tuple[str, list[float]]]:
         found = []
@@ -208,21 +163,6 @@ class Evaluation:
                 for name, values in noted.items():
                     attribute, _, metric = name.partition("/")
                     getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)
-
-
-def _joined(ranks: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-    """The rows of the ranks that have a batch, one behind the other.
-
-    Args:
-        ranks: (ranks, rows, ...), or (ranks,) of single numbers.
-        shapes: Of the ranks that have a batch.
-    """
-    mine = ranks[: len(shapes)]
-    if ranks.dim() == 1:
-        return mine
-    if all(shape[0] == ranks.shape[1] for shape in shapes):
-        return mine.flatten(0, 1)
-    return torch.cat([rows[: shape[0]] for rows, shape in zip(mine, shapes, strict=True)])
 
 
 def _as_it_is(_original: Any, tensor: Any, *_: Any, **__: Any) -> Any:

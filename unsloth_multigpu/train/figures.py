@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import json
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +71,7 @@ class Meter(Part):
         self._called_s = self._begin_s = self._since_s = time.monotonic()
         self._waited_before_s = 0.0
         self._num_steps = self._num_micro_batches = 0
-        self._steps_s = _Median()
+        self._steps_s: deque[float] = deque(maxlen=_MOST_STEPS)
         self._memory_s = float("-inf")
         self._peak_bytes = self._held_bytes = 0
 
@@ -83,7 +84,7 @@ class Meter(Part):
         yield
 
     def overrides(self) -> dict[str, Override]:
-        return {"training_step": self._training_step, "compute_loss": self._compute_loss}
+        return {"compute_loss": self._compute_loss}
 
     def is_needed(self, seam: str) -> bool:
         return False  # Then it only knows less.
@@ -98,7 +99,9 @@ class Meter(Part):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         now_s = time.monotonic()
         self._num_steps += 1
-        self._steps_s.add(now_s - self._since_s)
+        if self._num_steps == 2:  # In the first step kernels are compiled.
+            self._steps_s.clear()
+        self._steps_s.append(now_s - self._since_s)
         self._since_s = now_s
         self._tokens.end_step()
         self._waits.poll()
@@ -131,24 +134,9 @@ class Meter(Part):
             train_s: Seconds inside `Trainer.train`.
             sent_bytes: What was sent.
         """
-        num_steps, num_samples, num_micro_batches = counts
-        found = self.figures
-        return RankReport(
-            rank=0,
-            num_steps=num_steps,
-            num_samples=num_samples,
-            num_micro_batches=num_micro_batches,
-            train_s=train_s,
-            sent_bytes=sent_bytes,
-            num_tokens=found.num_tokens,
-            num_padding_tokens=found.num_padding_tokens,
-            waiting_s=found.waiting_s,
-            peak_bytes=found.peak_bytes,
-            step_s=found.step_s,
-            loop_s=found.loop_s,
-            setup_s=found.setup_s,
-            runtime_s=self.runtime_s,
-        )
+        measured = {field.name for field in dataclasses.fields(RankReport)} & {*vars(self.figures)}
+        figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
+        return RankReport(0, *counts, train_s=train_s, sent_bytes=sent_bytes, runtime_s=self.runtime_s, **figures)
 
     def report_alone(self) -> RunReport:
         """Of a process that is not steered."""
@@ -156,14 +144,10 @@ class Meter(Part):
         mine = self.report((self._num_steps, 0, self._num_micro_batches), train_s, None)
         return RunReport((mine,), max_steps=self.figures.max_steps, resumed_step=self.resumed_step)
 
-    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step`, of a whole step where we deal the samples."""
-        self._num_micro_batches += 1
-        return original(*args, **kwargs)
-
     def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss` of one micro-batch. An evaluation calls it, too."""
         if model.training:
+            self._num_micro_batches += 1
             micro_batch = None if self._feed is None else self._feed.current
             self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
         return original(model, inputs, *args, **kwargs)
@@ -189,7 +173,7 @@ class Meter(Part):
             waiting_s=None if self.is_sharded else waited_s,
             peak_bytes=self._peak_bytes,
             held_bytes=self._held_bytes,
-            step_s=self._steps_s.value(),
+            step_s=statistics.median(self._steps_s) if self._steps_s else None,
             loop_s=self._since_s - self._begin_s if self._num_steps else None,
             setup_s=self._begin_s - self._called_s,
         )
@@ -207,40 +191,8 @@ class Meter(Part):
 
 def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
     """The reports of all ranks, in their order. Collective."""
-    names = [field.name for field in dataclasses.fields(RankReport)]
-    row = [-1.0 if getattr(mine, name) is None else float(getattr(mine, name)) for name in names]
-    return tuple(_report_from(rank, names, row) for rank, row in enumerate(manager.gather_floats(row)))
-
-
-def _report_from(rank: int, names: Sequence[str], row: Sequence[float]) -> RankReport:
-    values: dict[str, Any] = {}
-    for name, value in zip(names, row, strict=True):
-        is_count = name.startswith("num_") or name.endswith("_bytes")
-        values[name] = None if value < 0 else int(value) if is_count else value
-    return RankReport(**{**values, "rank": rank})
-
-
-class _Median:
-    """Of the last numbers. In the first step kernels are compiled: it counts only while it is the only one."""
-
-    def __init__(self) -> None:
-        self._numbers: deque[float] = deque()
-        self._sorted: list[float] = []
-        self._num_added = 0
-
-    def add(self, number: float) -> None:
-        self._num_added += 1
-        if self._num_added == 2 or len(self._numbers) == _MOST_STEPS:
-            self._sorted.remove(self._numbers.popleft())
-        self._numbers.append(number)
-        bisect.insort(self._sorted, number)
-
-    def value(self) -> float | None:
-        """None before the first number."""
-        middle = len(self._sorted) // 2
-        if not self._sorted:
-            return None
-        return self._sorted[middle] if len(self._sorted) % 2 else sum(self._sorted[middle - 1 : middle + 1]) / 2
+    ranks = manager.gather_texts(json.dumps(dataclasses.asdict(mine)))
+    return tuple(RankReport(**{**json.loads(text), "rank": rank}) for rank, text in enumerate(ranks))
 
 
 def _device_names(device: torch.device) -> tuple[str, str]:

@@ -1,8 +1,13 @@
-"""Rank 0 leads: its words count on all ranks, which read them in their store. No collective."""
+"""Rank 0 leads: what it decides at a point of the training counts on all ranks, which read it in their store.
+
+It is no collective: rank 0 publishes a value and continues. A key of the store is used again after `_RING` points, so
+that none has to be deleted.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError
@@ -11,19 +16,13 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
 
-# Left by a rank that does not wait for rank 0: it has passed this point, and nothing can be decided there any more.
-PASSED = -1
-# Left by rank 0 ahead of all ranks: a rank that comes to this point waits for its word.
-WAIT = -2
-
-# How many points a rank may be ahead of another; between two collectives there are a few. A key is used again after so
-# many, also in the next training, so that none has to be deleted.
+# Between two collectives a rank can only be a few points ahead of another.
 _RING = 4096
 _HINT = "Let no callback work this long on rank 0 alone, or raise timeout_s."
 
 
 class Moment(enum.IntEnum):
-    """Where Hugging Face's loop is about to read what callbacks have decided."""
+    """The points of Hugging Face's loop at which the ranks take over rank 0's decision."""
 
     STEP = 0
     SUBSTEP = 1
@@ -31,101 +30,90 @@ class Moment(enum.IntEnum):
     LOG = 3
     EVALUATION = 4
     SAVE = 5
+    BATCH = 6  # Of an evaluation.
+    END = 7
 
 
 class Lead:
-    """Two rows of whole numbers from 0 on, each in its numbered place: words and claims.
-
-    Words are rank 0's alone: it writes one and continues, the others read it, a round trip to the store. Where rank 0
-    is behind they wait for it, as they would in the next collective. A claim belongs to the rank that comes first.
+    """Rank 0's decisions in one training: the flags of its callbacks, and the signal for which all ranks stop.
 
     Args:
         manager: This rank's manager.
-        beat: This rank's page of beats.
+        beat: This rank's heartbeat page.
+
+    Attributes:
+        asked: The signal that asks this rank to stop, 0 = none. Rank 0 also hears of those of other ranks.
+        signal_number: The signal for which all ranks stop, 0 = none. It changes inside `follow` only.
     """
 
     def __init__(self, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._manager = manager
         self._beat = beat
-        self._rank = manager.identity.rank
-        self._training = self._num_words = 0
+        self._training = 0
+        self._num_points = 0
+        self._has_asked = False
+        self.asked: Callable[[], int] = lambda: 0
+        self.signal_number = 0
 
     def begin(self) -> None:
-        """Begins a training, whose number is rank 0's: numbers of other trainings count as not written. Collective."""
-        training = self._manager.count("lead/trainings") if self._rank == 0 else 0
-        self._training, self._num_words = self._manager.gather_int64([training])[0][0], 0
+        """Numbers this training, where all ranks are about to begin it: words of another one do not count."""
+        self._training = self._manager.number_of_training()
 
-    def follow(self, moment: Moment, mine: int, step: int) -> int:
-        """Rank 0's number at a moment that all ranks come to, in the same order; `mine` is this rank's.
+    @property
+    def name(self) -> str:
+        """Begins the names of this training's keys."""
+        return f"lead/{self._training}"
+
+    def follow(self, moment: Moment, flags: int, step: int) -> int:
+        """Returns rank 0's flags at a point to which all ranks come in the same order; `flags` are this rank's.
 
         Raises:
-            RankTimeoutError: Rank 0 did not come to this moment.
+            RankTimeoutError: Rank 0 did not come to this point.
             DivergenceError: Rank 0 came to another one.
             DistributedError: Rank 0 has left the cell, or is too far ahead.
         """
-        index, kinds = self._num_words, len(Moment)
-        self._num_words += 1
-        if self._rank == 0:
-            self._publish("word", index, mine * kinds + moment)
-            return mine
-        found = self._wait("word", index, moment, step)
-        if found == PASSED:
-            raise DistributedError(f"rank 0 is {_RING} decisions ahead of this rank.", hint="Report this message.")
-        word, there = divmod(found, kinds)
+        manager, index = self._manager, self._num_points
+        asked = self.signal_number or self.asked()
+        if manager.identity.world_size == 1:
+            self.signal_number = asked
+            return flags
+        self._num_points += 1
+        asked_key = f"{self.name}/asked"
+        if manager.identity.rank == 0:
+            self.signal_number = asked or int(manager.read(asked_key) or 0)
+            word = (self._training, index, int(moment), flags, self.signal_number)
+            manager.publish(self._key(index), " ".join(map(str, word)))
+            return flags
+        if asked and not self._has_asked:
+            self._has_asked = True
+            manager.publish(asked_key, str(asked))
+        there, word_flags, self.signal_number = self._wait(index, moment, step)
         if there != moment:
             raise DivergenceError(
-                f"After step {step} rank {self._rank} has come to the callbacks of a {moment.name.lower()}, rank 0 to "
-                f"those of a {Moment(there).name.lower()}.",
+                f"After step {step} rank {manager.identity.rank} has come to the callbacks of a {moment.name.lower()}, "
+                f"rank 0 to those of a {Moment(there).name.lower()}.",
                 hint="Let all ranks call train(), evaluate() and save on the same way.",
             )
-        return word
+        return word_flags
 
-    def claim(self, index: int, word: int) -> int:
-        """Writes claim `index` unless another rank has. Returns what is there then."""
-        key = self._key("claim", index)
-        before = self._manager.read(key)
-        there = self._number(before, index)
-        if there is None:
-            there = self._number(self._manager.claim(key, self._text(index, word), before), index)
-        return PASSED if there is None else there
-
-    def settle(self, index: int, word: int) -> None:
-        """Rank 0 replaces its own claim."""
-        self._publish("claim", index, word)
-
-    def wait_for_claim(self, index: int, moment: Moment, step: int) -> int:
-        """Claim `index`, once it is there and not `WAIT`."""
-        return self._wait("claim", index, moment, step)
-
-    def _wait(self, row: str, index: int, moment: Moment, step: int) -> int:
+    def _wait(self, index: int, moment: Moment, step: int) -> list[int]:
         """Waits for rank 0, which may be slower, or busy in a callback."""
-        manager, key = self._manager, self._key(row, index)
-
-        def read() -> int | None:
-            found = self._number(manager.read(key), index)
-            return None if found == WAIT else found
-
-        found = read()
-        if found is not None:
+        if (found := self._read(index)) is not None:
             return found
         what = f"what rank 0's callbacks decide after step {step} ({moment.name.lower()})"
+        manager = self._manager
         with self._beat.within(Phase.AGREE), manager.waits.counted():
-            return manager.wait(read, what, timeout_s=manager.config.timeout_s, hint=_HINT)
+            return manager.wait(lambda: self._read(index), what, timeout_s=manager.config.timeout_s, hint=_HINT)
 
-    def _publish(self, row: str, index: int, word: int) -> None:
-        self._manager.publish(self._key(row, index), self._text(index, word))
-
-    def _key(self, row: str, index: int) -> str:
-        return f"lead/{row}/{index % _RING}"
-
-    def _text(self, index: int, word: int) -> str:
-        return f"{self._training} {index} {word}"
-
-    def _number(self, text: str | None, index: int) -> int | None:
-        """The number in a key's value, None where it is an earlier place's; a later one's says that this is passed."""
+    def _read(self, index: int) -> list[int] | None:
+        """Moment, flags and signal of a point; None where rank 0 has not come to it."""
+        text = self._manager.read(self._key(index))
         if text is None:
             return None
-        training, there, word = map(int, text.split())
-        if (training, there) < (self._training, index):
-            return None
-        return word if (training, there) == (self._training, index) else PASSED
+        training, there, *word = map(int, text.split())
+        if (training, there) > (self._training, index):
+            raise DistributedError(f"rank 0 is {_RING} decisions ahead of this rank.", hint="Report this message.")
+        return word if (training, there) == (self._training, index) else None
+
+    def _key(self, index: int) -> str:
+        return f"lead/point/{index % _RING}"

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import NO_WAITING, share, total
@@ -18,6 +17,7 @@ from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import Figures, read_beats
+from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.words import GIB
 
 logger = get_logger(__name__)
@@ -37,16 +37,16 @@ class LogFigures(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         meter: Of this rank.
-        rank: This rank, the first one.
+        identity: This rank, the first one.
         run_dir: The run's private folder with the heartbeats of this machine; None = there are none.
     """
 
     place = "log"
 
-    def __init__(self, trainer: TrainerLike, meter: Meter, rank: int, run_dir: str | None) -> None:
+    def __init__(self, trainer: TrainerLike, meter: Meter, identity: RankIdentity, run_dir: str | None) -> None:
         self._trainer = trainer
         self._meter = meter
-        self._rank = rank
+        self._rank = identity.rank
         self._run_dir = run_dir
         self._before: dict[int, Figures] = {}
         self._num_shown = 0
@@ -89,21 +89,6 @@ class LogFigures(Part):
         now = {rank: beat.figures for rank, beat in beats.items()} | {self._rank: self._meter.figures}
         before, self._before = self._before, now
         return numbers_between(before, now, self._rank)
-
-
-def log_figures(trainer: TrainerLike, meter: Meter, manager: DDPManager, run_dir: str | None) -> list[LogFigures]:
-    """The part, where this rank is to have it.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        meter: Of this rank.
-        manager: This rank's manager.
-        run_dir: The run's private folder; None without a supervisor of ours.
-    """
-    identity = manager.identity
-    if identity.rank > 0:
-        return []
-    return [LogFigures(trainer, meter, identity.rank, run_dir)]
 
 
 def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], rank: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
 
 
 class Guard(Part):
-    """Marks the phases of a training on this rank's page.
+    """Marks the phases of a training on this rank's heartbeat page.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -32,7 +32,6 @@ class Guard(Part):
         self.trainer = trainer
         self.beat = beat
         self._compiler = CompilerPhase(beat)
-        self._is_in_loop = False
         self._is_warm = False
         self.is_epoch_new = False
 
@@ -50,12 +49,8 @@ class Guard(Part):
         found: dict[str, Override] = {
             "get_batch_samples": self._batch_samples,
             "training_step": self._training_step,
-            "_maybe_log_save_evaluate": self._log_save_evaluate,
-            "store_flos": self._store_flos,
-            "call_event": self._call_event,
             "evaluate": functools.partial(self._within, Phase.EVALUATE),
             "_save_checkpoint": functools.partial(self._within, Phase.SAVE),
-            "_load_best_model": functools.partial(self._within, Phase.SAVE),
         }
         # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
         for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):
@@ -72,23 +67,25 @@ class Guard(Part):
         self.beat.mark()  # The norm of the gradients has been read.
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        # The loop counts the step next, and calls the script's callbacks, which have a time of their own.
         self._is_warm = True
-        self.beat.mark(is_done=True)
+        self.beat.mark(Phase.UPDATE, step=state.global_step + 1, micro_batch=0, is_done=True)
+
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        if control.should_save:  # Callbacks that upload a checkpoint belong to saving it.
+            self.beat.mark(Phase.SAVE)
+
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        if control.should_training_stop:
+            self.beat.mark(Phase.ENDED)
+        elif control.should_save:
+            self.beat.mark(Phase.SAVE)
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark()
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.ENDED)
-
-    def _call_event(
-        self, original: Override, event: str, args: ArgumentsLike, state: StateLike, *rest: Any, **kwargs: Any
-    ) -> Any:
-        if event == "on_step_end":
-            # Before the first callback: those of the script come before ours, and have the time of a callback. Ranks
-            # may also have computed different numbers of micro-batches, and wait for each other behind this.
-            self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
-        return original(event, args, state, *rest, **kwargs)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compiler.enter()
@@ -109,21 +106,6 @@ class Guard(Part):
         # asynchronously and may only have begun: the next read of a number waits for all of it.
         self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
-
-    def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Callbacks that send a checkpoint away belong to saving it.
-        phase = Phase.SAVE if self.trainer.control.should_save else self.beat.phase
-        self._is_in_loop = True
-        try:
-            return self._within(phase, original, *args, **kwargs)
-        finally:
-            self._is_in_loop = False
-
-    def _store_flos(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Outside of the above and of a save, this is the first call after the last step, and a collective.
-        if self.beat.phase == Phase.UPDATE and not self._is_in_loop:
-            self.beat.mark(Phase.ENDED)
-        return original(*args, **kwargs)
 
     def _within(self, phase: Phase | None, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.beat.within(phase):

@@ -1,23 +1,25 @@
-"""Stops a training on a signal: all ranks at the same place, after a save, without a collective."""
+"""Stops a training on a signal: all ranks at the same point, after a save, without a collective."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.train.agreement import Agreement
+from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
+from unsloth_multigpu.wire.process import is_alive, only_here
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
+from unsloth_multigpu.wire.wait import wait_until
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -26,8 +28,6 @@ logger = get_logger(__name__)
 
 # Signals that a rank catches itself where no supervisor of ours does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# Points are (step, batch of an evaluation after it).
-_BATCH_BITS = 20
 
 
 class Caught:
@@ -69,7 +69,7 @@ class Preemption(Part):
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         events: Where the rank's events go, if a supervisor of ours reads them.
-        beat: This rank's page of beats.
+        lead: Of this training: through it all ranks learn of the signal at the same point.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
 
     Attributes:
@@ -83,18 +83,17 @@ class Preemption(Part):
         trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
-        beat: HeartbeatPage,
+        lead: Lead,
         may_stop: Callable[[], bool] = lambda: True,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
         self._events = events
-        self.beat = beat
+        self._lead = lead
         self._may_stop = may_stop
         self._caught = Caught()
-        self._agreement: Agreement | None = None
-        self._batch = 0
+        self._is_heard = False
         self._saved_step = -1
         self.signal_number = 0
 
@@ -114,25 +113,21 @@ class Preemption(Part):
                 "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
                 "ends this process without a save. Save every few steps (save_steps)"
             )
-        if listens or self._events is not None:  # Else nobody asks: in a notebook, Stop ends a cell instead.
-            self._agreement = Agreement(self._manager, self._asked)
-        with self._caught.while_open() if listens else nullcontext():
+        self._is_heard = listens or self._events is not None  # In a notebook, Stop ends a cell instead.
+        with ExitStack() as stack:
+            if listens:
+                stack.enter_context(self._caught.while_open())
+            if self._is_heard:
+                self._lead.asked = self._asked
             yield
-            # Asked after the last step: what the script does next must not be cut off in the middle. Twice, because a
-            # rank that finds a signal at one point makes the next one the stop.
-            for _ in range(2):
-                self._batch += 1
-                if self.is_stopping():
-                    self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
+            # Asked after the last step: what the script does next must not be cut off in the middle.
+            if self._is_stopping(Moment.END):
+                self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # Batches are counted from here, so that those of many evaluations fit into a point's bits.
-        self._batch = 0
-        # With several nodes the answer comes over the network, which may fail.
-        with self.beat.within(Phase.AGREE):
-            is_stopping = self.is_stopping()
-        if is_stopping:
-            # The loop still logs this step, so that the saved history is whole.
+        # Several ranks have agreed on their callbacks' flags at this point, and on a stop with them.
+        if self._is_stopping(Moment.STEP if self._manager.identity.world_size == 1 else None):
+            # The loop still logs this step, so that the saved history is complete.
             control.should_save = self.is_save_wanted
             control.should_evaluate = False
             control.should_training_stop = True
@@ -151,15 +146,15 @@ class Preemption(Part):
             self.leave()
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._batch += 1  # All ranks do the same number of evaluation batches.
-        if self.is_stopping():
+        if self._is_stopping(Moment.BATCH):  # All ranks have the same number of evaluation batches.
             self.save_and_leave()
 
-    def is_stopping(self) -> bool:
-        """True at the point where all ranks stop. Asked once for each point."""
-        if self._agreement is not None and not self.signal_number and self._may_stop():
-            point = (self._trainer.state.global_step << _BATCH_BITS) + self._batch
-            self.signal_number = self._agreement.is_reached(point)
+    def _is_stopping(self, moment: Moment | None) -> bool:
+        """True from the point on at which all ranks stop. They come to `moment`; None = they have just agreed."""
+        if self._is_heard and not self.signal_number and self._may_stop():
+            if moment is not None:
+                self._lead.follow(moment, 0, int(self._trainer.state.global_step))
+            self.signal_number = self._lead.signal_number
             if self.signal_number and self._events is not None:
                 self._events.write("stopping", signal=signal.Signals(self.signal_number).name)
         return self.signal_number != 0
@@ -189,26 +184,37 @@ class Preemption(Part):
     def _checkpoint(self) -> str:
         if self._saved_step < 0:
             return ""
-        trainer = self._trainer
-        folder = Path(trainer._get_output_dir(None), f"checkpoint-{self._saved_step}")
-        return str(folder.resolve())
+        return str(Path(self._trainer._get_output_dir(None), f"checkpoint-{self._saved_step}").resolve())
 
     def leave(self) -> NoReturn:
         """Raises what ends the training, once all ranks have saved."""
         request = self._request()
         deadline_s = time.monotonic() + self._config.grace_s if request is None else request.deadline_s
-        assert self._agreement is not None
-        # The engine ends all ranks with the first process that ends, and others may be writing still.
-        if not self._agreement.leave(deadline_s):
+        if not self._wait_for_all(deadline_s):
             logger.warning("not all ranks have saved within grace_s=%g", self._config.grace_s)
         name = signal.Signals(self.signal_number).name
-        step = self._trainer.state.global_step
-        if self._events is not None and request is None:
-            ask_to_stop(self._events.run_dir, self._events.attempt, StopRequest(self.signal_number, deadline_s))
         if self._events is not None:
+            if request is None:  # Only another node's supervisor knows of it.
+                ask_to_stop(self._events.run_dir, self._events.attempt, StopRequest(self.signal_number, deadline_s))
             self._events.write("stopped", signal=name, checkpoint=self._checkpoint())
         elif self._manager.identity.rank == 0:
+            step = self._trainer.state.global_step
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.signal_number)
+
+    def _wait_for_all(self, deadline_s: float) -> bool:
+        """Waits until all ranks have saved: the engine ends all with the first process that ends."""
+        manager, identity = self._manager, self._manager.identity
+        if identity.world_size == 1:
+            return True
+        keys = [f"{self._lead.name}/left/{rank}" for rank in range(identity.world_size)]
+        manager.publish(keys[identity.rank], str(os.getpid()))
+        if not wait_until(lambda: all(map(manager.is_published, keys)), deadline_s):
+            return False
+        first_pid = int(manager.read(keys[identity.rank - identity.local_rank]) or 0)
+        if first_pid != os.getpid():
+            # Trackers finish their work when local rank 0 ends.
+            atexit.register(only_here(wait_until), lambda: not is_alive(first_pid), deadline_s)
+        return True

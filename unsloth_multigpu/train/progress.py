@@ -86,8 +86,15 @@ class Progress(Part):
         self.num_steps += 1
         if self.num_steps == 1:
             verify_calls(self._trainer, "step")
-        # The Trainer saves the checkpoint of this step after this.
-        self._prove_replicas(state.global_step)
+        if self._trained is not None and self._trained.is_changed:
+            self._trained.is_changed = False
+            self._is_proof_due = self._manager.config.verify_every > 0
+        self._is_proof_due = self._is_proof_due or self._replicas.is_due(state.global_step)
+        # Ranks that step by themselves have equal weights only after a synchronization.
+        is_equal = self._exchange is None or self._exchange.are_replicas_equal
+        if self._is_proof_due and is_equal:  # The Trainer saves the checkpoint of this step after this.
+            self._compare(state.global_step)
+            self._is_proof_due = False
 
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         verify_calls(self._trainer, "save")
@@ -96,28 +103,17 @@ class Progress(Part):
         self._verify_first_step()
         # The weights that the script saves now must have been compared; the best checkpoint may just have been loaded.
         if self._replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
-            self._replicas.check(self._trainer.model, state.global_step, self._beside_the_model())
+            self._compare(state.global_step)
 
     def _verify_first_step(self) -> None:
         # Logging and saving come after `on_step_end`.
         if self.num_steps == 1:
             verify_calls(self._trainer, "step end")
 
-    def _prove_replicas(self, step: int) -> None:
-        """Compares the ranks' weights if a comparison is due and the weights should be equal. Collective."""
-        if self._trained is not None and self._trained.is_changed:
-            self._trained.is_changed = False
-            self._is_proof_due = self._manager.config.verify_every > 0
-        self._is_proof_due = self._is_proof_due or self._replicas.is_due(step)
-        # Ranks that step by themselves have equal weights only after they have met.
-        is_equal = self._exchange is None or self._exchange.are_replicas_equal
-        if self._is_proof_due and is_equal:
-            self._replicas.check(self._trainer.model, step, self._beside_the_model())
-            self._is_proof_due = False
-
-    def _beside_the_model(self) -> list[tuple[str, Any]]:
-        """What the optimizer trains outside the model. Ranks that step by themselves do not exchange it."""
-        return parameters_beside_the_model(self._trainer) if self._manager.config.is_synchronous else []
+    def _compare(self, step: int) -> None:
+        """Compares the ranks' weights. What the optimizer trains outside the model, only DDP's ranks have alike."""
+        beside = parameters_beside_the_model(self._trainer) if self._manager.config.is_synchronous else []
+        self._replicas.check(self._trainer.model, step, beside)
 
 
 def exit_code(error: SystemExit) -> int:

@@ -32,7 +32,8 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.figures import Meter, gather_reports
-from unsloth_multigpu.train.log_figures import log_figures
+from unsloth_multigpu.train.lead import Lead
+from unsloth_multigpu.train.log_figures import LogFigures
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
@@ -91,19 +92,20 @@ class DDPTrainer:
         self.arguments = {} if arguments is None else arguments
         self._training = training
         context = RunContext() if context is None else context
-        run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
+        identity = manager.identity
         self.steps = StepFeed(trainer, manager, beat)
         self.exchange: GradientExchange | None = None
         self._resume: Resume | None = None
-        if is_one_of_several and not isinstance(self.config.strategy, DDP):
+        if identity.world_size > 1 and not isinstance(self.config.strategy, DDP):
             from unsloth_multigpu.strategies.exchange import Exchange
 
             self.exchange = Exchange(trainer, manager)
-        trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
+        self._lead = lead = Lead(manager, beat)
+        trained = TrainedParameters(trainer, manager, self.exchange, training) if identity.world_size > 1 else None
         self.meter = Meter(trainer, manager, beat, self.steps)
-        self.preemption = Preemption(trainer, manager, events, beat, self._may_stop)
+        preemption = Preemption(trainer, manager, events, lead, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.facts)
-        self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
+        self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
         self.of_tool: Part | None = None
         self.is_sharded = False
         # Their order is that of `train.loop.PLACES`.
@@ -113,16 +115,14 @@ class DDPTrainer:
             StepCheck(trainer, manager, self.steps),
             Guard(trainer, beat),
             self.progress,
-            self.preemption,
+            preemption,
         ]
         if trained is not None:
             wrapping = self.exchange or DDPWrapping(trainer, manager)
-            buffers = EqualBuffers(trainer, manager)
-            self.parts += [
-                Waiting(trainer, manager),
-                *([] if is_comparison else log_figures(trainer, self.meter, manager, run_dir)),
-            ]
-            self.parts += [OneDecision(trainer, manager, beat), wrapping, trained, buffers]
+            decision = OneDecision(trainer, manager, lead, self.exchange)
+            self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualBuffers(trainer, manager)]
+            if identity.rank == 0 and not is_comparison:
+                self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
         elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
             self.parts.append(outlook)
         if not is_comparison:
@@ -148,9 +148,12 @@ class DDPTrainer:
         self._shard(engine)
         facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
         self.manager.check_same(facts | facts_of_evaluation(self.trainer))
+        self._lead.begin()
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
-        self._say_whose_completions()
+        if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
+            name = type(self.trainer).__name__
+            logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)
         loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
         start = time.monotonic()
@@ -182,26 +185,19 @@ class DDPTrainer:
         name = others[0]
         if asked := self.config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}.")
-        one = int(self.trainer._train_batch_size) * self.steps.num_accumulated
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
         apart = max(int(getattr(parallelism, "non_data_parallel_size", 1)), _context_parallel_size(self.trainer))
-        num_ranks = self.manager.identity.world_size // apart
-        if num_ranks == 1:
-            logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
-            return
-        hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
-        logger.warning(
-            "%s is on: unsloth_multigpu leaves this training to it. An optimizer step sees %d samples (%d ranks x %d), "
-            "%d times those of one process: divide per_device_train_batch_size or gradient_accumulation_steps by %d to "
-            "keep them%s. Save by trainer.save_model()",
-            name,
-            num_ranks * one,
-            num_ranks,
-            one,
-            num_ranks,
-            num_ranks,
-            hint,
+        num, one = (
+            self.manager.identity.world_size // apart,
+            self.steps.num_accumulated * self.trainer._train_batch_size,
         )
+        hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
+        larger = (
+            f". An optimizer step sees {num * one} samples ({num} ranks x {one}), {num} times those of one process: "
+            f"divide per_device_train_batch_size or gradient_accumulation_steps to keep it{hint}. Save by "
+            "trainer.save_model()"
+        )
+        logger.warning("%s is on: unsloth_multigpu leaves this training to it%s", name, larger if num > 1 else "")
 
     def _shard(self, engine: Engine | None) -> None:
         """Prepares for a model that an engine has sharded, or is about to shard.
@@ -271,30 +267,24 @@ class DDPTrainer:
             )
         return True
 
-    def _say_whose_completions(self) -> None:
-        is_told_here = self.manager.identity.world_size > 1 and self.manager.identity.rank == 0
-        if is_told_here and draws_completions(self.trainer):
-            name = type(self.trainer).__name__
-            logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)
-
     def _may_stop(self) -> bool:
         return self.exchange is None or self.exchange.may_stop
 
     def _report(self, train_s: float) -> None:
         counts = (self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches)
-        if self.is_sharded:
-            sent_bytes = None
-        elif self.exchange is None:
-            sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
-        else:
+        sent_bytes = None
+        if self.exchange is not None:
             sent_bytes = self.exchange.sent_bytes
+        elif not self.is_sharded:
+            sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
         mine = self.meter.report(counts, train_s, sent_bytes)
+        folder = self.arguments.get("resume_from_checkpoint")
         self.report = RunReport(
             gather_reports(self.manager, mine),
             self.steps.balancer.state_dict(),
             self.meter.figures.max_steps,
             self.meter.resumed_step,
-            self._resumed(),
+            os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else "",
             self.steps.proof.values(),
             self.steps.inexact.cause if self.steps.inexact is not None else "",
         )
@@ -302,10 +292,6 @@ class DDPTrainer:
         has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0
         if has_trained or self.steps.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
-
-    def _resumed(self) -> str:
-        folder = self.arguments.get("resume_from_checkpoint")
-        return os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else ""
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from unsloth_multigpu.errors import SetupError
@@ -29,15 +28,7 @@ class CallbackView(Part):
         self._steps = steps
 
     def overrides(self) -> dict[str, Override]:
-        return {"on_train_begin": self._begin_with_own_loader, "call_event": self._call_event}
-
-    def _begin_with_own_loader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`CallbackHandler.on_train_begin`, before which the loop has handed on its loader."""
-        if self._steps.loader is not None:
-            handler = self._trainer.callback_handler
-            self._steps.begin(handler.train_dataloader)
-            handler.train_dataloader = self._steps.loader.one_process
-        return original(*args, **kwargs)
+        return {"call_event": self._call_event}
 
     def _call_event(
         self, original: Override, event: str, arguments: ArgumentsLike, state: StateLike, *args: Any, **kwargs: Any
@@ -47,6 +38,10 @@ class CallbackView(Part):
         Raises:
             SetupError: A callback has changed what the steps of this training are made of.
         """
+        if event == "on_train_begin" and self._steps.loader is not None:  # The loop has handed on its loader.
+            handler = self._trainer.callback_handler
+            self._steps.begin(handler.train_dataloader)
+            handler.train_dataloader = self._steps.loader.one_process
         asked = self._steps.num_accumulated
         if event == "on_step_end":
             state.epoch = self._steps.metrics.epoch_of(state.epoch)

@@ -15,11 +15,10 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 class Waiting(Part):
-    """Adds to `manager.waits` where Hugging Face's loop and DDP meet the other ranks.
+    """Adds to `manager.waits` where DDP synchronizes with the other ranks.
 
-    These are: DDP before a forward pass, where it makes buffers equal; the exchange of gradients, from this rank's last
-    gradient until the backward pass is over; the count of tokens over ranks. Under a compiler that has the whole model
-    what comes before the forward pass is not counted.
+    That is before a forward pass, where it makes buffers equal, and the exchange of gradients, from this rank's last
+    gradient until the backward pass is over. Under a compiler that has the whole model the former is not counted.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -33,24 +32,16 @@ class Waiting(Part):
         self._watch = Stopwatch(lambda: trainer.model, trainer.args.device)
         self._hooks = ExitStack()
         self._hooked: nn.Module | None = None
-        self._is_computing = self._is_counting = False
+        self._is_computing = False
         self._forward: Any = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        try:
-            with self._watch.on_model():
-                yield
-        finally:
-            self._hooks.close()
-            self._hooked = None
+        with self._hooks, self._watch.on_model():
+            yield
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "training_step": self._training_step,
-            "get_batch_samples": self._batch_samples,
-            "gather": self._gather,
-        }
+        return {"training_step": self._training_step}
 
     def is_needed(self, seam: str) -> bool:
         return False  # Without it less is known.
@@ -58,7 +49,7 @@ class Waiting(Part):
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step` of one micro-batch."""
         if model is not self._hooked:
-            self._watch_forward(model)  # DDP is rebuilt where other weights are trained.
+            self._watch_forward(model)
         self._watch.start()
         self._is_computing = True
         try:
@@ -70,7 +61,7 @@ class Waiting(Part):
         return result
 
     def _watch_forward(self, model: nn.Module) -> None:
-        """Hooks where DDP's forward pass begins, and where that of its module does: in between it meets the others."""
+        """Hooks where DDP's forward pass begins, and where that of its module does: in between it synchronizes."""
         self._hooks.close()
         self._hooked = model
         inner: nn.Module | None = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -89,17 +80,3 @@ class Waiting(Part):
         begin, self._forward = self._forward, None
         if begin is not None:
             self._waits.add(begin, self._waits.now())
-
-    def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`, in which the ranks add up their tokens."""
-        self._is_counting = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._is_counting = False
-
-    def _gather(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_counting:
-            return original(*args, **kwargs)
-        with self._waits.counted():
-            return original(*args, **kwargs)

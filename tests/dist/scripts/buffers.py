@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
 
 
 class Counting(Net):
-    """Buffers of its own: of its samples, of its passes, one that grows, and a constant."""
+    """Buffers of its own: of its samples, of its passes, one that each rank lets grow by itself, and a constant."""
 
     def __init__(self):
         super().__init__()

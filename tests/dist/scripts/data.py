@@ -467,24 +467,19 @@ def evaluate(name, num_rows, kind=Trainer, data=None, **settings):
     eval_data = ROWS[:num_rows] if data is None else data
     trainer = build(name, kind, eval_data=eval_data, per_device_eval_batch_size=4, **settings)
     trainer.preprocess_logits_for_metrics = lambda logits, labels: logits[..., 0]
-    facts, handed, ends = {}, [], []
+    facts, handed = {}, []
 
-    def compute_metrics(handed_over, compute_result=True):
+    def compute_metrics(handed_over):
         handed.append(handed_over)
-        ends.append(compute_result)
         return {}
 
     trainer.compute_metrics = compute_metrics
     for _ in range(2):
         facts["eval_loss"] = trainer.evaluate().get("eval_loss")
-    if trainer.args.batch_eval_metrics:
-        given = [[batch.predictions, batch.label_ids, *batch.inputs.values()] for batch in handed]
-        facts |= {"given": [plain_lists(values) for values in given], "ends": ends}
-    else:
-        predicted = trainer.predict(trainer.eval_dataset)
-        facts |= {kind: getattr(predicted, kind) for kind in ("predictions", "label_ids")}
-        facts["inputs"] = handed[-1].inputs if handed else None
-        facts = {key: plain_lists(v) if hasattr(v, "__len__") else v for key, v in facts.items()}
+    predicted = trainer.predict(trainer.eval_dataset)
+    facts |= {kind: getattr(predicted, kind) for kind in ("predictions", "label_ids")}
+    facts["inputs"] = handed[-1].inputs if handed else None
+    facts = {key: plain_lists(v) if hasattr(v, "__len__") else v for key, v in facts.items()}
     (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
 
@@ -499,10 +494,8 @@ evaluate("eval_inputs_end_to_end", 9, include_for_metrics=["inputs"], collator=c
 evaluate("eval_short", 7, kind=Seq2SeqGather, include_for_metrics=["inputs"])
 evaluate("eval_stream", 22, data=Stream(), include_for_metrics=["inputs"])
 evaluate("eval_stream_workers", 22, data=Stream(), include_for_metrics=["inputs"], dataloader_num_workers=1)
-evaluate("eval_apart", 11, include_for_metrics=["inputs"], eval_do_concat_batches=False)
 evaluate("eval_own_loader", 11, kind=OwnEvalLoader, include_for_metrics=["inputs"])
 evaluate("eval_own_batches", 18, kind=OwnBatches, include_for_metrics=["inputs"])
-evaluate("eval_by_batch", 10, include_for_metrics=["inputs"], batch_eval_metrics=True)
 train("plain", build("plain", include_num_input_tokens_seen="all"))
 train("seeded", build("seeded", data_seed=5, seed=11))
 train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
