@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.step.sketch import difference
+from unsloth_multigpu.step.comparison import difference
 from unsloth_multigpu.tools.verify.reasons import FINE
 
 # Facts that must be equal in both runs: otherwise they are two different trainings.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.step.bound import rounding_bound
+from unsloth_multigpu.step.comparison import rounding_bound
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.trainer_protocol import TrainerLike
 

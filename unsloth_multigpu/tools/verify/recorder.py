@@ -20,9 +20,9 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override
-from unsloth_multigpu.step.bound import rounding_bound
-from unsloth_multigpu.step.sketch import sketch_of
-from unsloth_multigpu.step.still import Still
+from unsloth_multigpu.step.comparison import rounding_bound
+from unsloth_multigpu.step.comparison import sketch_of
+from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.verify.reasons import Reason, find_reasons
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
