@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from unsloth_multigpu.tools.verify.run import HEADING, ScriptFailed, ScriptRuns
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
@@ -35,7 +36,6 @@ from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.tools.forecast import command as forecast
 from unsloth_multigpu.tools.verify import command as verify
 from unsloth_multigpu.tools.verify import run as verify_run
-from unsloth_multigpu.tools.verify.run import HEADING, ScriptFailed, ScriptRuns
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
 

@@ -77,7 +77,7 @@ MARKS = {
 LIGHT = {"packaging", "wrapt", "psutil"}
 # Read files of options, which few users have: inside functions, where there is one.
 PARSERS = {"yaml", "tomli"}
-HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
+HEAVY = {"torch", "numpy", "dill", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 
 TOOLS = {path.parent.name for path in (PACKAGE / "tools").glob("*/__init__.py")}

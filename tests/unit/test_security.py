@@ -64,7 +64,7 @@ ALLOWED = {
     "plain/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
     # It only writes, into a digest.
-    "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
+    "step/effect.py": {"dill.Pickler", "pickle.PicklingError"},
     "launch/store.py": {"socket.create_server", "socket.create_connection"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},

@@ -236,7 +236,8 @@ class StepProof:
         Raises:
             NotPossibleError: A rank cannot.
         """
-        why, gradient, still, seconds = "", [], Still(), 0.0
+        why, still, seconds = "", Still(), 0.0
+        gradient: list[float] = []
         try:
             rows.as_dealt()
             gradient, still, seconds = self._as_one(model, rows.part(num_references, None), self._seed)

@@ -183,12 +183,11 @@ class _Kept:
         return id(value) in self._roots or isinstance(value, nn.Module) or _is_own(value)
 
     def _attributes(self, value: Any) -> None:
-        """Of an object, and those that its classes share where the script wrote them."""
+        """Of an object; methods of the script's own classes, and what these share, are followed."""
         self._variables(vars(value))
         for cls in type(value).__mro__:
-            if not is_library(cls.__module__) and id(cls) not in self._seen:
-                self._seen[id(cls)] = cls
-                self._class(cls)
+            if not is_library(cls.__module__):
+                self._next += vars(cls).values()
 
     def _container(self, value: Any) -> None:
         if len(value) > _MOST_ITEMS:
@@ -230,27 +229,11 @@ class _Kept:
             values.update(kept)
 
         self._restoring.append(restore)
-        kept_names = kept.keys()
+        kept_names = set(kept)
         if kept.keys() >= _OF_MODULES:
             self._next += (kept["_buffers"], *kept["_modules"].values())
-            kept_names = kept.keys() - _OF_MODULES
+            kept_names -= _OF_MODULES
         self._next += (kept[name] for name in kept_names)
-
-    def _class(self, cls: type) -> None:
-        def now() -> dict[str, Any]:
-            return {n: v for n, v in vars(cls).items() if not n.startswith("__") and isinstance(v, _PLAIN)}
-
-        kept = now()
-
-        def restore() -> None:
-            for name in now().keys() - kept.keys():
-                delattr(cls, name)
-            for name, value in kept.items():
-                if vars(cls).get(name) is not value:
-                    setattr(cls, name, value)
-
-        self._restoring.append(restore)
-        self._next += vars(cls).values()
 
 
 def _is_own(value: Any) -> bool:
