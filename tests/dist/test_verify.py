@@ -38,7 +38,7 @@ def receipt(folder: Path, name: str = "receipt.json"):
 def left(folder: Path) -> list[str]:
     """Every file in the folder, but those that are there on purpose and temporary ones of libraries."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch", "receipt.json", "receipt.json.log")
+    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch", "receipt.json", "receipt.log")
     return [str(p) for p in files if p.parts[0] not in expected]
 
 
@@ -70,7 +70,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert f"{one_s:.3g} s as one process, {ranks_s:.3g} s on 3 ranks ({one_s / ranks_s:.2f} times as fast)" in run.out
     # On the screen is what verify does. What the script printed is in the file that it names.
     assert [line for line in run.err.splitlines() if not line.startswith("verify: 4 steps on ")] == []
-    printed = (tmp_path / "receipt.json.log").read_text()
+    printed = (tmp_path / "receipt.log").read_text()
     assert printed.count("'loss': ") >= 8
     for name in ("one process", "3 ranks"):
         assert printed.count(f"\n===== 4 steps on {name} =====\n") == 1
@@ -167,7 +167,7 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
     run = verify(tmp_path, "train.py")
     assert run.code == 3
     assert "words\n" in run.err
-    assert "ended with exit code 3. All of its output: receipt.json.log\n" in run.err
+    assert "ended with exit code 3. All of its output: receipt.log\n" in run.err
     assert run.out == ""
 
 
@@ -178,8 +178,8 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     # By SIGTERM, which the whole run must hear of.
-    assert "\nverify: All of its output: receipt.json.log\n" in run.err
-    printed = tmp_path / "receipt.json.log"
+    assert "\nverify: All of its output: receipt.log\n" in run.err
+    printed = tmp_path / "receipt.log"
     printed.unlink()
     process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
     wait_until(lambda: printed.exists() and "here" in printed.read_text(), 60, "the script")

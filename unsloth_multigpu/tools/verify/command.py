@@ -36,6 +36,8 @@ from unsloth_multigpu.wire.process import exit_on_signal
 SCHEMA_VERSION = 2
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
+# The begin of the script's output, by which the next call knows that it may replace the file.
+HEADING = "unsloth-multigpu verify: what the script printed"
 # Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
     "num_gpus": CommandOption(
@@ -118,11 +120,17 @@ class _Output:
     """
 
     def __init__(self, receipt: Path, progress: Progress) -> None:
-        self.path = receipt.with_name(f"{receipt.name}.log")
+        self.path = receipt.with_suffix(".log" if receipt.suffix != ".log" else ".output.log")
         self._progress = progress
         self._begin = 0
         try:
-            self.path.write_text("unsloth-multigpu verify: what the script printed\n", encoding="utf-8")
+            if self.path.exists() and self.path.read_bytes()[: len(HEADING)] not in (HEADING.encode(), b""):
+                raise ConfigError(
+                    f"--json {receipt}: {self.path}, where the output of both runs goes, is another file, and would be "
+                    "lost.",
+                    hint="Name another receipt.",
+                )
+            self.path.write_text(f"{HEADING}\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {receipt}: {error}", hint="Name a folder that can be written.") from None
 
