@@ -75,9 +75,9 @@ MARKS = {
     "late": re.compile("Imported inside functions only"),
 }
 LIGHT = {"packaging", "wrapt", "psutil"}
-# Read files of options, which few users have: inside functions, where there is one.
-PARSERS = {"yaml", "tomli"}
-HEAVY = {"torch", "numpy", "dill", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
+# Read files of options, which few users have: inside functions, where there is one. dill comes with datasets.
+PARSERS = {"yaml", "tomli", "dill"}
+HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 
 TOOLS = {path.parent.name for path in (PACKAGE / "tools").glob("*/__init__.py")}

@@ -22,7 +22,7 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.step.comparison import FINE, sketch_of
+from unsloth_multigpu.step.sketch import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.verify import command, comparison
 from unsloth_multigpu.tools.verify import page as table

@@ -1,113 +1,13 @@
-"""Compares two gradients without keeping either, by sketches: a few numbers for each tensor. Says what came out."""
+"""What the comparison of a step with that of one process has found, and how it is said. Needs no torch."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
-from unsloth_multigpu.group.precision import sum_dtype
-from unsloth_multigpu.group.shards import part_of
-from unsloth_multigpu.trainer_protocol import TrainerLike
-
-# Random projections of each tensor.
-NUM_PROJECTIONS = 4
-_WIDTH = 1 + NUM_PROJECTIONS
-# Elements that are projected at once: what a sketch needs of memory.
-_CHUNK = 2**18
-# By how much rounding alone may change a gradient. Rows in other micro-batches are computed by other kernels and added
-# up in another order. In fp32, exact losses of 17 kinds differed by 6e-7 at most and inexact ones by 1.2e-4 at least.
-# Activations of fp16 and bf16 have relative errors of 5e-4 and 4e-3, and each element of a gradient is rounded by
-# itself.
-FINE = 1e-5
-_BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-_TF32 = 5e-3
 # How much more the gradient of a single parameter may differ by rounding than that of all together.
 _OF_ONE = 20.0
-
-
-def rounding_bound(trainer: TrainerLike) -> float:
-    """Largest norm of a difference of gradients by the norm, in the lowest precision that the trainer computes in."""
-    precision = getattr(trainer.accelerator, "mixed_precision", "no")
-    found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
-    found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
-    # Quantised weights are computed in the type of the others.
-    bounds = [_BOUNDS[dtype] for dtype in found] or [FINE]
-    if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        bounds.append(_TF32)
-    return max(bounds)
-
-
-def sketch(model: nn.Module) -> list[float]:
-    """The norm and `NUM_PROJECTIONS` random projections of the gradient of each trained parameter, in a flat list.
-
-    The mean square of the projections of a difference is the square of its norm: the signs of a projection are
-    independent of each other. All ranks draw the same signs, so a mean of sketches is the sketch of the mean but for
-    its norms. Of a sharded parameter it is the sketch of this rank's part.
-
-    Args:
-        model: Between its backward pass and the step.
-    """
-    rows = [_sketch_of(p.grad, p.device) for p in model.parameters() if p.requires_grad]
-    if not rows:
-        return []
-    # One wait for the device.
-    return [float(value) for value in torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1).tolist()]
-
-
-def sketch_of(tensor: torch.Tensor) -> list[float]:
-    """The same of one tensor that is no gradient."""
-    return [float(value) for value in _sketch_of(tensor, tensor.device).tolist()]
-
-
-def names_of(model: nn.Module) -> list[str]:
-    """Of the parameters of a sketch."""
-    return [name for name, p in model.named_parameters() if p.requires_grad]
-
-
-def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
-    """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
-    mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
-    for k in range(0, len(mean), _WIDTH):
-        mean[k] = math.hypot(*mean[k + 1 : k + _WIDTH]) / math.sqrt(NUM_PROJECTIONS)
-    return mean
-
-
-def _sketch_of(given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    gradient = None if given is None else part_of(given.detach())
-    dtype = sum_dtype(device)
-    found = torch.zeros(_WIDTH, dtype=dtype, device=device)
-    if gradient is None or not gradient.numel():
-        return found
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    found[0] = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    for sign, chunk in _signed(gradient.reshape(-1)):
-        signs = _signs(chunk.device)[:, : len(chunk)]
-        found[1:] += sign * torch.stack([(chunk * row).sum(dtype=dtype) for row in signs])
-    return found
-
-
-def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Chunks of a tensor, each with a sign of its own for each projection."""
-    generator = torch.Generator().manual_seed(len(flat))
-    for start in range(0, len(flat), _CHUNK):
-        sign = torch.randint(0, 2, (NUM_PROJECTIONS,), generator=generator) * 2 - 1
-        chunk = flat[start : start + _CHUNK]
-        yield sign.to(chunk.device), chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-
-
-@functools.cache
-def _signs(device: torch.device) -> torch.Tensor:
-    """Random signs, (projections, `_CHUNK`), in a byte each: they stay on the device."""
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
-    return (bits * 2 - 1).to(device)
 
 
 @dataclass(frozen=True)
@@ -131,37 +31,6 @@ class Difference:
     def is_within(self, bound: float) -> bool:
         """True where gradients are equal but for rounding; those that are not finite are not told apart."""
         return math.isnan(self.off) or (self.off <= bound and not self.worst_off > _OF_ONE * bound)
-
-
-def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
-    """Compares two gradients by sketches of their parts.
-
-    Args:
-        one: A sketch for each part that a parameter is in: of all ranks where they are sharded, else one.
-        other: The same of the other gradient.
-        names: Of the parameters.
-    """
-    squares = [0.0] * len(names)
-    norms, other_norms = list(squares), list(squares)
-    for mine, theirs in zip(one, other, strict=True):
-        for k in range(len(names)):
-            a, b = mine[k * _WIDTH : (k + 1) * _WIDTH], theirs[k * _WIDTH : (k + 1) * _WIDTH]
-            projected = sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / NUM_PROJECTIONS
-            squares[k] += max(projected, (a[0] - b[0]) ** 2)
-            norms[k] += a[0] ** 2
-            other_norms[k] += b[0] ** 2
-    norm, other_norm = math.sqrt(sum(norms)), math.sqrt(sum(other_norms))
-    if not (math.isfinite(norm) and math.isfinite(other_norm)):
-        is_alike = not math.isfinite(norm) and not math.isfinite(other_norm)
-        return Difference(norm, other_norm, math.nan if is_alike else math.inf, "", math.nan)
-    size = norm or other_norm
-    if not size:
-        return Difference(0.0, 0.0, 0.0)
-    # A tensor whose gradient is zero in theory, as that of a key's bias, is rounding alone.
-    floor = 1e-3 * size
-    own = [math.sqrt(d) / (math.sqrt(n) + floor) for d, n in zip(squares, norms, strict=True)]
-    worst = max(range(len(names)), key=own.__getitem__)
-    return Difference(norm, other_norm, math.sqrt(sum(squares)) / size, names[worst], own[worst])
 
 
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:

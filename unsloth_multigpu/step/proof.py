@@ -25,15 +25,7 @@ from unsloth_multigpu.group.random_state import draw_seed, read_random_state
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.comparison import (
-    Comparison,
-    Difference,
-    difference,
-    mean_of,
-    names_of,
-    rounding_bound,
-    sketch,
-)
+from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.step.inputs import on_device
 from unsloth_multigpu.step.loss import (
     AUTO,
@@ -52,6 +44,7 @@ from unsloth_multigpu.step.measure import Lap, moment
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.own_code import name_of, own_code
+from unsloth_multigpu.step.sketch import difference, mean_of, names_of, rounding_bound, sketch
 from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
 from unsloth_multigpu.step.step import Step
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows

@@ -107,12 +107,12 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
     `Trainer.log` does nothing meanwhile.
     """
     device = trainer.args.device
-    on_device = {} if device.type == "cpu" else {"device_type": device.type}
+    devices = [] if device.type == "cpu" else [device]
     modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
     gradients = [(p, p.grad) for module in modules for p in module.parameters()]
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
-        stack.enter_context(torch.random.fork_rng([device] if on_device else [], **on_device))
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
         stack.enter_context(kept_objects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
         for parameter, _ in gradients:

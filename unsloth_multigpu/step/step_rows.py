@@ -50,12 +50,12 @@ class StepRows:
         """
         if num_references == len(self.sizes):
             return self
-        part = copy.copy(self)
-        part.sizes = self.sizes[:num_references]
-        part._batches = None
+        found = copy.copy(self)
+        found.sizes = self.sizes[:num_references]
+        found._batches = None
         if shape is not None:
-            part._pieces = shape.in_order(part.sizes)
-        return part
+            found._pieces = shape.in_order(found.sizes)
+        return found
 
     def as_one_process(self) -> list[Any]:
         """The micro-batches of one process, not yet on the device."""

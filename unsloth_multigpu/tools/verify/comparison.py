@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.step.comparison import FINE, difference
+from unsloth_multigpu.step.sketch import FINE, difference
 
 # Facts that must be equal in both runs: otherwise they are two different trainings.
 _SAME_FACTS = ("device", "rounding", "optimizer", "trainer")

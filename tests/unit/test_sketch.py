@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from unsloth_multigpu.step.comparison import NUM_PROJECTIONS, Comparison, difference, mean_of, names_of, sketch
+from unsloth_multigpu.step.comparison import Comparison
+from unsloth_multigpu.step.sketch import NUM_PROJECTIONS, difference, mean_of, names_of, sketch
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 
