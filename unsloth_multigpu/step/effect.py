@@ -43,7 +43,7 @@ def state_digest(*roots: Any) -> str | None:
     """
     import dill  # Comes with datasets.
 
-    class Pickler(dill.Pickler):  # type: ignore[misc]
+    class Pickler(dill.Pickler):
         def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
             is_known = type(obj).__module__.partition(".")[0] in LIBRARIES
             super().save(_in_short(obj) if is_known else obj, *args, **kwargs)
