@@ -147,8 +147,8 @@ class Session:
             return
         self.registry.verify()
         logger.warning(
-            "a training begins that does not come by Trainer.train and is not steered: each rank takes the whole batch "
-            "of the script, as under torchrun. Let the trainer's train() call super().train()"
+            "a training begins that does not come by Trainer.train and is not steered: each rank computes all samples, "
+            "and it takes as long as on one GPU. Let the trainer's train() call super().train()"
         )
 
     def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:

@@ -34,8 +34,6 @@ from unsloth_multigpu.tools.doctor import device, findings, seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.tools.forecast import command as forecast
 from unsloth_multigpu.tools.verify import command as verify
-from unsloth_multigpu.tools.verify import run as verify_run
-from unsloth_multigpu.tools.verify.run import HEADING, ScriptFailed, ScriptRuns
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
 
@@ -216,35 +214,25 @@ def test_verify_takes_its_options_before_the_script(arguments, own, program):
     assert main.split_program(["verify", *arguments]) == (["verify", *own], program)
 
 
-def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path, monkeypatch, capsys):
-    printed = iter([b"first\n", b"10%\r 50%\r100%\nsecond \xff\n\n"])
-    codes = iter([0, 3])
+def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path, capsys):
+    log = tmp_path / "receipt.log"
 
-    def run_program(program, environment, stream, marker, limit_s):
-        stream.write(next(printed))
-        return next(codes)
+    def output():
+        return verify._Output(tmp_path / "receipt.json", verify.Progress("verify"))
 
-    monkeypatch.setattr(verify_run, "run_program", run_program)
-    receipt = tmp_path / "receipt.json"
-
-    def runs():
-        return ScriptRuns(["train.py"], receipt, 9.0, verify.Progress("verify"))
-
-    output = runs()
-    output.run("1 step on one process", {}, "marker")
-    with pytest.raises(ScriptFailed) as failed:
-        output.run("1 step on 2 ranks", {}, "marker")
-    assert failed.value.code == 3
-    assert "100%\nsecond \ufffd\nverify: 1 step on 2 ranks ended with exit code 3. All of" in capsys.readouterr().err
-    assert output.tail(1) == "second \ufffd"
-    text = (tmp_path / "receipt.log").read_bytes()
-    assert text.startswith(f"{HEADING}\n\n===== 1 step on one process =====\nfirst\n".encode())
-    runs()
-    assert (tmp_path / "receipt.log").read_text() == f"{HEADING}\n"
-    (tmp_path / "receipt.log").write_text("loss 0.5\n")
+    found = output()
+    for label, printed in (("one", b"first\n"), ("two", b"10%\r 50%\r100%\nsecond \xff\n\n")):
+        with found.of(label) as stream:
+            stream.write(printed)
+    found.tell("It failed. ")
+    assert "100%\nsecond \ufffd\nverify: It failed. All of its output: " in capsys.readouterr().err
+    assert log.read_bytes().startswith(f"{verify.HEADING}\n\n===== one =====\nfirst\n".encode())
+    output()
+    assert log.read_text() == f"{verify.HEADING}\n"
+    log.write_text("loss 0.5\n")
     with pytest.raises(ConfigError, match=r"receipt\.log, where the output of both runs goes, is another file"):
-        runs()
-    assert (tmp_path / "receipt.log").read_text() == "loss 0.5\n"
+        output()
+    assert log.read_text() == "loss 0.5\n"
 
 
 def test_verify_replaces_receipts_and_nothing_else(tmp_path):
@@ -263,15 +251,6 @@ def test_verify_replaces_receipts_and_nothing_else(tmp_path):
             verify._check_place(place)
 
 
-def test_options_that_the_script_overrules_are_told():
-    record = SimpleNamespace(facts={"config": MultiGPUConfig(balance="tokens").plain_values()})
-    verify._check_followed(MultiGPUConfig(balance="tokens"), {"balance": "tokens", "device": None}, record)
-    with pytest.raises(
-        ConfigError, match=r"asked for balance='off', but the script's enable_multi_gpu\(\) says 'tokens'"
-    ):
-        verify._check_followed(MultiGPUConfig(balance="off"), {"balance": "off"}, record)
-
-
 def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, capsys):
     asked = []
 
@@ -281,7 +260,7 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
 
     monkeypatch.setattr(start, "ranks_to_start", ranks_to_start)
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    monkeypatch.setattr(ScriptRuns, "run", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(verify, "run_program", lambda *arguments: pytest.fail("a run was started"))
     assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
     assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
     assert asked == [4]

@@ -74,8 +74,8 @@ MARKS = {
     "late": re.compile("Imported inside functions only"),
 }
 LIGHT = {"packaging", "wrapt", "psutil"}
-# Read files of options, which few users have: inside functions, where there is one.
-PARSERS = {"yaml", "tomli"}
+# Read files of options, which few users have: inside functions, where there is one. dill comes with datasets.
+PARSERS = {"yaml", "tomli", "dill"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 

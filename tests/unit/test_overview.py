@@ -28,8 +28,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline, last_line
-from unsloth_multigpu.step.comparison import Comparison
-from unsloth_multigpu.step.sketch import Difference
+from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between

@@ -62,8 +62,6 @@ ALLOWED = {
     },
     "plain/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
-    # It only writes, into a digest.
-    "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
     "launch/membership.py": {"socket.socket"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from unsloth_multigpu.step.comparison import Comparison, is_within
+from unsloth_multigpu.step.comparison import Comparison
 from unsloth_multigpu.step.sketch import NUM_PROJECTIONS, difference, mean_of, names_of, sketch
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -59,9 +59,9 @@ def test_small_parameter_that_is_wrong_is_found_and_one_of_rounding_is_not():
     gradients[3] = -gradients[3]
     wrong = found(model, model_with(gradients))
     assert wrong.off < 1e-4 < wrong.worst_off
-    assert not is_within(wrong, 1e-5)
+    assert not wrong.is_within(1e-5)
     gradients[3] = model[1].bias.grad + 1e-8 * torch.randn(5)
-    assert is_within(found(model, model_with(gradients)), 1e-5)
+    assert found(model, model_with(gradients)).is_within(1e-5)
 
 
 def test_mean_of_sketches_is_the_sketch_of_the_mean():

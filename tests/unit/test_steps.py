@@ -16,7 +16,6 @@ from unsloth_multigpu.row import Scope, options_of
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.one_process import is_read_by_ranks
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
@@ -164,28 +163,6 @@ def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     trainer.is_deepspeed_enabled = "is_deepspeed_enabled" in facts
     trainer.accelerator.num_processes = facts.get("num_processes", 2)
     assert not counts_as_one_process(trainer, 2)
-
-
-@pytest.mark.parametrize(
-    ("script", "is_by_ranks"),
-    [
-        ("asked = [ask(trainer)]", False),
-        ("def gather(): return accelerator.gather_for_metrics(1)\nasked = [ask(trainer)]", False),
-        ("def by_hand(): return [logits.gather(-1, ids) for _ in [1]], ask(trainer)\nasked = [by_hand()[1]]", False),
-        ("asked = [ask(trainer)]\n[accelerator.gather_for_metrics(b) for b in ()]", True),
-        (
-            "def by_hand():\n  f = lambda b: t.gather_function(b)\n  return ask(trainer)\nasked = [by_hand()]",
-            True,
-        ),
-        ("def get_eval_dataloader(): return ask(trainer)\nasked = [get_eval_dataloader()]\nself._nested_gather", True),
-    ],
-)
-def test_function_that_gathers_rows_of_ranks_is_known_by_what_it_reads(script, is_by_ranks):
-    names = {"__name__": "__main__", "ask": is_read_by_ranks, "trainer": Losing(), "self": FakeTrainer()}
-    names |= {"logits": torch.ones(1, 1), "ids": torch.zeros(1, 1, dtype=torch.int64)}
-    names["self"]._nested_gather = None
-    exec(compile(script, "script.py", "exec"), names)
-    assert names["asked"] == [is_by_ranks]
 
 
 def steered(trainer, **options):

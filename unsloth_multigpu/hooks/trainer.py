@@ -141,6 +141,12 @@ def _loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders
             for name in ("get_eval_dataloader", "get_test_dataloader")
         ),
         Patch(
+            "accelerate.accelerator:Accelerator.gather_for_metrics",
+            "accelerate>=1.4",
+            functools.partial(_alone_over_whole_rows, get_loaders),
+            "A script's own loop over such a loader has all rows on each rank: those of the others are copies.",
+        ),
+        Patch(
             "transformers.training_args:TrainingArguments.to_dict",
             _SUPPORTS,
             _given_arguments,
@@ -232,10 +238,10 @@ def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any])
 def _loader_of_one_process(world_size: int, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_train_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.step.one_process import batches_of_one_process, is_for_a_training
+        from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        is_asked_aside = not is_for_a_training(self) and counts_as_one_process(self, world_size)
+        is_asked_aside = not is_being_dealt(self) and counts_as_one_process(self, world_size)
         with batches_of_one_process(self) if is_asked_aside else nullcontext():
             return original(self, *args, **kwargs)
 
@@ -253,18 +259,24 @@ def _whole_for_readers(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.step.one_process import is_read_by_ranks
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        if not counts_as_one_process(self, world_size):
+        is_whole = counts_as_one_process(self, world_size)
+        with get_loaders().building(self) if is_whole else nullcontext():
             return original(self, *args, **kwargs)
-        loaders = get_loaders()
-        with loaders.building(self):
-            loader = original(self, *args, **kwargs)
-        # Not before: transformers keeps the loader of persistent workers, for whoever asks next.
-        return loaders.divided(loader) if is_read_by_ranks(self) else loader
 
     return get_dataloader
+
+
+def _alone_over_whole_rows(
+    get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def gather_for_metrics(self: Any, input_data: Any, *args: Any, **kwargs: Any) -> Any:
+        is_whole = get_loaders().is_whole(self.gradient_state.active_dataloader)
+        return input_data if is_whole else original(self, input_data, *args, **kwargs)
+
+    return gather_for_metrics
 
 
 def _refused_search(original: Callable[..., Any]) -> Callable[..., Any]:

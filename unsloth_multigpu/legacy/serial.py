@@ -24,8 +24,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss
-from unsloth_multigpu.step.weighing import weight_of
+from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, count_of, find_reduction, has_router_loss
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -209,7 +208,7 @@ class SerialTrainer(Part):
         """Labelled tokens of a shard, or what else its mean is taken over."""
         # transformers 4 does not say that a loss does not shift.
         counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
-        return weight_of(piece, counted) if reduction.is_token_normalised else reduction.weight(piece)
+        return (count_of(piece, counted) or 0.0) if reduction.is_token_normalised else reduction.count(piece)
 
 
 def count_rows(inputs: Any) -> int:

@@ -1,21 +1,36 @@
-"""What the comparison of a step with that of one process has found, and how it is said."""
+"""What the comparison of a step with that of one process has found, and how it is said. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.step.sketch import Difference
+from typing import Any
 
 # How much more the gradient of a single parameter may differ by rounding than that of all together.
 _OF_ONE = 20.0
 
 
-def is_within(found: Difference, bound: float) -> bool:
-    """True where gradients are equal but for rounding; those that are not finite are not told apart."""
-    return math.isnan(found.off) or (found.off <= bound and not found.worst_off > _OF_ONE * bound)
+@dataclass(frozen=True)
+class Difference:
+    """How far a gradient is from another one.
+
+    Args:
+        norm: Of the first.
+        other_norm: Of the second.
+        off: Norm of their difference by `norm`; inf where one of them alone is not finite, nan where both are not.
+        worst: The parameter whose own gradient differs most, relative to its norm.
+        worst_off: By how much.
+    """
+
+    norm: float
+    other_norm: float
+    off: float
+    worst: str = ""
+    worst_off: float = 0.0
+
+    def is_within(self, bound: float) -> bool:
+        """True where gradients are equal but for rounding; those that are not finite are not told apart."""
+        return math.isnan(self.off) or (self.off <= bound and not self.worst_off > _OF_ONE * bound)
 
 
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
@@ -62,12 +77,15 @@ class Comparison:
     @property
     def is_exact(self) -> bool:
         """The gradients are equal but for rounding."""
-        found = self.difference
-        return found is not None and not self.unproven and is_within(found, self.bound)
+        return self.difference is not None and not self.unproven and self.difference.is_within(self.bound)
 
     @property
     def _what(self) -> str:
         return "first step" if self.step == 1 else f"step {self.step}"
+
+    @property
+    def _is_timed(self) -> bool:
+        return math.isfinite(self.one_s) and self.dealt_s > 0
 
     def in_short(self) -> str:
         """For a table: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
@@ -76,37 +94,32 @@ class Comparison:
         times = f", {self.one_s / self.dealt_s:.2f} times as fast" if self._is_timed else ""
         return f"{self._what}: {'equal' if self.is_exact else f'differs by {self.difference.off:.1e}'}{times}"
 
-    @property
-    def _is_timed(self) -> bool:
-        return math.isfinite(self.one_s) and self.dealt_s > 0
-
     def __str__(self) -> str:
         what = self._what
         if self.num_compared < self.num_references:
             what += f", {self.num_compared} of {self.num_references} micro-batches"
-        if self.unproven:
+        if self.unproven or self.difference is None:
             return f"{what}: not compared with one process: {self.unproven}"
-        found = self.difference
-        assert found is not None
-        seconds = ""
-        if self._is_timed:
-            seconds = f"{times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, "
+        seconds = f"{times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, " if self._is_timed else ""
         size = "equal gradient, differs by" if self.is_exact else "the gradient differs by"
         draws = f"; drawn anew on each rank: {', '.join(self.draws)}" if self.draws and self.num_ranks > 1 else ""
-        return f"{what}: {seconds}{size} {found.off:.1e}{draws}"
+        return f"{what}: {seconds}{size} {self.difference.off:.1e}{draws}"
 
     def values(self) -> dict[str, Any]:
-        """As JSON values, for files and reports."""
+        """As JSON values, for files and reports; None for what is no number."""
         found = self.difference
+        numbers = {
+            "difference": math.nan if found is None else found.off,
+            "gradient_norm": math.nan if found is None else found.norm,
+            "one_process_s": self.one_s,
+            "dealt_s": self.dealt_s,
+            "bound": self.bound,
+        }
         return {
             "step": self.step,
             "ranks": self.num_ranks,
             "micro_batches": [self.num_compared, self.num_references],
-            "difference": None if found is None or not math.isfinite(found.off) else found.off,
-            "gradient_norm": None if found is None or not math.isfinite(found.norm) else found.norm,
-            "one_process_s": self.one_s if math.isfinite(self.one_s) else None,
-            "dealt_s": self.dealt_s if math.isfinite(self.dealt_s) else None,
-            "bound": self.bound if math.isfinite(self.bound) else None,
+            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
             "is_exact": self.is_exact,
             "not_compared": self.unproven,
             "draws": list(self.draws),

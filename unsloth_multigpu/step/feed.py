@@ -23,27 +23,26 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute, steered, unsteered
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
-from unsloth_multigpu.step.inputs import free_rows, on_device, prepare, prepared_before, take
+from unsloth_multigpu.step.inputs import free_rows, on_device, take
 from unsloth_multigpu.step.loss import (
     AUTO,
+    SUM,
     TOKEN_SUM,
     WHOLE,
     Inexact,
     LossReduction,
     find_reduction,
     hidden_at_first,
-    is_scripts_own,
-    name_of,
-    seen_alone,
     whole_ways,
+    without_effect,
 )
 from unsloth_multigpu.step.metrics import Metrics
-from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
+from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process, seen_alone
+from unsloth_multigpu.step.own_code import is_scripts_own, name_of
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.step.weighing import ROWS, SUM, without_effect
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -368,7 +367,7 @@ class StepFeed(Part):
         is_exchanged = self.balancer.exchanges and len(set(step.sizes)) == 1
         if not is_exchanged and not self.shares_micro_batches(range(step.num_references)):
             return
-        if self._reduction.weighing not in (ROWS, SUM):
+        if self._reduction.is_counted:
             ranks = self.weigh(step, self._reduction)
             if is_exchanged and step.num_references > 1:
                 self._check_all_count(step, sum(map(sum, ranks)))
@@ -393,7 +392,7 @@ class StepFeed(Part):
         for micro_batch in step.micro_batches:
             micro_batch.weight = 0.0
             if not micro_batch.piece.is_filler:
-                micro_batch.weight = reduction.weight(prepare(self.trainer, micro_batch))
+                micro_batch.weight = reduction.count(micro_batch.inputs)
             mine[micro_batch.piece.reference] += micro_batch.weight
         if self._is_alone:
             for micro_batch in step.micro_batches:
@@ -492,8 +491,7 @@ class StepFeed(Part):
         """One call of `training_step`, for the current micro-batch; returns its weighed loss."""
         assert self.current is not None
         self._is_weighed = False
-        with prepared_before(self.trainer, self.current):
-            loss: torch.Tensor = training_step(model, self.current.inputs, num_items)
+        loss: torch.Tensor = training_step(model, self.current.inputs, num_items)
         return loss if self._is_weighed or not self._piece_factor else loss * self._piece_factor
 
     def _multiply_gradients(self, model: nn.Module) -> None:
@@ -559,7 +557,7 @@ class StepFeed(Part):
         factor = 1.0 if self._is_alone else self.manager.identity.world_size / self._gradient_factor
         if self._reduction.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
-        if self._reduction.weighing != "sum" or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
+        if self._reduction.mean_over != SUM or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
             factor *= micro_batch.share
         if self._is_alone:
             # As if this rank's part were the whole step, whose shares add up to its number of references.

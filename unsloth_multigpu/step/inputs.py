@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.loss import is_scripts_own
-from unsloth_multigpu.step.step import MicroBatch, Step
+from unsloth_multigpu.step.step import Step
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
@@ -52,32 +49,6 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
             # A mean over no labels is not a number: a filler has them, and its share is zero.
             kept = {n: labelled[n] for n, v in before.items() if v is not labelled[n] and batch.get(n) is v}
             micro_batch.inputs = {**batch, **kept}
-
-
-def prepare(trainer: TrainerLike, micro_batch: MicroBatch) -> Any:
-    """The inputs as the loss gets them. A script's own `_prepare_inputs` may draw, so that it is called once."""
-    if not is_scripts_own(trainer, "_prepare_inputs"):
-        return micro_batch.inputs
-    micro_batch.prepared = trainer._prepare_inputs(micro_batch.inputs)
-    return micro_batch.prepared
-
-
-@contextmanager
-def prepared_before(trainer: TrainerLike, micro_batch: MicroBatch) -> Iterator[None]:
-    """`_prepare_inputs` returns what `prepare` has made of the micro-batch, once."""
-    if micro_batch.prepared is None:
-        yield
-        return
-    original = trainer._prepare_inputs
-
-    def hand_on(inputs: Any) -> Any:
-        if inputs is not micro_batch.inputs or micro_batch.prepared is None:
-            return original(inputs)
-        prepared, micro_batch.prepared = micro_batch.prepared, None
-        return prepared
-
-    with instance_attribute(trainer, "_prepare_inputs", hand_on):
-        yield
 
 
 def free_rows(inputs: Sequence[Any]) -> None:

@@ -1,28 +1,33 @@
-"""How a trainer's loss is reduced over its rows, where that is known: it decides how a step is dealt."""
+"""How a trainer's loss is reduced: which losses are declared, and what a part of a micro-batch counts in its mean."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-from unsloth_multigpu.errors import ConfigError
+import torch
+
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
+from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.seam import unsteered
-from unsloth_multigpu.step.one_process import counted_as_one_process
-from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, TOKENS, weight_of
+from unsloth_multigpu.step.own_code import author_of, is_of_script, is_scripts_own, name_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"
-_WEIGHING = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
+IGNORED = -100
+# What the mean in a loss is taken over. The losses of parts add up where it is a sum.
+ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
+# Labels that are predicted from the token before lose the first of each row.
+NEXT = "next tokens"
+# The sum of an input, such as weights of rows or an attention mask, and the same without the first of each row.
+_SUM_OF, _NEXT_SUM_OF = "sum of ", "sum after the first of "
+_MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
-_KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
-_STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Losses in which a row's weight depends on the others, though the first step cannot show it: policy and reference are
@@ -53,7 +58,7 @@ class LossReduction:
 
     Args:
         kind: A value of `loss_reduction`; "auto" = it is not known, and the first step measures it.
-        weighing: What a part counts among its other parts, see `weighing.candidates`.
+        mean_over: What a part counts among the other parts, see `possible_means`.
         rows_are_independent: A mean over rows in which the other rows do not change the weight of a row: rows may be
             exchanged between micro-batches.
         class_weights: Of the classes, where a mean is weighted by them.
@@ -61,7 +66,7 @@ class LossReduction:
     """
 
     kind: str
-    weighing: str = ROWS
+    mean_over: str = ROWS
     rows_are_independent: bool = False
     class_weights: tuple[float, ...] = ()
     is_declared: bool = True
@@ -70,6 +75,11 @@ class LossReduction:
     def is_token_normalised(self) -> bool:
         """The loss is a sum divided by the step's `num_items_in_batch`: any micro-batch or rank may have a sample."""
         return self.kind == TOKEN_SUM
+
+    @property
+    def is_counted(self) -> bool:
+        """What parts count is read from their inputs; rows are known from the plan, and sums count nothing."""
+        return self.mean_over not in (ROWS, SUM)
 
     def to_text(self) -> str:
         """For sending; `from_text` reads it."""
@@ -81,9 +91,22 @@ class LossReduction:
         values = json.loads(text)
         return cls(**{**values, "class_weights": tuple(values["class_weights"])})
 
-    def weight(self, inputs: Any) -> float:
-        """What a part of a micro-batch counts among its other parts."""
-        return weight_of(inputs, self.weighing, self.class_weights)
+    def count(self, inputs: Any) -> float:
+        """What a part of a micro-batch counts among the other parts.
+
+        Raises:
+            SetupError: These inputs do not have what is counted: torch would broadcast shapes that do not fit.
+        """
+        found = count_of(inputs, self.mean_over, self.class_weights)
+        if found is None:
+            forms = ", ".join(f"{name} is {_form(value)}" for name, value in inputs.items())
+            raise SetupError(
+                f'The loss of a part of a micro-batch counts by "{self.mean_over}", as it did in the first step, '
+                f"and that cannot be computed here: {forms}.",
+                hint="Let the collator give every micro-batch these columns, in the same form. Or let the loss be a "
+                "sum divided by num_items_in_batch, or use global_batch='scale'.",
+            )
+        return found
 
 
 def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked: str = AUTO) -> LossReduction:
@@ -106,7 +129,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
             hint="Leave loss_reduction out, or set it to 'row_mean' or 'token_mean'.",
         )
     if asked != AUTO:
-        return LossReduction(asked, _WEIGHING[asked], rows_are_independent=asked == ROW_MEAN)
+        return LossReduction(asked, _MEAN_OVER[asked], rows_are_independent=asked == ROW_MEAN)
     if is_of_script(trainer, compute_loss) or is_scripts_own(trainer, "training_step"):
         return LossReduction(AUTO, is_declared=False)
     name = author_of(trainer, compute_loss)
@@ -127,54 +150,6 @@ def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> s
     if not hidden:
         return ""
     return f"loss_type={min(hidden)!r} weighs a row by the others once policy and reference differ"
-
-
-def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
-    owner = owner_of(trainer, "compute_loss")
-    is_method = getattr(compute_loss, "__self__", None) is trainer
-    # TRL marks some trainers by a text instead of the function.
-    if not is_method or callable(trainer.compute_loss_func) or not _is_known(owner):
-        return ""
-    return str(owner.__name__).removeprefix("_Unsloth")
-
-
-def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
-    """True where the script wrote the loss, or the model that computes it: it may read the number of ranks."""
-    return not author_of(trainer, compute_loss) or not _has_stock_model(trainer)
-
-
-def seen_alone(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While it is open, a loss that the script wrote sees rank 0 of one process."""
-    return counted_as_one_process(trainer) if is_of_script(trainer, compute_loss) else nullcontext()
-
-
-def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """The name of the loss that a user knows."""
-    model = trainer.model
-    if callable(trainer.compute_loss_func):
-        return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
-    if getattr(compute_loss, "__self__", None) is not trainer:
-        return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
-    owner = owner_of(trainer, "compute_loss")
-    if owner.__module__.startswith("transformers."):
-        return f"the loss of {class_of(base_model(model)).__name__}"
-    return f"{owner.__name__}.compute_loss"
-
-
-def is_scripts_own(trainer: TrainerLike, method: str) -> bool:
-    """True where the script wrote the method, in a class of its own or for the one object."""
-    is_replaced = getattr(unsteered(getattr(trainer, method)), "__self__", None) is not trainer
-    return is_replaced or not _is_known(owner_of(trainer, method))
-
-
-def owner_of(trainer: TrainerLike, method: str) -> Any:
-    """The class of the trainer that defines the method."""
-    return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
-
-
-def _is_known(owner: Any) -> bool:
-    return str(owner.__module__).startswith(("transformers.", *_KNOWN_AUTHORS))
 
 
 def has_router_loss(trainer: TrainerLike) -> bool:
@@ -205,10 +180,6 @@ def _has_unlabelled(rows: Any) -> bool:
     return False
 
 
-def _has_stock_model(trainer: TrainerLike) -> bool:
-    return class_of(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
-
-
 def _takes_count(trainer: TrainerLike) -> bool:
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
@@ -225,3 +196,95 @@ def whole_ways(world_size: int) -> str:
         f"Set gradient_accumulation_steps={world_size} or a multiple of it: each micro-batch is then computed whole by "
         "one rank, which is exact for any loss of a micro-batch."
     )
+
+
+def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[float] = ()) -> float | None:
+    """How much of what a mean is taken over a part of a micro-batch has; None where its inputs do not have that.
+
+    Args:
+        inputs: The part, collated.
+        mean_over: One of `possible_means`.
+        class_weights: Weight of each class, for a mean that is weighted by them.
+    """
+    if mean_over == SUM:
+        return 1.0
+    if mean_over == ROWS:
+        return float(_num_rows(inputs))
+    labels: Any = inputs.get("labels")
+    num_dims = labels.dim() if isinstance(labels, torch.Tensor) else 0
+    if mean_over in (TOKENS, NEXT):
+        if num_dims < (2 if mean_over == NEXT else 1):
+            return None
+        if num_dims == 1 and labels.is_floating_point():
+            return float(len(labels))
+        return float((labels[:, 1:] if mean_over == NEXT else labels).ne(IGNORED).sum())
+    if mean_over == CLASSES:
+        if not num_dims or labels.is_floating_point():
+            return None
+        table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
+        return float(table[labels[labels.ne(IGNORED)]].sum())
+    is_next = mean_over.startswith(_NEXT_SUM_OF)
+    values = inputs.get(mean_over.removeprefix(_NEXT_SUM_OF if is_next else _SUM_OF))
+    if not isinstance(values, torch.Tensor) or values.dim() < (2 if is_next else 1) or values.is_complex():
+        return None
+    return float((values[:, 1:] if is_next else values).sum(dtype=sum_dtype(values.device)))
+
+
+def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
+    """What the mean in the loss of these inputs may be taken over, the likeliest first where several fit.
+
+    Class weights that were seen come first: where all labels are of one class, rows would fit as well.
+
+    Args:
+        inputs: A collated micro-batch.
+        num_classes: Number of class weights that the loss was seen to use.
+    """
+    labels: Any = inputs.get("labels")
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        valid = labels[labels.ne(IGNORED)]
+        if num_classes and valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
+            yield CLASSES
+        # Of rows with one label each, models average the labels.
+        yield from (NEXT, TOKENS) if labels.dim() >= 2 else (TOKENS,)
+    yield ROWS
+    yield SUM
+    rows = _num_rows(inputs)
+    for name, value in inputs.items():
+        is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
+        if is_weight and not value.is_complex() and len(value) == rows and not bool((value < 0).any()):
+            yield _SUM_OF + name
+            if value.dim() == 2:
+                yield _NEXT_SUM_OF + name
+
+
+def _num_rows(inputs: Mapping[str, Any]) -> int:
+    """Of a collated micro-batch: the first dimension of its labels, or of the first tensor that has one."""
+    tensors = [inputs.get("labels"), *inputs.values()]
+    return next((len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        size = " x ".join(map(str, value.shape)) or "one number"
+        return f"{size} of {str(value.dtype).removeprefix('torch.')}"
+    return f"of type {type(value).__name__}"
+
+
+def without_effect(loss: torch.Tensor) -> torch.Tensor:
+    """Zero, with a gradient of zero for each parameter: lets a rank take part in the exchange without an effect."""
+    if bool(torch.isfinite(loss)):
+        return loss * 0.0
+    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
+    parameters, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Checkpoint" in node.name():
+            return loss * 0.0  # It has parameters that cannot be seen.
+        if hasattr(node, "variable"):
+            parameters.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
+    return zero if zero.requires_grad else loss * 0.0

@@ -15,8 +15,8 @@ import torch
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.loss import IGNORED
 from unsloth_multigpu.step.step import MicroBatch
-from unsloth_multigpu.step.weighing import IGNORED
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)

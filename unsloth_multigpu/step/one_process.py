@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import CodeType, FrameType, FunctionType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
-from unsloth_multigpu.step.effect import is_library
+from unsloth_multigpu.step.own_code import is_of_script
 from unsloth_multigpu.trainer_protocol import TrainerLike
-
-# The loop of transformers, and what Unsloth makes of it: `_fast_inner_training_loop`.
-_LOOP = "inner_training_loop"
-_BUILDERS = ("get_eval_dataloader", "get_test_dataloader")
-_EVALUATION_LOOPS = ("evaluation_loop", "prediction_loop")
-# A function with one of these names puts the rows of all ranks together by itself.
-_GATHERING = {"gather_for_metrics", "gather_function", "_nested_gather", "nested_gather"}
 
 
 def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False, is_seedable: bool = True) -> Any:
@@ -64,19 +54,9 @@ def batches_of_one_process(trainer: TrainerLike) -> Iterator[None]:
         yield
 
 
-def is_for_a_training(trainer: TrainerLike) -> bool:
-    """True where a loader is asked for by a training: one that we steer, or a loop that did not come by `train()`.
-
-    Such a loop takes its share from accelerate. Nothing on the Trainer tells it from a script, so its name has to.
-    """
-    if isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered):
-        return True
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name.endswith(_LOOP) and frame.f_locals.get("self") is trainer:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+def is_being_dealt(trainer: TrainerLike) -> bool:
+    """True while the loader of a training that we steer is built: it is divided there."""
+    return isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered)
 
 
 class _Alone:
@@ -109,6 +89,11 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
             if vars(owner).get(name) is not None:
                 stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
         yield
+
+
+def seen_alone(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> AbstractContextManager[None]:
+    """While it is open, a loss that the script wrote sees rank 0 of one process."""
+    return counted_as_one_process(trainer) if is_of_script(trainer, compute_loss) else nullcontext()
 
 
 @contextmanager
@@ -150,44 +135,11 @@ class EvaluationLoaders:
         with steered(trainer.accelerator, "prepare_data_loader", prepare):
             yield
 
-    def is_whole(self, loader: DataLoader[Any]) -> bool:
-        """True for one that was built here."""
-        return loader in self._divided
+    def is_whole(self, loader: Any) -> bool:
+        """True for one that was built here: each rank that reads it reads all rows."""
+        return isinstance(loader, DataLoader) and loader in self._divided
 
     def divided(self, loader: Any) -> Any:
         """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
         divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None
         return loader if divide is None else divide()
-
-
-def is_read_by_ranks(trainer: TrainerLike) -> bool:
-    """True where a script that asks for a loader, or its own evaluation loop, puts the rows of all ranks together.
-
-    Such a function was written for loaders that accelerate has divided.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (_is_of_library(frame.f_globals) or frame.f_code.co_name in _BUILDERS):
-        frame = frame.f_back
-    if frame is not None and _GATHERING & _names_in(frame.f_code):
-        return True
-    for name in _EVALUATION_LOOPS:
-        method = inspect.unwrap(getattr(type(trainer), name, is_read_by_ranks))
-        if isinstance(method, FunctionType) and not _is_of_library(method.__globals__):
-            names = _names_in(method.__code__)
-            if "super" not in names and _GATHERING & names:
-                return True
-    return False
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Names that a function reads, also in its comprehensions and inner functions; of a module not in its functions."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    if not code.co_flags & inspect.CO_NEWLOCALS:
-        inner = [constant for constant in inner if constant.co_name.startswith("<")]
-    return {*code.co_names}.union(*map(_names_in, inner))
-
-
-def _is_of_library(names: dict[str, Any]) -> bool:
-    """True for the global names of a function of a library, or of this package."""
-    module = str(names.get("__name__"))
-    return module.startswith("unsloth_multigpu") or is_library(module)

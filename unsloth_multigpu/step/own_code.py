@@ -1,31 +1,34 @@
-"""Which code of a step the script wrote: what no table of ours can know."""
+"""Which code of a training step did the script write? No table of ours can know what that code does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from unsloth_multigpu.group.model import base_model
+from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import unsteered
-from unsloth_multigpu.step.effect import is_library
-from unsloth_multigpu.step.loss import is_of_script, is_scripts_own, name_of
-from unsloth_multigpu.step.sampler import StepLoader
+from unsloth_multigpu.step.library import is_library
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
+_STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
+# Whose trainers compute losses that we know.
+_KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
 
-def own_code(trainer: TrainerLike, loader: StepLoader) -> list[str]:
+
+def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
     """The script's own code in a step, in words.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        loader: Of whole steps.
+        loader: The `StepLoader` of the training.
     """
     loss = unsteered(trainer.compute_loss)
     found = [f"{type(trainer).__name__}.training_step"] if is_scripts_own(trainer, "training_step") else []
     found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
-    collate, dataset = loader.dataset.collate, loader.one_process.dataset  # type: ignore[attr-defined]
-    for what, part in (("collator", collate), ("data set", dataset)):
+    for what, part in (("collator", loader.dataset.collate), ("data set", loader.one_process.dataset)):
         named = part if hasattr(part, "__qualname__") else type(part)
         if not is_library(getattr(named, "__module__", None) or "builtins"):
             found.append(f"the {what} {named.__qualname__}")
@@ -42,3 +45,41 @@ def hooked(model: nn.Module) -> Iterator[str]:
             function = getattr(hook, "func", hook)  # Of a functools.partial.
             if not is_library(getattr(function, "__module__", None) or type(function).__module__):
                 yield name
+
+
+def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
+    owner = _owner_of(trainer, "compute_loss")
+    is_method = getattr(compute_loss, "__self__", None) is trainer
+    # TRL marks some trainers by a text instead of the function.
+    if not is_method or callable(trainer.compute_loss_func) or not owner.__module__.startswith(_KNOWN_AUTHORS):
+        return ""
+    return owner.__name__.removeprefix("_Unsloth")
+
+
+def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
+    """True where the script wrote the loss, or the model that computes it: it may read the number of ranks."""
+    model = class_of(base_model(trainer.model))
+    return not author_of(trainer, compute_loss) or not model.__module__.startswith(_STOCK_MODELS)
+
+
+def is_scripts_own(trainer: TrainerLike, method: str) -> bool:
+    """True where the script wrote the method, in a class of its own or for the one object."""
+    is_replaced = getattr(unsteered(getattr(trainer, method)), "__self__", None) is not trainer
+    return is_replaced or not _owner_of(trainer, method).__module__.startswith(_KNOWN_AUTHORS)
+
+
+def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """The name of the loss that a user knows."""
+    if callable(trainer.compute_loss_func):
+        return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
+    if getattr(compute_loss, "__self__", None) is not trainer:
+        return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
+    owner = _owner_of(trainer, "compute_loss")
+    if owner.__module__.startswith("transformers."):
+        return f"the loss of {class_of(base_model(trainer.model)).__name__}"
+    return f"{owner.__name__}.compute_loss"
+
+
+def _owner_of(trainer: TrainerLike, method: str) -> type:
+    return next(cls for cls in type(trainer).__mro__ if method in vars(cls))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,20 +25,29 @@ from unsloth_multigpu.group.random_state import draw_seed, read_random_state
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.bound import rounding_bound
-from unsloth_multigpu.step.comparison import Comparison, is_within
-from unsloth_multigpu.step.given import Given, NotPossibleError
+from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.step.inputs import on_device
-from unsloth_multigpu.step.loss import AUTO, TOKEN_MEAN, TOKEN_SUM, LossReduction, name_of, whole_ways
+from unsloth_multigpu.step.loss import (
+    AUTO,
+    NEXT,
+    ROWS,
+    SUM,
+    TOKEN_MEAN,
+    TOKEN_SUM,
+    TOKENS,
+    LossReduction,
+    count_of,
+    possible_means,
+    whole_ways,
+)
 from unsloth_multigpu.step.measure import Lap, moment
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
-from unsloth_multigpu.step.own_code import own_code
-from unsloth_multigpu.step.sketch import Difference, difference, mean_of, names_of, sketch
-from unsloth_multigpu.step.snapshot import kept_data_state, kept_training_state
+from unsloth_multigpu.step.own_code import name_of, own_code
+from unsloth_multigpu.step.sketch import difference, mean_of, names_of, rounding_bound, sketch
+from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
 from unsloth_multigpu.step.step import Step
-from unsloth_multigpu.step.still import Still
-from unsloth_multigpu.step.weighing import NEXT, ROWS, SUM, TOKENS, candidates, obstacle
+from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -49,39 +59,15 @@ logger = get_logger(__name__)
 
 # What computing a micro-batch may raise that is the script's own, or a library's.
 _ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(OSError, RuntimeError, TypeError, ValueError),
 )
 # What `check_first_step="auto"` may take, in seconds, by the time of the first micro-batch.
 _MOST_S = 60.0
-# Steps at the begin of which each is compared, where parts of a loss count by a weighing that was measured.
+# Steps at the begin of which each is compared, where what parts of a loss count was measured.
 _EARLY_STEPS = 16
 # Passes that are quicker than this together are made once more, for their time: kernels compile in the first one.
 _TIMED_AGAIN_S = 20.0
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Micro-batches as one process computes them.
-
-    Args:
-        why: It cannot be done, on one of the ranks at least; "" = it was.
-        gradient: Its sketch.
-        still: What was seen of the losses.
-        seconds: On rank 0, whose device one process would have.
-    """
-
-    why: str
-    gradient: list[float]
-    still: Still
-    seconds: float
 
 
 class StepProof:
@@ -137,8 +123,7 @@ class StepProof:
         is_power = not self._num_steps & (self._num_steps - 1)
         # A loss of parts may fit in one step by chance.
         is_early = self._num_steps <= _EARLY_STEPS and self._is_unknown and self._seconds < _MOST_S
-        is_due = is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and self._may_change)
-        if not is_due:
+        if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and self._may_change)):
             return
         if step.left_over is not None or not step.sizes:
             return  # Of two passes of a stream, each divided by itself: the next step is compared.
@@ -159,89 +144,73 @@ class StepProof:
     @functools.cached_property
     def _own_code(self) -> list[str]:
         """What the script wrote of the step, in words."""
-        assert self._feed.loader is not None
         return own_code(self._trainer, self._feed.loader)
 
     def _compared(self, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
-        trainer, feed = self._trainer, self._feed
+        trainer, num_references = self._trainer, len(step.sizes)
         with self._manager.waits.counted():
             self._manager.gather_floats([0.0])  # Who comes late to the step is waited for here.
-        num_references = len(step.sizes)
-        base = Comparison(
-            int(trainer.state.global_step) + 1, self._manager.identity.world_size, num_references, num_references
-        )
-        if why := self._obstacle():
+        number, num_ranks = int(trainer.state.global_step) + 1, self._manager.identity.world_size
+        base = Comparison(number, num_ranks, num_references, num_references)
+        begin_s = time.monotonic()
+        try:
+            found = self._measured(base, model, step, is_first=is_first)
+        except NotPossibleError as error:
             self._is_over = True
-            return replace(base, unproven=why)
-        loader = feed.loader
-        assert loader is not None
-        begun = time.monotonic()
-        with kept_data_state(loader.one_process), self._without_optimizer():
-            with feed.accumulation_of_script():
-                given = Given(loader.dataset, step, self._seed)
-            # How long a micro-batch takes decides how many are compared, on all ranks alike.
-            trial = self._tried(model, given, 1)
-            if not trial.why:
-                num_compared = _affordable(num_references, base.num_ranks, trial.seconds)
-                given = given.part(num_compared, loader.shape)
-                trial = self._tried(model, given, num_compared)
-            if trial.why:
-                self._is_over = True
-                return replace(base, unproven=trial.why)
-            one, still, one_s = trial.gradient, trial.still, trial.seconds
-            dealt, dealt_s = self._as_dealt(model, given, one, still)
-            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < _TIMED_AGAIN_S:
-                one_s = self._tried(model, given, num_compared).seconds
-                dealt_s = self._dealt_once(model, given, one)[1]
-            has_drawn = any(row[0] for row in self._manager.gather_int64([still.has_drawn]))
-            is_random = has_drawn and self._draws(model, given, one)
-            draws = self._drawn(given, still, is_random=is_random)
-        times = self._manager.gather_floats([dealt_s, time.monotonic() - begun])
-        self._seconds += max(row[1] for row in times)
-        found = replace(
-            base,
-            num_compared=num_compared,
-            bound=rounding_bound(trainer),
-            one_s=one_s,
-            dealt_s=max(row[0] for row in times),
-            difference=dealt,
-            draws=draws,
-        )
-        logger.debug("step %d was compared in %.2f s", base.step, time.monotonic() - begun)
-        if is_random and not self._is_within(dealt):
-            self._is_over = self._is_auto
-            why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
-            return replace(found, difference=None, unproven=why)
-        if math.isnan(dealt.off):
+            return replace(base, unproven=str(error))
+        self._seconds += max(row[0] for row in self._manager.gather_floats([time.monotonic() - begin_s]))
+        assert found.difference is not None
+        if math.isnan(found.difference.off):
             return replace(found, unproven="its gradient is not finite, in one process as well")
         return found
 
-    def _obstacle(self) -> str:
-        """Why no step can be compared, in words; "" = it can."""
-        config = self._manager.config
+    def _measured(self, base: Comparison, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
+        """Both passes.
+
+        Raises:
+            NotPossibleError: On all ranks: they cannot be made.
+        """
+        config, loader = self._manager.config, self._feed.loader
         if not config.is_synchronous:
-            return "ranks do not meet in every step, by the options"
+            raise NotPossibleError("ranks do not meet in every step, by the options")
         if config.grad_compression is not None:
-            return f"grad_compression={config.grad_compression!r} sends less than the gradient"
-        return ""
+            raise NotPossibleError(f"grad_compression={config.grad_compression!r} sends less than the gradient")
+        assert loader is not None
+        batches = loader.one_process
+        with kept_objects(batches.collate_fn, batches.dataset), _without_optimizer():
+            with self._feed.accumulation_of_script():
+                rows = StepRows(loader.dataset, step, self._seed)
+            # How long a micro-batch takes decides how many are compared, on all ranks alike.
+            seconds = self._tried(model, rows, 1)[2]
+            num_compared = _affordable(base.num_references, base.num_ranks, seconds)
+            rows = rows.part(num_compared, loader.shape)
+            one, still, one_s = self._tried(model, rows, num_compared)
+            off, dealt_s = self._as_dealt(model, rows, one, still)
+            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < _TIMED_AGAIN_S:
+                one_s = self._tried(model, rows, num_compared)[2]
+                dealt_s = self._dealt_once(model, rows, one)[1]
+            has_drawn = self._any(still.has_drawn)
+            is_random = has_drawn and self._any(not self._is_within(self._drawn_again(model, rows, one)))
+            mine = [still.has_dropped, rows.is_drawn, rows.are_rows_drawn, is_random]
+            ranks = self._manager.gather_int64(mine)
+        if is_random and not self._is_within(off):
+            why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
+            raise NotPossibleError(why)
+        names = ("dropout", "the collator", "the data set", "the model or its loss")
+        draws = tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
+        dealt_s = max(row[0] for row in self._manager.gather_floats([dealt_s]))
+        base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
+        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws)
+
+    def _any(self, is_here: bool) -> bool:
+        return any(row[0] for row in self._manager.gather_int64([is_here]))
+
+    def _is_within(self, found: Difference) -> bool:
+        return found.is_within(rounding_bound(self._trainer))
 
     @property
     def _seed(self) -> int:
         return draw_seed(int(self._trainer.args.seed), self._num_steps)
-
-    @contextmanager
-    def _without_optimizer(self) -> Iterator[None]:
-        """No optimizer steps: a script's own training_step may, which would not be undone."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        def refuse(*_: Any) -> None:
-            raise NotPossibleError("an optimizer steps within the forward and backward pass of a micro-batch")
-
-        handle = register_optimizer_step_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def _pass(self) -> Iterator[Still]:
@@ -250,13 +219,21 @@ class StepProof:
         with kept_training_state(self._trainer), tried_pass(self._trainer.model), still:
             yield still
 
-    def _tried(self, model: nn.Module, given: Given, num_references: int) -> _Trial:
-        """Computes the first micro-batches as one process, where that can be done. Collective."""
-        why, seconds, still = "", 0.0, Still()
+    def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> tuple[list[float], Still, float]:
+        """Computes the first micro-batches as one process. Collective.
+
+        Returns:
+            A sketch of the gradient; what was seen of the losses; the seconds on rank 0, whose device one process
+            would have.
+
+        Raises:
+            NotPossibleError: A rank cannot.
+        """
+        why, still, seconds = "", Still(), 0.0
         gradient: list[float] = []
         try:
-            given.dealt()
-            gradient, still, seconds = self._as_one(model, given.part(num_references, None), self._seed)
+            rows.as_dealt()
+            gradient, still, seconds = self._as_one(model, rows.part(num_references, None), self._seed)
         except NotPossibleError as error:
             why = str(error)
         except _ERRORS as error:
@@ -269,135 +246,132 @@ class StepProof:
                 ) from error
             if has_shards(self._trainer.model):
                 raise
+            why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
             if is_out_of_memory(error):
                 why = "the script's own micro-batch does not fit on one device"
-            else:
-                why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([why, seconds]))]
-        whys = (why for why, _ in ranks if why)
-        return _Trial(next(whys, ""), gradient, still, ranks[0][1])
+        for why, _ in ranks:
+            if why:
+                raise NotPossibleError(why)
+        return gradient, still, ranks[0][1]
 
-    def _as_one(self, model: nn.Module, given: Given, seed: int) -> tuple[list[float], Still, float]:
-        """The step as one process computes it, with nothing of ours between.
-
-        Returns:
-            A sketch of the gradient; what was seen of the losses; the seconds.
-        """
+    def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> tuple[list[float], Still, float]:
+        """The step as one process computes it, with nothing of ours between; what it returns: see `_tried`."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        is_sharded = has_shards(trainer.model)
-        with ExitStack() as stack:
-            still = stack.enter_context(self._pass())
-            stack.enter_context(self._alone())
-            inputs = [on_device(trainer, batch) for batch in given.of_one()]
+        device, gradient_state = trainer.args.device, accelerator.gradient_state
+        before = gradient_state.sync_gradients
+        training_step = unsteered(trainer.training_step)
+        with self._pass() as still, self._alone():
+            inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
             batches, num_items = self._feed.count_as_given(inputs)
-            begin = moment(trainer.args.device)
-            gradient_state = accelerator.gradient_state
-            before = gradient_state.sync_gradients
-            training_step = unsteered(trainer.training_step)
+            begin = moment(device)
             try:
                 trainer.current_gradient_accumulation_steps = len(batches)
                 for i, batch in enumerate(batches):
                     is_last = i == len(batches) - 1
                     gradient_state._set_sync_gradients(is_last)
-                    with ExitStack() as each:
-                        if not (is_sharded and is_last):  # Its gradient is a mean of equal ones.
-                            each.enter_context(accelerator.no_sync(model))
+                    # The gradient of sharded ranks is a mean of equal ones.
+                    is_synced = is_last and has_shards(trainer.model)
+                    with nullcontext() if is_synced else accelerator.no_sync(model):
                         _seed_all(draw_seed(seed, i))
                         self._feed.mark(i)
-                        random_state = read_random_state(trainer.args.device.type)
+                        random_state = read_random_state(device.type)
                         training_step(model, batch, num_items)
-                        still.has_drawn |= read_random_state(trainer.args.device.type) != random_state
+                        still.has_drawn |= read_random_state(device.type) != random_state
             finally:
                 gradient_state._set_sync_gradients(before)
-            seconds = Lap(begin, moment(trainer.args.device)).seconds()
+            seconds = Lap(begin, moment(device)).seconds()
             return sketch(trainer.model), still, seconds
+
+    def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
+        """By how much one process differs from itself with other random numbers."""
+        again = self._as_one(model, rows, self._seed + 1)[0]
+        return difference([one], [again], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """The script's own methods see rank 0 of one process, without another rank."""
-        trainer, args = self._trainer, self._trainer.args
-        before, self.is_alone = self.is_alone, True
+        trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(counted_as_one_process(trainer))
             if self._own_code:
                 stack.enter_context(without_other_ranks())
             stack.enter_context(self._feed.accumulation_of_script())
-            stack.enter_context(instance_attribute(args, "average_tokens_across_devices", False))
+            stack.enter_context(instance_attribute(trainer.args, "average_tokens_across_devices", False))
             for name in ("compute_loss", "get_batch_samples"):
                 stack.enter_context(instance_attribute(trainer, name, unsteered(getattr(trainer, name))))
-            try:
-                yield
-            finally:
-                self.is_alone = before
+            stack.enter_context(instance_attribute(self, "is_alone", True))
+            yield
 
-    def _as_dealt(self, model: nn.Module, given: Given, one: Sequence[float], still: Still) -> tuple[Difference, float]:
-        """The step as the ranks share it, by the first weighing that makes up the step of one process. Collective."""
+    def _as_dealt(
+        self, model: nn.Module, rows: StepRows, one: Sequence[float], still: Still
+    ) -> tuple[Difference, float]:
+        """The step as the ranks share it, by the first reduction that gives the gradient of one process. Collective."""
         feed, before = self._feed, self._feed.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
         tables: list[Any] = []
-        for way in self._ways(given, still):
-            feed.use(way)
-            table = self._table(given, way)
+        for reduction in self._reductions(rows, still):
+            feed.use(reduction)
+            table = self._table(rows, reduction)
             if table in tables:
                 continue
             tables.append(table)
-            found.append((*self._dealt_once(model, given, one), way))
+            found.append((*self._dealt_once(model, rows, one), reduction))
             if self._is_within(found[-1][0]):
                 return found[-1][0], found[-1][1]
-        off, seconds, way = min(found, key=lambda each: each[0].off)
+        off, seconds, nearest = min(found, key=lambda each: each[0].off)
         # What is declared stays as it is said; else the nearest is the best that is known.
-        feed.use(way if before.kind == AUTO else before)
+        feed.use(nearest if before.kind == AUTO else before)
         return off, seconds
 
-    def _is_within(self, found: Difference) -> bool:
-        return is_within(found, rounding_bound(self._trainer))
-
-    def _ways(self, given: Given, still: Still) -> list[LossReduction]:
-        """Reductions to be tried, the one of the training first. Equal on all ranks."""
-        reduction = self._feed.reduction
-        asked = self._manager.config.loss_reduction
-        is_shared = self._feed.shares_micro_batches(given.sizes)
-        if asked not in (AUTO, TOKEN_MEAN) or reduction.is_token_normalised or not is_shared:
-            return [reduction]
-        mine = self._offered(given, still)
+    def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
+        """Those to be tried, the one of the training first. Equal on all ranks."""
+        known, asked = self._feed.reduction, self._manager.config.loss_reduction
+        if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised:
+            return [known]
+        if not self._feed.shares_micro_batches(rows.sizes):
+            return [known]
+        mine = self._means(rows, still)
         if asked == TOKEN_MEAN:  # Labels may be those of the next token.
             mine = [name for name in mine if name in (TOKENS, NEXT)]
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))]
-        names = [name for name in ranks[0] if all(name in other for other in ranks)]
-        tables = json.loads(self._manager.gather_texts(json.dumps(still.class_weights))[0])
-        found = [replace(reduction, weighing=name, class_weights=tuple(tables)) for name in names]
-        if reduction.kind == AUTO and self.first is None:
+        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([mine, still.class_weights]))]
+        weights = tuple(ranks[0][1])
+        names = [name for name in ranks[0][0] if all(name in others for others, _ in ranks)]
+        found = [replace(known, mean_over=name, class_weights=weights) for name in names]
+        if known.kind == AUTO and self.first is None:
             return found
-        return [reduction, *(way for way in found if way.weighing != reduction.weighing)]
+        return [known, *(each for each in found if each.mean_over != known.mean_over)]
 
-    def _offered(self, given: Given, still: Still) -> list[str]:
-        whole = [batch for batch in given.of_one() if isinstance(batch, Mapping)]
-        parts = [m.inputs for m in given.dealt().micro_batches if not m.piece.is_filler]
-        if len(whole) < len(given.sizes) or not all(isinstance(part, Mapping) for part in parts):
+    def _means(self, rows: StepRows, still: Still) -> list[str]:
+        """What the mean in the loss may be taken over, of what this rank's parts of the step have."""
+        whole = rows.as_one_process()
+        parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
+        if not all(isinstance(batch, Mapping) for batch in [*whole, *parts]):
             return [ROWS, SUM]
-        names = list(candidates(whole[0], len(still.class_weights)))
-        return [name for name in names if not any(obstacle(part, name) for part in [*whole, *parts])]
+        weights = still.class_weights
+        names = possible_means(whole[0], len(weights))
+        return [name for name in names if all(count_of(b, name, weights) is not None for b in [*whole, *parts])]
 
-    def _table(self, given: Given, way: LossReduction) -> Any:
-        """What the parts of each micro-batch count on each rank: two ways with the same are one. Collective."""
-        if way.is_token_normalised or way.weighing in (SUM, ROWS) or not self._feed.shares_micro_batches(given.sizes):
-            return way.kind if way.is_token_normalised else way.weighing
+    def _table(self, rows: StepRows, reduction: LossReduction) -> Any:
+        """What the parts of each micro-batch count on each rank: two reductions with the same are one. Collective."""
+        if reduction.is_token_normalised or not reduction.is_counted:
+            return reduction.mean_over
+        if not self._feed.shares_micro_batches(rows.sizes):
+            return reduction.mean_over
         with self._pass():
-            ranks = self._feed.weigh(self._counted(given)[0], way)
-        totals = [sum(counts) for counts in zip(*ranks, strict=True)]
-        return [
-            [round(count / total, 12) if total else 0.0 for count, total in zip(r, totals, strict=True)] for r in ranks
-        ]
+            step = rows.as_dealt()
+            self._feed.counted(step)
+            ranks = self._feed.weigh(step, reduction)
+        totals = [sum(counts) or 1.0 for counts in zip(*ranks, strict=True)]
+        return [[round(count / total, 12) for count, total in zip(row, totals, strict=True)] for row in ranks]
 
-    def _counted(self, given: Given) -> tuple[Step, Any]:
-        step = given.dealt()
-        return step, self._feed.counted(step)
-
-    def _dealt_once(self, model: nn.Module, given: Given, one: Sequence[float]) -> tuple[Difference, float]:
+    def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
+        """One pass as the ranks share the step, and how far its gradient is from the sketch `one`. Collective."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass():
-            step, num_items = self._counted(given)
+            step = rows.as_dealt()
+            num_items = self._feed.counted(step)
             manager.gather_floats([0.0])  # All ranks begin at once.
             begin = moment(trainer.args.device)
             try:
@@ -405,10 +379,9 @@ class StepProof:
                     # A whole micro-batch draws what it draws in one process.
                     _seed_all(draw_seed(self._seed, place))
             except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+                what = f"{type(error).__name__}: {str(error)[:200]}"
                 raise SetupError(
-                    f"A part of a micro-batch cannot be computed by itself ({type(error).__name__}: "
-                    f"{str(error)[:200]}).",
-                    hint=self._ways_out(),
+                    f"A part of a micro-batch cannot be computed by itself ({what}).", hint=self._ways_out()
                 ) from error
             seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
@@ -418,24 +391,9 @@ class StepProof:
         if has_shards(trainer.model):
             return difference(ones, dealt, names), seconds
         if not is_exchanged and manager.identity.world_size > 1:
-            mean = mean_of(dealt)
-            return difference([mean_of(ones[:1])], [mean], names), seconds
+            return difference([mean_of(ones[:1])], [mean_of(dealt)], names), seconds
         each = [difference([mine], [theirs], names) for mine, theirs in zip(ones, dealt, strict=True)]
         return max(each, key=lambda found: found.off), seconds
-
-    def _drawn(self, given: Given, still: Still, *, is_random: bool) -> tuple[str, ...]:
-        """What draws random numbers, of which ranks have others than one process. Collective."""
-        mine = [still.has_dropped, given.is_drawn, given.are_rows_drawn, is_random]
-        ranks = self._manager.gather_int64(mine)
-        names = ("dropout", "the collator", "the data set", "the model or its loss")
-        return tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
-
-    def _draws(self, model: nn.Module, given: Given, one: Sequence[float]) -> bool:
-        """True where one process does not compute the step twice alike, with other random numbers. Collective."""
-        again = self._as_one(model, given, self._seed + 1)[0]
-        names = names_of(self._trainer.model)
-        off = difference([one], [again], names)
-        return any(row[0] for row in self._manager.gather_floats([float(not self._is_within(off))]))
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):
@@ -444,31 +402,25 @@ class StepProof:
             return
         if found.unproven:
             cause = f"it is not known how {name_of(self._trainer, unsteered(self._trainer.compute_loss))} is averaged"
-            so = f"Parts of micro-batches count by this: {self._feed.reduction.weighing}."
+            so = f"Parts of micro-batches count by this: {self._feed.reduction.mean_over}."
             self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
             return
         off = found.difference
         assert off is not None
-        norms = f"norm {off.other_norm:.6g} in place of {off.norm:.6g}"
         worst = f", most in {off.worst}" if off.worst else ""
-        what = f"{found} ({norms}{worst}): this is not exactly the training of one process."
+        norms = f"norm {off.other_norm:.6g} in place of {off.norm:.6g}{worst}"
+        what = f"{found} ({norms}): this is not exactly the training of one process."
         own = f"The step has code of the script's own: {', '.join(self._own_code)}." if self._own_code else ""
-        self._is_over = self._is_auto
+        self._is_over = self._manager.config.check_first_step == "auto"
         self._feed.tell(f"{found}", what, own, self._ways_out())
 
     @property
-    def _is_auto(self) -> bool:
-        return self._manager.config.check_first_step == "auto"
-
-    @property
     def _is_unknown(self) -> bool:
-        reduction = self._feed.reduction
-        return reduction.kind == AUTO and self._feed.shares_micro_batches(())
+        return self._feed.reduction.kind == AUTO and self._feed.shares_micro_batches(())
 
     def _ways_out(self) -> str:
-        world_size = self._manager.identity.world_size
         if self._feed.shares_micro_batches(()):
-            return whole_ways(world_size)
+            return whole_ways(self._manager.identity.world_size)
         if self._feed.reduction.kind == TOKEN_SUM:
             return "Set loss_reduction='whole'."
         return (
@@ -476,6 +428,21 @@ class StepProof:
             "shared by ranks: let it depend on self.state.global_step, or do it once a step, in a callback's "
             "on_pre_optimizer_step; gradient_accumulation_steps=1 makes it the same again."
         )
+
+
+@contextmanager
+def _without_optimizer() -> Iterator[None]:
+    """No optimizer steps: a script's own training_step may, which would not be undone."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def refuse(*_: Any) -> None:
+        raise NotPossibleError("an optimizer steps within the forward and backward pass of a micro-batch")
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:
@@ -486,8 +453,6 @@ def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:
 
 
 def _seed_all(seed: int) -> None:
-    import random
-
     import numpy
 
     random.seed(seed)

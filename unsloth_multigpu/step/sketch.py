@@ -1,41 +1,43 @@
-"""Sketches of gradients: a few numbers for each tensor, by which two gradients are compared without keeping either."""
+"""Compares two gradients without keeping either, by sketches: a few numbers for each tensor."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import part_of
+from unsloth_multigpu.step.comparison import Difference
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # Random projections of each tensor.
 NUM_PROJECTIONS = 4
+_WIDTH = 1 + NUM_PROJECTIONS
 # Elements that are projected at once: what a sketch needs of memory.
 _CHUNK = 2**18
+# By how much rounding alone may change a gradient. Rows in other micro-batches are computed by other kernels and added
+# up in another order. In fp32, exact losses of 17 kinds differed by 6e-7 at most and inexact ones by 1.2e-4 at least.
+# Activations of fp16 and bf16 have relative errors of 5e-4 and 4e-3, and each element of a gradient is rounded by
+# itself.
+FINE = 1e-5
+_BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TF32 = 5e-3
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far a gradient is from another one.
-
-    Args:
-        norm: Of the first.
-        other_norm: Of the second.
-        off: Norm of their difference by `norm`; inf where one of them alone is not finite.
-        worst: The parameter whose own gradient differs most, relative to its norm.
-        worst_off: By how much.
-    """
-
-    norm: float
-    other_norm: float
-    off: float
-    worst: str
-    worst_off: float
+def rounding_bound(trainer: TrainerLike) -> float:
+    """Largest norm of a difference of gradients by the norm, in the lowest precision that the trainer computes in."""
+    precision = getattr(trainer.accelerator, "mixed_precision", "no")
+    found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
+    found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
+    # Quantised weights are computed in the type of the others.
+    bounds = [_BOUNDS[dtype] for dtype in found] or [FINE]
+    if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        bounds.append(_TF32)
+    return max(bounds)
 
 
 def sketch(model: nn.Module) -> list[float]:
@@ -52,8 +54,7 @@ def sketch(model: nn.Module) -> list[float]:
     if not rows:
         return []
     # One wait for the device.
-    flat = torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1)
-    return [float(value) for value in flat.tolist()]
+    return [float(value) for value in torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1).tolist()]
 
 
 def sketch_of(tensor: torch.Tensor) -> list[float]:
@@ -66,6 +67,14 @@ def names_of(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 
+def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
+    """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
+    mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
+    for k in range(0, len(mean), _WIDTH):
+        mean[k] = math.hypot(*mean[k + 1 : k + _WIDTH]) / math.sqrt(NUM_PROJECTIONS)
+    return mean
+
+
 def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
     """Compares two gradients by sketches of their parts.
 
@@ -76,10 +85,9 @@ def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]],
     """
     squares = [0.0] * len(names)
     norms, other_norms = list(squares), list(squares)
-    width = 1 + NUM_PROJECTIONS
     for mine, theirs in zip(one, other, strict=True):
         for k in range(len(names)):
-            a, b = mine[k * width : (k + 1) * width], theirs[k * width : (k + 1) * width]
+            a, b = mine[k * _WIDTH : (k + 1) * _WIDTH], theirs[k * _WIDTH : (k + 1) * _WIDTH]
             projected = sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / NUM_PROJECTIONS
             squares[k] += max(projected, (a[0] - b[0]) ** 2)
             norms[k] += a[0] ** 2
@@ -90,7 +98,7 @@ def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]],
         return Difference(norm, other_norm, math.nan if is_alike else math.inf, "", math.nan)
     size = norm or other_norm
     if not size:
-        return Difference(0.0, 0.0, 0.0, "", 0.0)
+        return Difference(0.0, 0.0, 0.0)
     # A tensor whose gradient is zero in theory, as that of a key's bias, is rounding alone.
     floor = 1e-3 * size
     own = [math.sqrt(d) / (math.sqrt(n) + floor) for d, n in zip(squares, norms, strict=True)]
@@ -98,19 +106,10 @@ def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]],
     return Difference(norm, other_norm, math.sqrt(sum(squares)) / size, names[worst], own[worst])
 
 
-def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
-    """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
-    mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
-    width = 1 + NUM_PROJECTIONS
-    for k in range(0, len(mean), width):
-        mean[k] = math.sqrt(sum(x * x for x in mean[k + 1 : k + width]) / NUM_PROJECTIONS)
-    return mean
-
-
 def _sketch_of(given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     gradient = None if given is None else part_of(given.detach())
     dtype = sum_dtype(device)
-    found = torch.zeros(1 + NUM_PROJECTIONS, dtype=dtype, device=device)
+    found = torch.zeros(_WIDTH, dtype=dtype, device=device)
     if gradient is None or not gradient.numel():
         return found
     if gradient.is_sparse:
@@ -128,8 +127,7 @@ def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for start in range(0, len(flat), _CHUNK):
         sign = torch.randint(0, 2, (NUM_PROJECTIONS,), generator=generator) * 2 - 1
         chunk = flat[start : start + _CHUNK]
-        wide = torch.promote_types(chunk.dtype, torch.float32)
-        yield sign.to(chunk.device), chunk.to(wide)
+        yield sign.to(chunk.device), chunk.to(torch.promote_types(chunk.dtype, torch.float32))
 
 
 @functools.cache

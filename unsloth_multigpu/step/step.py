@@ -87,8 +87,6 @@ class MicroBatch:
         self.weight = 0.0
         # True where the whole of which it is a part has none of these, so that one process has no mean of it.
         self.is_unweighted = False
-        # What `_prepare_inputs` has made of the inputs, where that is known before the step.
-        self.prepared: Any = None
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader for page-locked copies."""

@@ -1,30 +1,14 @@
-"""Trains with losses that are put together at random, a few steps each, and writes what was trained and what was said.
+"""Trains with losses that are put together at random, a few steps each. Used by own_code.py."""
 
-Usage: random_losses.py --num-gpus N --count 40 --out FILE
-"""
-
-import argparse
-import json
 import logging
-import os
 import random
-import warnings
-from pathlib import Path
-
-import unsloth_multigpu as ump
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--count", type=int, required=True)
-parser.add_argument("--out", required=True)
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
 import torch
 from common import SGD, Said, logged
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
+
+import unsloth_multigpu as ump
 
 
 class Tokens(torch.nn.Module):
@@ -138,9 +122,3 @@ def run(seed):
         "said": [text for level, text in said.records if level == "WARNING"],
         "error": error,
     }
-
-
-warnings.simplefilter("ignore")
-found = [run(seed) for seed in range(args.count)]
-if os.environ.get("RANK", "0") == "0":
-    Path(args.out).write_text(json.dumps(found))

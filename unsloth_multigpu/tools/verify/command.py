@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
 from unsloth_multigpu.cli.screen import Progress, Screen
-from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
+from unsloth_multigpu.errors import ConfigError, DivergenceError, MultiGPUError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.tools.plain_json import json_text
@@ -20,20 +25,19 @@ from unsloth_multigpu.tools.program import (
     check_ranks,
     common_variables,
     device_variables,
+    run_program,
     thread_variables,
 )
-from unsloth_multigpu.tools.verify.page import COMPARED, show
-from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRuns
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
-if TYPE_CHECKING:
-    from unsloth_multigpu.tools.verify.comparison import Agreement, RunRecord
-
 SCHEMA_VERSION = 2
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
+# The begin of the script's output, by which the next call knows that it may replace the file.
+HEADING = "unsloth-multigpu verify: what the script printed"
 # Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
     "num_gpus": CommandOption(
@@ -59,8 +63,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         0 where both runs agree, the exit code of `DivergenceError` where they do not, that of the script if it failed.
 
     Raises:
-        ConfigError: A number of steps or ranks that cannot be compared, a file that is no receipt, or options that the
-            script's own arguments contradict.
+        ConfigError: A number of steps or ranks that cannot be compared, or a file that is no receipt.
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
@@ -78,7 +81,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     threads = thread_variables(config.device, num_ranks)
     records = []
     with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
-        runs = ScriptRuns(program, file, limit_s, progress)
+        output = _Output(file, progress)
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()
@@ -90,26 +93,75 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
                 **ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout).variables(),
             }
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
-            try:
+            with output.of(label) as stream:
                 # The request has the place in it, as JSON, which writes only ASCII as it is.
-                runs.run(label, environment, f"{folder.name}/{name}")
-                records.append(_read(place, program))
-            except ScriptFailed as failed:
-                return failed.code
-            except SetupError:
-                runs.tell("")
-                raise
-            _check_followed(config, given, records[-1])
-    from unsloth_multigpu.tools.verify.comparison import compare  # Imports torch.
-
-    one, many = records
-    found = compare(one, many)
-    receipt = _receipt(program, one, many, found)
+                code = run_program(program, environment, stream, f"{folder.name}/{name}", limit_s)
+                if code == 0:
+                    records.append(_read(place, program))
+            if code != 0:
+                output.tell(f"{label} ended with exit code {code}. ")
+                return code
+    receipt = _receipt(program, *records)
     file.write_text(json_text(receipt), encoding="utf-8")
+    from unsloth_multigpu.tools.verify.page import show  # Imports torch.
+
     screen = Screen()
-    show(screen, found, receipt["sources"], many.facts, num_ranks, threads.get("OMP_NUM_THREADS"))
-    screen.line(f"receipt: {file}, output of both runs: {runs.path}")
-    return 0 if found.agree else DivergenceError.exit_code
+    show(screen, receipt, threads.get("OMP_NUM_THREADS"))
+    screen.line(f"receipt: {file}, output of both runs: {output.path}")
+    return 0 if receipt["agree"] else DivergenceError.exit_code
+
+
+class _Output:
+    """What the script prints in both runs: a file beside the receipt.
+
+    Args:
+        receipt: Its file.
+        progress: Where it is said how far the runs are.
+    """
+
+    def __init__(self, receipt: Path, progress: Progress) -> None:
+        self.path = receipt.with_suffix(".log" if receipt.suffix != ".log" else ".output.log")
+        self._progress = progress
+        self._begin = 0
+        try:
+            if self.path.exists() and self.path.read_bytes()[: len(HEADING)] not in (HEADING.encode(), b""):
+                raise ConfigError(
+                    f"--json {receipt}: {self.path}, where the output of both runs goes, is another file, and would be "
+                    "lost.",
+                    hint="Name another receipt.",
+                )
+            self.path.write_text(f"{HEADING}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {receipt}: {error}", hint="Name a folder that can be written.") from None
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[BinaryIO]:
+        """Takes the output of a run. After an error of ours its end is shown.
+
+        Args:
+            label: The run's name for people: "5 steps on one process".
+        """
+        begin_s = time.monotonic()
+        self._progress.say(f"{label}, output in {self.path}")
+        self._progress.show(label, 0, 1)
+        try:
+            with self.path.open("ab") as stream:
+                stream.write(f"\n===== {label} =====\n".encode())
+                stream.flush()
+                self._begin = os.path.getsize(self.path)
+                yield stream
+        except MultiGPUError:
+            self.tell("")
+            raise
+        self._progress.clear()
+        self._progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
+
+    def tell(self, what: str) -> None:
+        """Shows the end of what the last run has printed, and where all of it is, behind the sentence `what`."""
+        self._progress.clear()
+        if tail := last_lines(self.path.read_bytes()[self._begin :].decode("utf-8", errors="replace"), 40):
+            print(tail, file=sys.stderr)
+        self._progress.say(f"{what}All of its output: {self.path}")
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
@@ -147,7 +199,7 @@ def _is_receipt(file: Path) -> bool:
         return False
 
 
-def _read(folder: Path, program: Sequence[str]) -> RunRecord:
+def _read(folder: Path, program: Sequence[str]) -> dict[str, Any]:
     from unsloth_multigpu.tools.verify.comparison import read_run
 
     record = read_run(folder)
@@ -156,38 +208,28 @@ def _read(folder: Path, program: Sequence[str]) -> RunRecord:
             f"{' '.join(program)} ended without a training that verify could follow.",
             hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
         )
-    if not record.steps:
+    if not record["steps"]:
         raise SetupError("The training ended before its first optimizer step.", hint="Check max_steps and the data.")
     return record
 
 
-def _check_followed(asked: MultiGPUConfig, given: Mapping[str, Any], record: RunRecord) -> None:
-    """Arguments of the line win over options of the command, which travel as variables."""
-    values, followed = asked.plain_values(), record.facts["config"]
-    for name, value in given.items():
-        if value is not None and followed[name] != values[name]:
-            raise ConfigError(
-                f"verify was asked for {name}={values[name]!r}, but the script's enable_multi_gpu() says "
-                f"{followed[name]!r}.",
-                hint="Leave it out of one of them.",
-            )
+def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
+    from unsloth_multigpu.tools.verify.comparison import compare, is_compared
 
-
-def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, found: Agreement) -> dict[str, Any]:
-    facts = [{name: value for name, value in run.facts.items() if name != "versions"} for run in (one, many)]
-    one_s, ranks_s = found.times or (None, None)
+    facts = [{name: value for name, value in run["facts"].items() if name != "versions"} for run in (one, many)]
+    found = compare(one, many)
+    compared = [step["compared"] for step in found["steps"] if is_compared(step)]
+    times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
+    one_s, ranks_s = (statistics.median(column) for column in zip(*times, strict=True)) if times else (None, None)
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(program),
-        "compared": COMPARED,
-        "agree": found.agree,
-        "reasons": list(found.reasons),
-        "sources": list({source["name"]: source for run in (one, many) for source in run.sources}.values()),
-        "bounds": asdict(found.bounds),
-        "versions": many.facts["versions"],
+        "compared": "Compared: the beginning of the script's first train(). What comes after it was not run.",
+        "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
+        "versions": many["facts"]["versions"],
         "runs": {"one": facts[0], "many": facts[1]},
+        # Median seconds of a step's forward and backward passes.
         "one_process_s": one_s,
         "ranks_s": ranks_s,
-        "steps": [asdict(step) for step in found.steps],
-        "weights": [asdict(weight) for weight in found.weights],
+        **found,
     }

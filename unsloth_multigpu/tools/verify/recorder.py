@@ -1,4 +1,10 @@
-"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient of each step, and updates."""
+"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient of each step, and updates.
+
+Rank 0's `rank_0.json` has `steps` (number, loss, gradient norm before clipping, samples, and what the ranks' own
+comparison with one process has found), `updates` (for each trained tensor a sketch of what was added to it, and whether
+that is more than rounding), `facts`, and `sources`: reasons for a difference that is no fault. Of other ranks only the
+samples count.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,6 @@ import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,10 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override
-from unsloth_multigpu.step.bound import rounding_bound
-from unsloth_multigpu.step.sketch import sketch_of
-from unsloth_multigpu.step.still import Still
+from unsloth_multigpu.step.generation import draws_completions
+from unsloth_multigpu.step.sketch import FINE, rounding_bound, sketch_of
+from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.first_steps import FirstSteps
-from unsloth_multigpu.tools.verify.reasons import Reason, find_reasons
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
@@ -69,9 +73,10 @@ class Recorder(FirstSteps):
         self._figures: dict[int, dict[str, Any]] = defaultdict(dict)
         self._gradient_shares: dict[str, float] = {}
         self._weights_before: dict[str, torch.Tensor] | None = None
+        # Sketches of them, and whether more than rounding decided which elements moved.
         self._updates: dict[str, tuple[list[float], bool]] = {}
         self._facts: dict[str, Any] = {}
-        self._reasons: list[Reason] = []
+        self._reasons: list[dict[str, str]] = []
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
@@ -91,7 +96,10 @@ class Recorder(FirstSteps):
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self._facts = _facts(self._trainer, self._config)
-        self._reasons = list(find_reasons(self._trainer, self._config))
+        self._reasons = [
+            {"name": name, "found": found, "advice": advice}
+            for name, found, advice in find_reasons(self._trainer, self._config)
+        ]
         self._weights_before = {name: value.to("cpu", copy=True) for name, value in self._weights()}
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,24 +162,57 @@ class Recorder(FirstSteps):
             | {"samples": self._samples[step]}
             for step in range(1, self._step() + 1)
         ]
+        # Where a tensor has less of the gradient, that may be rounding, of which Adam makes whole steps all the same.
+        noise = 1e-6 if self._facts.get("rounding", FINE) <= FINE else 1e-3
+        shares = self._gradient_shares
         record = {
             "rank": self._rank,
             "steps": steps,
-            "gradient_shares": self._gradient_shares,
-            "updates": self._updates,
+            "updates": {
+                n: (found, moved and shares.get(n, 1.0) >= noise) for n, (found, moved) in self._updates.items()
+            },
             "facts": self._facts,
-            "sources": [asdict(reason) for reason in (*self._reasons, *self._found())],
+            "sources": [*self._reasons, *self._found()],
         }
         (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
-    def _found(self) -> Iterator[Reason]:
+    def _found(self) -> Iterator[dict[str, str]]:
         """Reasons for a difference that the comparison of the steps has found."""
         drawing = {name for figures in self._figures.values() for name in figures.get("compared", {}).get("draws", ())}
         for name in sorted(drawing if self._request.dropout else drawing - {_DROPOUT}):
             advice = "--no-dropout" if name == _DROPOUT else "let it draw nothing"
-            yield Reason(name, "draws random numbers, of which each rank has others than one process", advice)
+            found = "draws random numbers, of which each rank has others than one process"
+            yield {"name": name, "found": found, "advice": advice}
         if self._steps is not None and (inexact := self._steps.inexact):
-            yield Reason("loss", inexact.cause, inexact.ways.rstrip("."))
+            yield {"name": "loss", "found": inexact.cause, "advice": inexact.ways.rstrip(".")}
+
+
+def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:
+    """Why one process and several ranks may differ although both are right, as far as the options tell.
+
+    Yields:
+        A word or two; what was found and why it matters; what to do for a run that shows agreement.
+    """
+    if not config.keeps_global_batch:
+        option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
+        found = f"{option}: a step of several ranks has more samples than one of one process"
+        yield "larger steps", found, f"leave {option} out"
+    if not config.is_synchronous:
+        found = f"strategy='{config.strategy}': ranks step by themselves, which is not what one process computes"
+        yield "local steps", found, "compare with strategy='ddp'"
+    if draws_completions(trainer):
+        found = f"{type(trainer).__name__} trains on texts that it generates by chance"
+        yield "sampling", found, "compare another trainer; generated texts are not repeatable over ranks"
+    if (bound := rounding_bound(trainer)) > FINE:
+        found = f"sums in another order round differently, gradients by up to {bound:.0e}; the bounds allow for it"
+        yield "precision", found, "train in fp32"
+    if config.grad_compression is not None:
+        found = f"grad_compression={config.grad_compression!r} rounds gradients"
+        yield "compression", found, "leave grad_compression out"
+    if "8bit" in str(trainer.args.optim):
+        yield "8-bit optimizer", "it rounds its state; the bounds allow for it", "set optim='adamw_torch'"
+    if trainer.args.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        yield "kernels", "some kernels of the GPU add in an order that changes", "set full_determinism=True"
 
 
 def _moved(update: torch.Tensor) -> bool:

@@ -16,8 +16,8 @@ class NotPossibleError(Exception):
     """Steps cannot be computed twice; its argument says why."""
 
 
-class Given:
-    """The rows of a step, collated as one process does and as they are dealt. Both from one reading of the rows.
+class StepRows:
+    """The rows of a step.
 
     Args:
         dataset: Of the loader of whole steps.
@@ -39,10 +39,10 @@ class Given:
         with seeded_draws(seed + 1):
             again = dataset.rows_of(step.samples[: self.sizes[0]])
         self.are_rows_drawn = not _is_equal(self._rows[: self.sizes[0]], again)
-        self._of_one: list[Any] | None = None
+        self._batches: list[Any] | None = None
         self.is_drawn = False
 
-    def part(self, num_references: int, shape: StepShape | None) -> Given:
+    def part(self, num_references: int, shape: StepShape | None) -> StepRows:
         """The same of the first micro-batches alone.
 
         Args:
@@ -50,30 +50,29 @@ class Given:
         """
         if num_references == len(self.sizes):
             return self
-        given = copy.copy(self)
-        given.sizes = self.sizes[:num_references]
-        given._rows = self._rows[: sum(given.sizes)]
-        given._of_one = None
+        found = copy.copy(self)
+        found.sizes = self.sizes[:num_references]
+        found._batches = None
         if shape is not None:
-            given._pieces = shape.in_order(given.sizes)
-        return given
+            found._pieces = shape.in_order(found.sizes)
+        return found
 
-    def of_one(self) -> list[Any]:
+    def as_one_process(self) -> list[Any]:
         """The micro-batches of one process, not yet on the device."""
-        if self._of_one is None:
-            starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-            rows = [self._rows[a : a + n] for a, n in zip(starts, self.sizes, strict=True)]
-            self._of_one = [self._collated(batch, i) for i, batch in enumerate(rows)]
-            self.is_drawn = not _is_equal(self._of_one[0], self._collated(rows[0], 0, seed=self._seed + 1))
-        return [_copied(batch) for batch in self._of_one]
+        if self._batches is None:
+            ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
+            rows = [self._rows[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
+            self._batches = [self._collated(batch, draw_seed(self._seed, i)) for i, batch in enumerate(rows)]
+            self.is_drawn = not _is_equal(self._batches[0], self._collated(rows[0], draw_seed(self._seed + 1, 0)))
+        return [_copied(batch) for batch in self._batches]
 
-    def _collated(self, rows: Rows, place: int, *, seed: int | None = None) -> Any:
-        with seeded_draws(draw_seed(self._seed if seed is None else seed, place)):
+    def _collated(self, rows: Rows, seed: int) -> Any:
+        with seeded_draws(seed):
             return self._dataset.collate([_copied(row) for row in rows])
 
-    def dealt(self) -> Step:
+    def as_dealt(self) -> Step:
         """This rank's part, not yet on the device."""
-        whole = self.of_one()
+        whole = self.as_one_process()
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
             return Step(micro_batches, len(self.sizes), sizes=self.sizes)
@@ -88,17 +87,15 @@ def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -
     """Rows of collated micro-batches: a collator that draws would give them other values by themselves.
 
     Raises:
-        NotPossibleError: They are of several micro-batches, or these have no rows.
+        NotPossibleError: They are of several micro-batches.
     """
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    references = {next(i for i, end in enumerate(ends) if p < end) for p in positions}
-    if len(references) != 1:
-        raise NotPossibleError("the collator draws, and rows of several micro-batches are dealt together")
-    (reference,) = references
-    first, size = ends[reference] - sizes[reference], sizes[reference]
-    if len(positions) == size:
-        return whole[reference]
-    return _rows_of(whole[reference], [p - first for p in positions], size)
+    begin = 0
+    for batch, size in zip(whole, sizes, strict=True):
+        rows = [p - begin for p in positions if begin <= p < begin + size]
+        if len(rows) == len(positions):
+            return batch if len(rows) == size else _rows_of(batch, rows, size)
+        begin += size
+    raise NotPossibleError("the collator draws, and rows of several micro-batches are dealt together")
 
 
 def _rows_of(batch: Any, rows: list[int], size: int) -> Any:

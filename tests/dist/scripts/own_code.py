@@ -1,0 +1,110 @@
+"""Trains with code that scripts write, job by job, and writes gradient norms, weights and what was said of each.
+
+Usage: own_code.py --num-gpus N --out DIR [--jobs counter:24x4x2,contrastive:26x4x6] [--random 40]
+A job is a kind with rows x batch size x accumulation. Losses that are put together at random go to random.json.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import warnings
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--jobs", default="")
+parser.add_argument("--random", type=int, default=0)
+parser.add_argument("--out", type=Path, required=True)
+args = parser.parse_args()
+
+ump.enable_multi_gpu(num_gpus=args.num_gpus)
+
+import own_losses
+import own_steps
+import random_losses
+import torch
+from common import SGD, Said, logged, write_outcome
+from transformers import TrainerCallback, TrainingArguments
+
+KINDS = {**own_losses.KINDS, **own_steps.KINDS}
+
+
+def make_rows(count, seed=5):
+    rng = random.Random(seed)
+    rows = []
+    for i in range(count):
+        size = rng.randrange(3, 12)
+        tokens = [rng.randrange(1, 64) for _ in range(size)]
+        row = {
+            "number": i,
+            "input_ids": tokens,
+            "class": rng.randrange(3),
+            "tags": [token % 3 if rng.random() < 0.6 else -100 for token in tokens[:-1]] + [1],
+            # Every second row has no label.
+            "masked": [token if i % 2 and k == 0 else -100 for k, token in enumerate(tokens)],
+            "weight": rng.uniform(0.2, 4.0),
+            "start": rng.randrange(size) if rng.random() < 0.7 else 99,
+            "end": rng.randrange(size),
+        }
+        rows.append({**row, "some_class": row["class"] if i % 3 else -100})
+    return rows
+
+
+class Grows(TrainerCallback):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.rows.extend(make_rows(5, seed=int(state.epoch) + 20))
+
+
+def run(job):
+    name, _, shape = job.partition(":")
+    count, batch_size, accumulation = map(int, shape.split("x"))
+    kind, rows = KINDS[name], make_rows(count)
+    torch.manual_seed(3)
+    model = kind.model()
+    for parameter_name, parameter in model.named_parameters():
+        if any(part in parameter_name for part in ("classifier", "head", "qa_outputs")):
+            torch.nn.init.normal_(parameter, std=0.5)
+    config = TrainingArguments(
+        str(args.out / "checkpoints"),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=1e9,
+        remove_unused_columns=False,
+        **{"num_train_epochs": 2, **SGD, **kind.settings},
+    )
+    callbacks = [Grows(rows)] if name == "grows" else []
+    collate = kind.collate()
+    trainer = kind.trainer(model=model, args=config, train_dataset=rows, data_collator=collate, callbacks=callbacks)
+    said, error = Said(), ""
+    logging.getLogger("unsloth_multigpu").addHandler(said)
+    try:
+        trainer.train()
+    except ump.MultiGPUError as problem:
+        error = f"{problem} {problem.hint}"
+    logging.getLogger("unsloth_multigpu").removeHandler(said)
+    report = ump.get_multi_gpu_status().report if not error else None
+    facts = {
+        **logged(trainer, "grad_norm", "loss"),
+        "said": said.records,
+        "error": error,
+        "first_step": dict(report.first_step) if report else {},
+        "inexact": report.inexact if report else "",
+        "num_calls": getattr(trainer, "num_calls", 0) + getattr(collate, "num_calls", 0),
+    }
+    write_outcome(args.out, job, facts, model.named_parameters())
+
+
+warnings.simplefilter("ignore")
+args.out.mkdir(parents=True, exist_ok=True)
+found = [random_losses.run(seed) for seed in range(args.random)]
+if found and os.environ.get("RANK", "0") == "0":
+    (args.out / "random.json").write_text(json.dumps(found))
+for job in filter(None, args.jobs.split(",")):
+    run(job)

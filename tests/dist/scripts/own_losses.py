@@ -1,0 +1,328 @@
+"""Losses and collators that scripts write: what a multi-GPU tool cannot know of a training. Used by own_code.py."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = BertConfig(num_labels=3, **STILL, **SIZES)
+WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
+
+
+def classifier():
+    return BertForSequenceClassification(BERT)
+
+
+def tagger():
+    return BertForTokenClassification(BERT)
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+def collator(**columns):
+    """`columns`: names in the batch -> names in a row."""
+
+    def collate(rows):
+        width = max(len(r["input_ids"]) for r in rows)
+        ids = torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows])
+        batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+        for name, column in columns.items():
+            values = [r[column] for r in rows]
+            if isinstance(values[0], list):
+                values = [v + [-100] * (width - len(v)) for v in values]
+            batch[name] = torch.tensor(values)
+        return batch
+
+    return collate
+
+
+collate_classes, collate_tags = collator(labels="class"), collator(labels="tags")
+
+
+def collate_tokens(rows):
+    batch = collate_classes(rows)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["input_ids"] == 0, -100)}
+
+
+def collate_chunks(rows):
+    """A row for each three tokens of a sample."""
+    chunks = [(row["input_ids"][i : i + 3], row["class"]) for row in rows for i in range(0, len(row["input_ids"]), 3)]
+    return collate_classes([{"input_ids": tokens, "class": label} for tokens, label in chunks])
+
+
+def collate_tuple(rows):
+    batch = collate_classes(rows)
+    return batch["input_ids"], batch["attention_mask"], batch["labels"]
+
+
+def collate_few_tags(rows, every=2):
+    """Every second row has a few tags, and the first token may have one."""
+    tagged = [
+        [t % 3 if r["number"] % every == 0 and k in (0, 3) else -100 for k, t in enumerate(r["input_ids"])]
+        for r in rows
+    ]
+    return collate_tags([{**row, "tags": tags} for row, tags in zip(rows, tagged, strict=True)])
+
+
+class CountingCollator:
+    """Each call changes what it gives next."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, rows):
+        self.num_calls += 1
+        return collate_classes(rows)
+
+
+def scores(model, inputs):
+    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+
+
+def class_losses(model, inputs):
+    return functional.cross_entropy(scores(model, inputs), inputs["labels"], reduction="none")
+
+
+def token_losses(model, inputs, name="labels"):
+    return functional.cross_entropy(scores(model, inputs).transpose(1, 2), inputs[name], reduction="none")
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return class_losses(model, inputs).mean() * self.factor()
+
+    def factor(self):
+        return 1.0
+
+
+def of(loss):
+    """A Trainer with this loss."""
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return loss(model, inputs)
+
+    return Own
+
+
+def class_weights(model, inputs):
+    return torch.nn.CrossEntropyLoss(weight=WEIGHTS)(scores(model, inputs), inputs["labels"])
+
+
+def token_class_weights(model, inputs):
+    logits = scores(model, inputs).flatten(0, 1)
+    return functional.cross_entropy(logits, inputs["labels"].flatten(), weight=WEIGHTS)
+
+
+def weighted_rows(model, inputs):
+    return (inputs["weight"] * class_losses(model, inputs)).sum() / inputs["weight"].sum()
+
+
+def attended_mean(model, inputs):
+    return token_losses(model, inputs, "target").sum() / inputs["attention_mask"].sum()
+
+
+def contrastive(model, inputs):
+    rows = scores(model, inputs)
+    return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def flooded(model, inputs):
+    return (class_losses(model, inputs).mean() - 1.0).abs() + 1.0
+
+
+def summed_target(model, inputs):
+    return functional.cross_entropy(scores(model, inputs), inputs["target"], reduction="sum")
+
+
+class Pooled(torch.nn.Module):
+    """Reads each row by an LSTM, padding too, or by its mean and a batch norm."""
+
+    def __init__(self, *, norm):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 3)
+        self.reader = torch.nn.BatchNorm1d(16) if norm else torch.nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        states = self.embed(input_ids)
+        if isinstance(self.reader, torch.nn.LSTM):
+            row = self.reader(states)[0][:, -1]
+        else:
+            mask = attention_mask[..., None]
+            row = self.reader((states * mask).sum(1) / mask.sum(1))
+        return {"loss": functional.cross_entropy(self.head(row), labels)}
+
+
+class ChangingWeights(Trainer):
+    """Re-weighting that begins late."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weight = WEIGHTS if self.state.epoch >= 1 else None
+        return functional.cross_entropy(scores(model, inputs), inputs["labels"], weight=weight)
+
+
+class ChangesForm(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        losses = class_losses(model, inputs)
+        if self.state.global_step < 8:
+            return losses.mean()
+        weights = 1.0 / torch.bincount(inputs["labels"], minlength=3)[inputs["labels"]]
+        return (losses * weights).sum() / weights.sum()
+
+
+class GathersByTorch(Trainer):
+    """Negatives of all ranks, as in CLIP; the rows of this rank know theirs."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = scores(model, inputs)
+        others, begin = rows, 0
+        if dist.is_initialized():
+            sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+            dist.all_gather(sizes, torch.tensor(len(rows)))
+            parts = [rows.new_zeros(max(sizes), rows.shape[1]) for _ in sizes]
+            mine = rows.new_zeros(max(sizes), rows.shape[1])
+            mine[: len(rows)] = rows.detach()
+            dist.all_gather(parts, mine)
+            parts = [part[:n] for part, n in zip(parts, sizes, strict=True)]
+            parts[dist.get_rank()] = rows
+            begin = int(sum(sizes[: dist.get_rank()]))
+            others = torch.cat(parts)
+        return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
+
+
+class GathersByAccelerate(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = scores(model, inputs)
+        others = self.accelerator.gather(rows)
+        begin = self.accelerator.process_index * len(rows)
+        return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
+
+
+class ByProgress(OwnLoss):
+    def factor(self):
+        return 1.0 + self.state.global_step / self.state.max_steps
+
+
+class ByRate(OwnLoss):
+    def factor(self):
+        return 1.0 + self.lr_scheduler.get_last_lr()[0] + self.optimizer.param_groups[0]["lr"]
+
+
+class ByCallback(OwnLoss):
+    """Reads what a callback sets when the training begins."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        outer = self
+
+        class Sets(TrainerCallback):
+            def on_train_begin(self, args, state, control, **kwargs):
+                outer.of_callback = 1.5
+
+        self.add_callback(Sets())
+
+    def factor(self):
+        return self.of_callback
+
+
+class Tuples(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask, labels = inputs
+        return functional.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, labels)
+
+
+class Ready(Trainer):
+    """A loader of ready batches."""
+
+    def get_train_dataloader(self):
+        rows = list(self.train_dataset)
+        batches = [collate_classes(rows[i : i + 4]) for i in range(0, len(rows), 4)]
+        return torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)
+
+
+class Noisy(OwnLoss):
+    """Noise that is no dropout."""
+
+    def factor(self):
+        return 1.0 + torch.rand(())
+
+
+class Tight(OwnLoss):
+    """The whole micro-batch does not fit on one of several devices."""
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        if os.environ.get("WORLD_SIZE", "1") != "1" and len(inputs["labels"]) > 2:
+            raise torch.OutOfMemoryError("out of memory, as planted")
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
+
+def router():
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`collate` makes the collator."""
+
+    trainer: type[Trainer] = Trainer
+    model: Callable[[], torch.nn.Module] = classifier
+    collate: Callable[[], Any] = lambda: collate_classes
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "class_weights": Kind(of(class_weights)),
+    "ignored_rows": Kind(collate=lambda: collator(labels="some_class")),
+    "token_class_weights": Kind(of(token_class_weights), tagger, lambda: collate_tags),
+    "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
+    "attended_mean": Kind(of(attended_mean), tagger, lambda: collator(target="tags")),
+    "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
+    "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
+    "contrastive": Kind(of(contrastive)),
+    "reads_padding": Kind(model=lambda: Pooled(norm=False)),
+    "batch_norm": Kind(model=lambda: Pooled(norm=True)),
+    "flooded": Kind(of(flooded)),
+    "questions": Kind(
+        model=lambda: BertForQuestionAnswering(BertConfig(**STILL, **SIZES)),
+        collate=lambda: collator(start_positions="start", end_positions="end"),
+    ),
+    "router": Kind(model=router, collate=lambda: collator(labels="input_ids")),
+    "chunks": Kind(OwnLoss, collate=lambda: collate_chunks),
+    "stock_chunks": Kind(collate=lambda: collate_chunks),
+    "changing_weights": Kind(ChangingWeights),
+    "changes_form": Kind(ChangesForm),
+    "few_tags": Kind(model=tagger, collate=lambda: collate_few_tags),
+    "rare_tags": Kind(model=tagger, collate=lambda: lambda rows: collate_few_tags(rows, every=5)),
+    "gathers_by_torch": Kind(GathersByTorch),
+    "gathers_by_accelerate": Kind(GathersByAccelerate),
+    "by_progress": Kind(ByProgress),
+    "by_rate": Kind(ByRate),
+    "by_callback": Kind(ByCallback),
+    "tuples": Kind(Tuples, collate=lambda: collate_tuple),
+    "ready": Kind(Ready),
+    "noisy": Kind(Noisy),
+    "tight": Kind(Tight),
+    "counting": Kind(OwnLoss, collate=CountingCollator),
+}

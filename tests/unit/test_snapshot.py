@@ -1,0 +1,129 @@
+"""What a pass over a step may have changed is as it was behind it, and dropout is off in it."""
+
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy
+import torch
+from torch.nn import functional
+
+from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
+
+HISTORY = []
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.mean += 1
+        self.last = x
+        HISTORY.append(self.num_calls)
+        return self.layer(x)
+
+
+class Trainer:
+    """A script's own, with all that it may count by."""
+
+    def __init__(self):
+        self.model = Model()
+        self.args = SimpleNamespace(device=torch.device("cpu"))
+        self.metrics = defaultdict(list, loss=[1.0])
+        self.teacher = {"w": torch.ones(2)}
+        self.generators = [random.Random(1), torch.Generator(), numpy.random.default_rng(0)]
+        self.nested, self.logs = {"a": [{1}]}, []
+        self.train_dataset = [1]
+        self.loss = self.make_loss()
+
+    def log(self, line):
+        self.logs.append(line)
+
+    def make_loss(self):
+        count = 0
+
+        def loss(x):
+            nonlocal count
+            count += 1
+            loss.average = count
+            return count
+
+        return loss
+
+    def compute(self):
+        loss = self.model(torch.ones(3, 2)).sum() * self.loss(1)
+        loss.backward()
+        self.metrics["loss"].append(2.0)
+        self.metrics["new"].append(3.0)
+        self.teacher["w"].mul_(2)
+        self.nested["a"][0].add(2)
+        self.nested["b"] = self
+        self.fresh = 1
+        self.log({})
+        self.generators[1] = None
+        random.random(), numpy.random.rand(), torch.rand(1)
+        self.train_dataset.append(2)
+
+
+def state_of(trainer):
+    first, _, last = trainer.generators
+    return repr(
+        [
+            {
+                name: value
+                for name, value in vars(trainer).items()
+                if name not in ("model", "loss", "train_dataset", "args")
+            },
+            dict(trainer.model.named_buffers()),
+            {name: value for name, value in vars(trainer.model).items() if not name.startswith("_")},
+            [p.grad for p in trainer.model.parameters()],
+            [random.getstate(), numpy.random.get_state(), torch.get_rng_state().sum(), first.getstate(), last.random()],
+            [HISTORY, trainer.loss.__closure__[0].cell_contents, vars(trainer.loss)],
+        ]
+    )
+
+
+def test_a_pass_leaves_no_trace():
+    trainer = Trainer()
+    trainer.model(torch.ones(3, 2)).sum().backward()
+    with kept_objects(trainer):
+        before = state_of(trainer)
+        versions = [b._version for b in trainer.model.buffers()]
+    for _ in range(2):
+        with kept_training_state(trainer):
+            trainer.compute()
+        with kept_objects(trainer):
+            assert state_of(trainer) == before
+    assert trainer.train_dataset == [1, 2, 2]  # Data are no state.
+    with kept_objects(trainer.model):
+        pass
+    assert versions[-1] < [b._version for b in trainer.model.buffers()][-1]
+    again = [b._version for b in trainer.model.buffers()]
+    with kept_objects(trainer.model):
+        pass
+    assert [b._version for b in trainer.model.buffers()] == again  # What is not written does not count as changed.
+
+
+def test_dropout_is_off_and_class_weights_are_seen():
+    x = torch.ones(4, 8)
+    attention = torch.nn.MultiheadAttention(8, 2, dropout=0.5)
+    with Still() as still:
+        assert torch.equal(torch.nn.Dropout(0.5)(x), x)
+        assert still.has_dropped
+    for call in (
+        lambda: functional.scaled_dot_product_attention(x, x, x, None, 0.9),
+        lambda: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.9),
+        lambda: attention(x, x, x)[0],
+    ):
+        with Still() as still:
+            assert torch.equal(call(), call())
+            assert still.has_dropped
+    with Still() as still:
+        functional.cross_entropy(x, torch.zeros(4, dtype=torch.int64), weight=torch.arange(8.0))
+        assert torch.equal(functional.dropout(x, 0.5, False), x)
+    assert (still.class_weights, still.has_dropped) == (tuple(map(float, range(8))), False)
