@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,9 +89,7 @@ class Session:
 
     def renew_manager(self) -> None:
         """Makes a new manager, because a new process group was opened: what the old one exchanged is gone."""
-        lengths = {} if self._manager is None else self._manager.lengths_of
         self._manager = None
-        self.manager().lengths_of = lengths
 
     def close(self) -> None:
         """Takes every patch out again, and closes what was opened for the run."""
@@ -195,7 +193,7 @@ class Session:
         elif of_tool is not None:
             result = self._run_alone(trainer, original_train, of_tool)
         else:
-            result = self._run_with_outlook(trainer, original_train)
+            result = original_train()
         self.program.end_training()
         self.tool.end_training()
         return result
@@ -236,15 +234,6 @@ class Session:
             result = original_train()
         self.report = meter.report_alone()
         return result
-
-    def _run_with_outlook(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
-        """Trains in a process that nothing looks at but what says how much sooner a second GPU would be."""
-        from unsloth_multigpu.train.loop import Loop
-        from unsloth_multigpu.train.outlook import outlook_of
-
-        outlook = None if self.context.tool is not None else outlook_of(trainer, self.config)
-        with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
-            return original_train()
 
     def find_mode(self, trainer: TrainerLike) -> tuple[Path, bool] | None:
         """The checkpoint that resume="auto" would take for a script's first training, and whether that was sharded."""

@@ -145,13 +145,6 @@ class OptionTable:
         section=PLACE,
         commands=_EVERY_COMMAND,
     )
-    forecast: bool = option(
-        True,
-        Switch(),
-        "On one GPU, a line after 16 steps says how long two would take, where the training is longer than some "
-        "minutes.",
-        section=PLACE,
-    )
     seed_per_rank: bool = option(
         True,
         Switch(),
@@ -314,7 +307,6 @@ class SeldomOptions(TypedDict, total=False):
     """The keywords of `enable_multi_gpu` that are not in its signature, for type checkers and editors."""
 
     device: str | None
-    forecast: bool | None
     seed_per_rank: bool | None
     log_dir: str | os.PathLike[str] | None
     shard_offload: bool | None

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.deal import Piece, check_divisible, deal_step, equation, with_groups
+from unsloth_multigpu.step.deal import Piece, check_divisible, deal_step, equation
 
 # Micro-batches of one process: full ones, and now and then ragged or short ones.
 SIZES = st.one_of(
@@ -154,17 +154,3 @@ def test_step_with_fewer_samples_than_ranks_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
         check_divisible(3, 4)
     assert "Hint: Raise per_device_train_batch_size or gradient_accumulation_steps to 4" in str(error.value)
-
-
-def test_groups_are_what_shares_a_micro_batch():
-    def groups(plan, sizes):
-        return [[(p.group, p.is_shared) for p in share] for share in with_groups(plan, sizes)]
-
-    assert groups(deal_step([4, 4], 2, regroup=False), [4, 4]) == [[((0,), False)], [((1,), False)]]
-    assert groups(deal_step([8], 2, regroup=False), [8]) == [[((0,), True)], [((0,), True)]]
-    # The second of three is shared.
-    thirds = [[((0,), False), ((1,), True)], [((1,), True), ((2,), False)]]
-    assert groups(deal_step([4, 4, 4], 2, regroup=False), [4, 4, 4]) == thirds
-    assert groups([[Piece((0, 3))], [Piece((1, 2))]], [2, 2]) == [[((0, 1), True)], [((0, 1), True)]]
-    filler = Piece((0,), is_filler=True)
-    assert groups([[Piece((0,))], [filler]], [1]) == [[((0,), False)], [((), False)]]

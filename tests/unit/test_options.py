@@ -151,7 +151,6 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         **ASKING,
         "num_gpus": {"num_gpus": 3},
         "device": {"device": "cpu"},
-        "forecast": {"forecast": False},
         "seed_per_rank": {"seed_per_rank": False},
         "log_dir": {"log_dir": Path("mine")},
         "timeout_s": {"timeout_s": 60},

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step
-from unsloth_multigpu.step.plan import plan_step, slowest_time
+from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step, in_lockstep
+from unsloth_multigpu.step.plan import lockstep_time, plan_step, slowest_time
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
 COSTS = st.builds(
@@ -27,11 +27,10 @@ COSTS = st.builds(
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, equal: bool = False) -> tuple[list[int], list[int]]:
+def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Lengths of a step's samples, and the sizes of its micro-batches in one process."""
     size, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
-    last = size if equal else draw(st.integers(1, size))
-    sizes = [size] * (count - 1) + [last]
+    sizes = [size] * (count - 1) + [draw(st.integers(1, size))]
     length = st.integers(0, 2000) if draw(st.booleans()) else st.integers(100, 104)
     return draw(st.lists(length, min_size=sum(sizes), max_size=sum(sizes))), sizes
 
@@ -53,10 +52,10 @@ def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
     return max(sum(lengths[p] for p in part) for part in parts)
 
 
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost, regroup) -> None:
+@given(steps(), SPEEDS, COSTS)
+def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds))
     assert rows_of(plan) == list(range(len(lengths)))
     assert len(plan) == len(speeds)
     assert all(piece.positions for share in plan for piece in share)
@@ -66,29 +65,29 @@ def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost, reg
 @given(steps(), SPEEDS, COSTS)
 def test_rank_has_a_filler_only_where_samples_are_too_few(step, speeds, cost) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds))
     fillers = [piece for share in plan for piece in share if piece.is_filler]
     assert len(fillers) == max(0, len(speeds) - len(lengths))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
 
 
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost, regroup) -> None:
+@given(steps(), SPEEDS, COSTS)
+def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
-    in_order = deal_step(sizes, len(speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds))
+    in_order = deal_step(sizes, len(speeds), regroup=True)
     before, after = (slowest_time(parts_of(p), lengths, speeds, cost) for p in (in_order, plan))
     assert after <= before * (1 + 1e-9)
 
 
-@given(steps(), SPEEDS, st.booleans(), st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
-def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, regroup, floor) -> None:
+@given(steps(), SPEEDS, st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
+def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, floor) -> None:
     lengths, sizes = step
     cost = CostModel(128.0, 512.0, is_padded=is_padded, possible=((0.0, 0.0), (0.0, 500.0), (0.0, 4000.0), (0.0, 1e7)))
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds))
     assert rows_of(plan) == list(range(len(lengths)))
     true = CostModel(0.0, floor, is_padded=is_padded)
-    in_order = parts_of(deal_step(sizes, len(speeds), regroup=regroup))
+    in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
     assert slowest_time(parts_of(plan), lengths, speeds, true) <= slowest_time(in_order, lengths, speeds, true)
 
 
@@ -96,7 +95,7 @@ def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_pad
 def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cost) -> None:
     lengths, sizes = step
     balance = Balance(cost, speeds)
-    plan = balance_step(lengths, sizes, balance, regroup=True)
+    plan = balance_step(lengths, sizes, balance)
     largest = max(cost.tokens([lengths[i] for i in part]) for share in parts_of(plan) for part in share)
     assert largest <= reach(lengths, sizes, balance)
 
@@ -104,41 +103,23 @@ def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cos
 @given(steps(), SPEEDS, COSTS, st.integers(1, 4000))
 def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds, max_tokens=limit), regroup=True)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds, max_tokens=limit))
     assert rows_of(plan) == list(range(len(lengths)))
     for part in (part for share in parts_of(plan) for part in share):
         assert len(part) == 1 or cost.tokens([lengths[i] for i in part]) <= limit
 
 
-@given(steps(equal=True), SPEEDS, COSTS)
-def test_exchange_keeps_the_rows_and_the_share_of_every_micro_batch(step, speeds, cost) -> None:
-    lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
-    in_order = deal_step(sizes, len(speeds), regroup=False)
-    for planned, dealt in zip(plan, in_order, strict=True):
-        assert sorted(len(p.positions) for p in planned) == sorted(len(p.positions) for p in dealt)
-        assert sorted(p.share for p in planned) == sorted(p.share for p in dealt)
-
-
 @given(steps(), SPEEDS, COSTS)
-def test_micro_batches_of_unequal_rows_are_not_mixed(step, speeds, cost) -> None:
+def test_same_step_gives_the_same_plan(step, speeds, cost) -> None:
     lengths, sizes = step
-    if len(set(sizes)) > 1:
-        plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
-        assert plan == deal_step(sizes, len(speeds), regroup=False)
-
-
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_same_step_gives_the_same_plan(step, speeds, cost, regroup) -> None:
-    lengths, sizes = step
-    first, second = (balance_step(list(lengths), sizes, Balance(cost, speeds), regroup=regroup) for _ in range(2))
+    first, second = (balance_step(list(lengths), sizes, Balance(cost, speeds)) for _ in range(2))
     assert first == second
 
 
 @given(steps(), COSTS)
 def test_piece_knows_its_work(step, cost) -> None:
     lengths, sizes = step
-    for share in balance_step(lengths, sizes, Balance(cost, (1.0, 1.0)), regroup=True):
+    for share in balance_step(lengths, sizes, Balance(cost, (1.0, 1.0))):
         for piece in share:
             expected = 0 if piece.is_filler else cost.work([lengths[p] for p in piece.positions])
             assert piece.work == expected
@@ -191,3 +172,41 @@ def test_planning_takes_milliseconds() -> None:
     start = time.process_time()
     plan_step(lengths, (1.0,) * 8, CostModel(128.0, 1024.0, 1 / 4000), 8 * max(lengths))
     assert time.process_time() - start < 0.5
+
+
+# Ranks that hold shards of the weights.
+
+
+def test_lockstep_takes_the_slowest_rank_of_each_round() -> None:
+    plain = CostModel(overhead_tokens=0)
+    plan = [[[0], [1]], [[2]]]
+    # 8 meets 5, 2 meets a filler of the shortest row.
+    assert lockstep_time(plan, [8, 2, 5], (1.0, 1.0), plain) == 8 + 2
+    assert lockstep_time(plan, [8, 2, 5], (1.0, 0.5), plain) == 10 + 4
+
+
+@given(steps(), st.integers(2, 4), COSTS)
+def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_size, cost) -> None:
+    lengths, sizes = step
+    speeds = (1.0,) * world_size
+    planned = balance_step(lengths, sizes, Balance(cost, speeds), is_lockstep=True)
+    in_order = deal_step(sizes, world_size, regroup=True)
+    before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
+    assert after <= before * (1 + 1e-9)
+    plan = in_lockstep(planned, whole=False)
+    assert len({len(share) for share in plan}) == 1
+    assert rows_of(plan) == list(range(len(lengths)))
+    for share in plan:
+        fillers = [piece.is_filler for piece in share]
+        # Gradients meet in the last micro-batch.
+        assert fillers == sorted(fillers, reverse=True)
+        assert [p.work for p in share if not p.is_filler] == sorted(p.work for p in share if not p.is_filler)
+        assert all(piece.share == 0 for piece in share if piece.is_filler)
+
+
+def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
+    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), whole=True)
+    (filler,) = [piece for share in plan for piece in share if piece.is_filler]
+    assert filler.positions == (6, 7)
+    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), whole=False)
+    assert all(len(piece.positions) == 1 for share in one_row for piece in share if piece.is_filler)

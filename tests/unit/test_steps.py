@@ -63,7 +63,8 @@ def fed(trainer, steps):
 
 def step_of(*pieces):
     losses = [torch.tensor(10.0**i) for i in range(len(pieces))]
-    return Step([MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)], len(pieces))
+    micro_batches = [MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)]
+    return Step(micro_batches, len(pieces), [3] * len(pieces))
 
 
 def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
@@ -91,7 +92,7 @@ def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
         assert trainer.gathered == []
         trainer.accelerator.gather("between two steps")
     assert trainer.gathered == ["between two steps"]
-    assert (steps.num_samples, steps.num_micro_batches) == (3, 2)
+    assert (steps.passes.num_samples, steps.passes.num_micro_batches) == (3, 2)
 
 
 @pytest.mark.parametrize("is_filler", [True, False])
@@ -316,7 +317,7 @@ class CountedNumbers(Numbers):
 
 
 def stream_of(rows, num_accumulated):
-    shape = StepShape(0, 1, num_accumulated, regroup=False, planner=lambda *_: None)
+    shape = StepShape(0, 1, num_accumulated, regroup=False)
     return StepStream(Pass(rows, batch_size=2, collate_fn=list), shape, list)
 
 

@@ -289,7 +289,8 @@ class StepProof:
             still = stack.enter_context(self._pass())
             stack.enter_context(self._alone())
             inputs = [on_device(trainer, batch) for batch in given.of_one()]
-            batches, num_items = self._feed.count_as_given(inputs)
+            count = unsteered(trainer.get_batch_samples)
+            batches, num_items = count(iter(inputs), len(inputs), trainer.args.device)
             begin = moment(trainer.args.device)
             gradient_state = accelerator.gradient_state
             before = gradient_state.sync_gradients
@@ -303,7 +304,7 @@ class StepProof:
                         if not (is_sharded and is_last):  # Its gradient is a mean of equal ones.
                             each.enter_context(accelerator.no_sync(model))
                         _seed_all(draw_seed(seed, i))
-                        self._feed.mark(i)
+                        self._feed.passes.mark(i)
                         random_state = read_random_state(trainer.args.device.type)
                         training_step(model, batch, num_items)
                         still.has_drawn |= read_random_state(trainer.args.device.type) != random_state
@@ -336,7 +337,7 @@ class StepProof:
         found: list[tuple[Difference, float, LossReduction]] = []
         tables: list[Any] = []
         for way in self._ways(given, still):
-            feed.use(way)
+            feed.passes.reduction = way
             table = self._table(given, way)
             if table in tables:
                 continue
@@ -346,7 +347,7 @@ class StepProof:
                 return found[-1][0], found[-1][1]
         off, seconds, way = min(found, key=lambda each: each[0].off)
         # What is declared stays as it is said; else the nearest is the best that is known.
-        feed.use(way if before.kind == AUTO else before)
+        feed.passes.reduction = way if before.kind == AUTO else before
         return off, seconds
 
     def _is_within(self, found: Difference) -> bool:
@@ -356,7 +357,7 @@ class StepProof:
         """Reductions to be tried, the one of the training first. Equal on all ranks."""
         reduction = self._feed.reduction
         asked = self._manager.config.loss_reduction
-        is_shared = self._feed.shares_micro_batches(given.sizes)
+        is_shared = self._feed.passes.shares_micro_batches(given.sizes)
         if asked not in (AUTO, TOKEN_MEAN) or reduction.is_token_normalised or not is_shared:
             return [reduction]
         mine = self._offered(given, still)
@@ -380,10 +381,11 @@ class StepProof:
 
     def _table(self, given: Given, way: LossReduction) -> Any:
         """What the parts of each micro-batch count on each rank: two ways with the same are one. Collective."""
-        if way.is_token_normalised or way.weighing in (SUM, ROWS) or not self._feed.shares_micro_batches(given.sizes):
+        is_shared = self._feed.passes.shares_micro_batches(given.sizes)
+        if way.is_token_normalised or way.weighing in (SUM, ROWS) or not is_shared:
             return way.kind if way.is_token_normalised else way.weighing
         with self._pass():
-            ranks = self._feed.weigh(self._counted(given)[0], way)
+            ranks = self._feed.passes.weigh(self._counted(given)[0], way)
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
         return [
             [round(count / total, 12) if total else 0.0 for count, total in zip(r, totals, strict=True)] for r in ranks
@@ -391,7 +393,7 @@ class StepProof:
 
     def _counted(self, given: Given) -> tuple[Step, Any]:
         step = given.dealt()
-        return step, self._feed.counted(step)
+        return step, self._feed.passes.counted(step)
 
     def _dealt_once(self, model: nn.Module, given: Given, one: Sequence[float]) -> tuple[Difference, float]:
         manager, trainer = self._manager, self._trainer
@@ -401,7 +403,7 @@ class StepProof:
             manager.gather_floats([0.0])  # All ranks begin at once.
             begin = moment(trainer.args.device)
             try:
-                for place in self._feed.computed(model, step, num_items, is_synced=is_exchanged):
+                for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
                     # A whole micro-batch draws what it draws in one process.
                     _seed_all(draw_seed(self._seed, place))
             except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
@@ -463,11 +465,11 @@ class StepProof:
     @property
     def _is_unknown(self) -> bool:
         reduction = self._feed.reduction
-        return reduction.kind == AUTO and self._feed.shares_micro_batches(())
+        return reduction.kind == AUTO and self._feed.passes.shares_micro_batches(())
 
     def _ways_out(self) -> str:
         world_size = self._manager.identity.world_size
-        if self._feed.shares_micro_batches(()):
+        if self._feed.passes.shares_micro_batches(()):
             return whole_ways(world_size)
         if self._feed.reduction.kind == TOKEN_SUM:
             return "Set loss_reduction='whole'."

@@ -34,7 +34,6 @@ from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.figures import Meter, gather_reports
 from unsloth_multigpu.train.log_figures import log_figures
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
@@ -123,8 +122,6 @@ class DDPTrainer:
                 *([] if is_comparison else log_figures(trainer, self.meter, manager, run_dir)),
             ]
             self.parts += [OneDecision(trainer, manager, beat), wrapping, trained, buffers]
-        elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
-            self.parts.append(outlook)
         if context.shard_choice is not None:
             from unsloth_multigpu.shard.calibration import Calibration
 
@@ -222,7 +219,7 @@ class DDPTrainer:
             check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
-        self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True
+        self.is_sharded = self.steps.passes.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         if self._resume is not None:
             self._resume.is_sharded, self._resume.files_tell = True, engine is not Engine.UNSLOTH
@@ -285,7 +282,7 @@ class DDPTrainer:
         return self.exchange is None or self.exchange.may_stop
 
     def _report(self, train_s: float) -> None:
-        counts = (self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches)
+        counts = (self.progress.num_steps, self.steps.passes.num_samples, self.steps.passes.num_micro_batches)
         if self.is_sharded:
             sent_bytes = None
         elif self.exchange is None:
@@ -304,7 +301,7 @@ class DDPTrainer:
         )
         # One process whose own batches are trained on ends as it does without the line.
         has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0
-        if has_trained or self.steps.num_micro_batches or self.report.had_nothing_to_do:
+        if has_trained or self.steps.passes.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
 
     def _resumed(self) -> str:
