@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,8 +59,9 @@ class Metrics(Part):
         self.is_dealing = False
         # Micro-batches of one process in an epoch and in a step of it; None where an epoch has no length.
         self._num_references: tuple[int, int] | None = None
-        # Of each step since the last exchange: the number of steps before it, and what this rank adds to its loss.
-        self._losses: list[tuple[int, torch.Tensor]] = []
+        # Of each step since the last exchange: the number of steps before it, whether ranks share its micro-batches,
+        # and what this rank's micro-batches add to its loss.
+        self._losses: list[tuple[int, bool, torch.Tensor]] = []
         # Metric, number of the step and whether ranks share the micro-batch -> value, its weight, and how many
         # micro-batches of one process it is of; of each of this rank's micro-batches.
         self._noted: dict[tuple[str, int, bool], list[tuple[float, float, float]]] = defaultdict(list)
@@ -110,9 +111,14 @@ class Metrics(Part):
                 row = (sum(new) / len(new), weight, num_references)
                 self._noted[name, len(self._losses), is_shared].append(row)
 
-    def end_step(self, loss: torch.Tensor) -> None:
-        """All micro-batches of a step are computed; `loss` is what this rank adds to its loss, times the ranks."""
-        self._losses.append((self._trainer.state.global_step, loss.detach()))
+    def end_step(self, losses: torch.Tensor, *, is_shared: bool) -> None:
+        """All micro-batches of a step are computed.
+
+        Args:
+            losses: What each adds to its loss, times the ranks.
+            is_shared: Ranks share the micro-batches of one process.
+        """
+        self._losses.append((self._trainer.state.global_step, is_shared, losses.detach()))
 
     def _collected(self) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
         """Each training metric: its name with its store's, its values, and where they lie."""
@@ -160,9 +166,9 @@ class Metrics(Part):
             return
         num_tokens = getattr(self._trainer, _TOKENS, 0) - self._num_tokens
         noted = [[*key, rows] for key, rows in self._noted.items()]
-        mine = {"tokens": num_tokens, "losses": [float(loss) for _, loss in self._losses], "noted": noted}
+        mine = {"tokens": num_tokens, "losses": [losses.tolist() for _, _, losses in self._losses], "noted": noted}
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))]
-        self._add_losses([sum(losses) / len(ranks) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)])
+        self._add_losses([rank["losses"] for rank in ranks])
         self._num_tokens += sum(rank["tokens"] for rank in ranks)
         if hasattr(self._trainer, _TOKENS):
             setattr(self._trainer, _TOKENS, self._num_tokens)
@@ -173,15 +179,17 @@ class Metrics(Part):
         self._losses.clear()
         self._noted.clear()
 
-    def _add_losses(self, losses: Sequence[float]) -> None:
-        """Adds the loss of each step as the Trainer would, which skips those that are not finite."""
+    def _add_losses(self, ranks: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Adds the losses of each step as the Trainer would, which skips those that are not finite."""
         last_logged = self._trainer._globalstep_last_logged
         if last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, last_logged
-        for loss, (num_before, _) in zip(losses, self._losses, strict=True):
-            if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
-                loss = self._loss_sum / (1 + num_before - last_logged)
-            self._loss_sum += loss
+        for (num_before, is_shared, _), losses in zip(self._losses, zip(*ranks, strict=True), strict=True):
+            of_step = list(itertools.chain.from_iterable(losses))
+            for loss in [sum(of_step)] if is_shared else of_step:
+                if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
+                    loss = len(ranks) * self._loss_sum / (1 + num_before - last_logged)
+                self._loss_sum += loss / len(ranks)
 
     def _write(self, found: Mapping[tuple[str, int, bool], Sequence[tuple[float, float, float]]]) -> None:
         """Puts the mean over what one process would have added into each list."""
@@ -192,7 +200,8 @@ class Metrics(Part):
             value = sum(v * weight for v, weight, _ in rows) / sum(weight for _, weight, _ in rows)
             num_references = sum(n for _, _, n in rows)
             if is_shared:
-                value = _EXTREMES.get(_metric(name), lambda _, mean=value: mean)(v for v, _, _ in rows)
+                if _metric(name) in _EXTREMES:
+                    value = _EXTREMES[_metric(name)](v for v, _, _ in rows)
                 # A part may have nothing to add, as of chosen answers.
                 num_references = max(1, round(num_references))
             before = merged.get(name, (0.0, 0.0))
@@ -217,7 +226,7 @@ def _of_references(piece: Piece, sizes: Sequence[int]) -> tuple[float, bool]:
         piece: Of a step.
         sizes: Rows of each micro-batch of that step in one process.
     """
-    ends = list(accumulate(sizes))
+    ends = list(itertools.accumulate(sizes))
     rows = Counter(bisect_right(ends, position) for position in piece.positions)
     return sum(n / sizes[r] for r, n in rows.items()), any(n < sizes[r] for r, n in rows.items())
 

@@ -153,10 +153,11 @@ class StepPasses:
             step: Counted.
             num_items: What `counted` has returned.
         """
-        loss = self._train(original, model, step, num_items)
+        losses = torch.stack(self._train(original, model, step, num_items))
         self._multiply_gradients(model)
-        self.metrics.end_step(loss)
-        return loss
+        self.balancer.end_step()
+        self.metrics.end_step(losses, is_shared=self.shares_micro_batches(step.sizes))
+        return losses.sum()
 
     def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
         """The gradient of a step alone, by the script's own methods: nothing is counted, noted or timed.
@@ -179,10 +180,12 @@ class StepPasses:
                     self._call(training_step, model, micro_batch, num_items)
         self._multiply_gradients(model)
 
-    def _train(self, original: Any, model: nn.Module, step: Step, num_items: Any, *, is_last: bool = True) -> Any:
+    def _train(
+        self, original: Any, model: nn.Module, step: Step, num_items: Any, *, is_last: bool = True
+    ) -> list[torch.Tensor]:
         losses = []
         if step.left_over is not None:
-            losses.append(self._train(original, model, step.left_over, step.left_over_items, is_last=False))
+            losses = self._train(original, model, step.left_over, step.left_over_items, is_last=False)
         for i, micro_batch in enumerate(self._each(step)):
             self.balancer.stopwatch.start()
             is_synced = is_last and i == len(step.micro_batches) - 1
@@ -194,9 +197,7 @@ class StepPasses:
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
             self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
-        if is_last:
-            self.balancer.end_step()
-        return torch.stack(losses).sum()
+        return losses
 
     def mark(self, micro_batch: int) -> None:
         """Tells the watchdog which micro-batch is about to be computed."""

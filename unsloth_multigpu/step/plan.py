@@ -69,7 +69,7 @@ def lockstep_time(
     shares = [sorted(share, reverse=True) for share in _costs(plan, lengths, cost)]
     most = max(map(len, shares))
     rounds = zip(*(share + [filler] * (most - len(share)) for share in shares), strict=True)
-    return sum(max(c / speed for c, speed in zip(costs, speeds, strict=True)) for costs in rounds)
+    return float(sum(max(c / speed for c, speed in zip(costs, speeds, strict=True)) for costs in rounds))
 
 
 def _costs(plan: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> list[list[float]]:

@@ -100,7 +100,7 @@ def _measure_in_rank() -> None:
 
 def _link_of(small: tuple[float, float], large: tuple[float, float], num_ranks: int) -> dict[str, float]:
     """Latency and bandwidth of a ring in which messages of two sizes take as long as these; nothing for one rank."""
-    from unsloth_multigpu.step.link import fit_link
+    from unsloth_multigpu.tools.link import fit_link
 
     if num_ranks == 1:
         return {}
