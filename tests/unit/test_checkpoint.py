@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.helpers.step import InOrder, Reference
+from tests.helpers.step import Reference
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_mode, find_newest
 from unsloth_multigpu.checkpoint.claim import MARK, lock_of, take
@@ -933,7 +933,7 @@ def test_draws_of_a_step_depend_on_its_place_alone() -> None:
 
 
 def shape(rank: int) -> StepShape:
-    return StepShape(rank, 2, 1, regroup=True, planner=InOrder(), seed=7, rank_seed=7 + rank)
+    return StepShape(rank, 2, 1, regroup=True, seed=7, rank_seed=7 + rank)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -2,8 +2,8 @@
 
 Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
-evaluates 11 rows in batches of 4 after every second step, "resume" goes on from the second step. The kind "own" collects
-a metric of its own, as a tensor and without a gather, "nan" has some losses that are none, and "stream" has
+evaluates 11 rows in batches of 4 after every second step, "resume" goes on from the second step. The kind "own"
+collects a metric of its own, as a tensor and without a gather, "nan" has some losses that are none, and "stream" has
 micro-batches that are left over when an epoch ends.
 """
 
