@@ -93,11 +93,6 @@ def test_planned_step_is_said_in_words() -> None:
     assert balancer(balance="off").prepare(loader(), TOKEN_SUM) == ""
 
 
-def test_collator_says_how_rows_are_laid() -> None:
-    costs = [prepared(loader(c)).balance.cost for c in (pad_to(), pad_to(8), end_to_end)]  # type: ignore[union-attr]
-    assert [(c.is_padded, c.pad_multiple) for c in costs] == [(True, 1), (True, 8), (False, 1)]
-
-
 def test_step_with_rows_that_came_later_is_refused() -> None:
     ours = prepared(loader())
     assert ours.plan([0, 1, 2, 3], [2, 2]) is not None
@@ -179,18 +174,6 @@ def test_costs_are_measured_in_the_first_steps() -> None:
     assert ours.balance.cost.floor_tokens == 0
 
 
-def test_costs_of_a_disturbed_moment_count_with_those_of_before() -> None:
-    ours = prepared(loader())
-    measured_steps(ours, 8)
-    # Twice as slow, and each micro-batch besides waits as long as a hundred tokens take.
-    disturbed = [(float(work), FakeLap((work + 100) * 2e-5)) for work in (50, 200, 900)] * 4
-    ours._laps.extend(disturbed)  # type: ignore[arg-type]
-    for _ in range(8):
-        ours.end_step()
-    assert ours.balance is not None
-    assert ours.balance.cost.overhead_tokens == 32  # Those laps alone say 128.
-
-
 def small_and_slow(mine: list[float]) -> list[list[float]]:
     """Another rank, with a tenth of the work in each micro-batch and half the speed."""
     its = [value for work in mine[1::2] for value in (work / 10, 2 * (work / 10 + 20) * 1e-5)]
@@ -245,15 +228,3 @@ def test_rank_counts_as_slow_when_it_was_so_twice() -> None:
     assert ours.balance.speeds == (1.0, 1.0)
     measured_steps(ours, 4)
     assert ours.balance.speeds == (1.0, 0.5)
-
-
-@pytest.mark.parametrize(("num_laps", "speeds"), [(7, (1.0, 1.0)), (8, (1.0, 0.5))])
-def test_few_micro_batches_say_nothing_of_speeds(num_laps: int, speeds: tuple[float, ...]) -> None:
-    ours = prepared(loader())
-    ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
-    ours._last_speeds = (1.0, 1.0)
-    for step in range(1, 33):
-        ours._laps.extend([(100.0, FakeLap(0.1))] * (num_laps if step in (4, 8, 16, 32) else 0))  # type: ignore[list-item]
-        ours.end_step()
-    assert ours.balance is not None
-    assert ours.balance.speeds == speeds
