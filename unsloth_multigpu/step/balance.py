@@ -68,7 +68,7 @@ class Balancer:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
-        self._is_lockstep = False
+        self._is_lockstep = self._has_grown = False
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(
@@ -112,13 +112,18 @@ class Balancer:
             {"lengths of samples": digest_of(self.lengths), "balance": reason.args[0] if reason else self.state()}
         )
         if reason is not None:
-            limit = self._config.max_tokens_per_micro_batch
-            if self._config.balance == "tokens" or limit is not None:
-                asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
-                raise SetupError(f"{asked} is not possible: {reason.args[0]}.", hint=reason.hint)
+            if self._asked:
+                raise SetupError(f"{self._asked} is not possible: {reason.args[0]}.", hint=reason.hint)
             return f", dealt in order: {reason.args[0]}"
         self._check_limit()
         return f", dealt by length ({min(self.lengths)} to {max(self.lengths)} tokens)"
+
+    @property
+    def _asked(self) -> str:
+        """The option that asks for plans; "" = they may be left out."""
+        if (limit := self._config.max_tokens_per_micro_batch) is not None:
+            return f"max_tokens_per_micro_batch={limit}"
+        return "balance='tokens'" if self._config.balance == "tokens" else ""
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, as JSON values: a resumed training plans with it."""
@@ -181,15 +186,18 @@ class Balancer:
         Called at the same place of the training on all ranks, which have the same measurements there.
 
         Raises:
-            SetupError: The data set has grown.
+            SetupError: The data set has grown, and plans were asked for.
         """
         if self.balance is None:
             return None
         if max(samples, default=-1) >= len(self.lengths):
-            raise SetupError(
-                f"The data set has grown: it had {len(self.lengths)} rows when their lengths were read.",
-                hint="Set balance='off', or add no rows while it is trained on.",
-            )
+            grown = f"the data set has grown: it had {len(self.lengths)} rows when their lengths were read"
+            if self._asked:
+                raise SetupError(f"{self._asked} is not possible: {grown}.", hint="Set balance='off', or add no rows.")
+            if not self._has_grown:
+                logger.info("balance: samples are dealt in order from here on, where one of them is new: %s", grown)
+            self._has_grown = True
+            return None
         lengths = [self.lengths[i] for i in samples]
         return functools.partial(balance_step, lengths, sizes, self.balance, is_lockstep=self._is_lockstep)
 

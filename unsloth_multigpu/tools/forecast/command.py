@@ -94,11 +94,8 @@ class Request:
             raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
         num_steps = DEFAULT_STEPS if options.steps is None else options.steps
         limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
-        least = {"--steps": (num_steps, 5), "--check": (options.check or 2, 2)}
-        if options.check == 0:
-            least["--check"] = (0, 2)
-        for name, (value, fewest) in least.items():
-            if value < fewest:
+        for name, value, fewest in (("--steps", num_steps, 5), ("--check", options.check, 2)):
+            if value is not None and value < fewest:
                 raise ConfigError(f"{name} {value}; expected at least {fewest}.", hint="Leave it out for the default.")
         if limit_s <= 0:
             raise ConfigError(f"--timeout-s {limit_s:g}; expected more than 0.", hint="Leave it out.")
@@ -107,23 +104,6 @@ class Request:
             raise ConfigError(f"--device {device!r}; expected auto or cpu.", hint="Leave it out.")
         link = None if options.link in (None, _MEASURE) else parse_link(options.link)
         return cls(numbers, link, options.link == _MEASURE, num_steps, options.check, device, limit_s)
-
-
-@dataclass(frozen=True)
-class Check:
-    """Forecast and reality.
-
-    Args:
-        num_ranks: Of the run.
-        forecast_s: Seconds of a step.
-        measured_s: Median of the slowest rank.
-        first_step: What the ranks' comparison of it with one process has found; empty without.
-    """
-
-    num_ranks: int
-    forecast_s: float
-    measured_s: float
-    first_step: Mapping[str, Any]
 
 
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -161,13 +141,14 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             has_cards = record["device"] != "CPU" and _num_devices() > 1
             link = _measured_link(request, folder) if has_cards else assumed
         work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
-        checked = None
+        checked: dict[str, Any] | None = None
         if request.check is not None:
             progress.say(f"runs the same steps on {request.check} ranks")
             ranks = _run(request, program, folder, request.check)
             measured_s = max(statistics.median(rank["steps"]) for rank in ranks)
             forecast_s = estimate(work, request.check, link).step_s
-            checked = Check(request.check, forecast_s, measured_s, ranks[0]["first_step"])
+            checked = {"num_ranks": request.check, "forecast_s": forecast_s, "measured_s": measured_s}
+            checked["first_step"] = ranks[0]["first_step"]
     num_samples = sum(work.sizes)
     rows = [estimate(work, n, link) for n in sorted({1, *request.numbers}) if n <= num_samples]
     refused = [n for n in request.numbers if n > num_samples]
@@ -183,7 +164,7 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             "forecasts": [asdict(row) for row in rows],
             "refused": refused,
             "advice": advise(rows),
-            "check": None if checked is None else asdict(checked),
+            "check": checked,
         }
         screen.line(json_text(values).rstrip())
     else:
@@ -213,11 +194,11 @@ def _show(
     link: Link,
     rows: Sequence[Estimate],
     refused: Sequence[int],
-    checked: Check | None,
+    checked: Mapping[str, Any] | None,
 ) -> None:
     """What was measured, the table, and what to do."""
-    if checked is not None and (first := checked.first_step) and first["one_process_s"] and first["dealt_s"]:
-        times = times_in_words(first["one_process_s"], first["dealt_s"], checked.num_ranks)
+    if checked is not None and (first := checked["first_step"]) and first["one_process_s"] and first["dealt_s"]:
+        times = times_in_words(first["one_process_s"], first["dealt_s"], checked["num_ranks"])
         screen.line(f"measured, forward and backward passes of the first step: {times}")
     num_samples = sum(work.sizes)
     lengths = [n for step in work.steps for n in step]
@@ -232,9 +213,10 @@ def _show(
     )
     screen.line(f"link: {link}")
     if checked is not None:
+        ratio = checked["forecast_s"] / checked["measured_s"]
         screen.line(
-            f"check on {checked.num_ranks} ranks: forecast {_short(checked.forecast_s)} a step, measured "
-            f"{_short(checked.measured_s)}; forecast / measured {checked.forecast_s / checked.measured_s:.2f}"
+            f"check on {checked['num_ranks']} ranks: forecast {_short(checked['forecast_s'])} a step, measured "
+            f"{_short(checked['measured_s'])}; forecast / measured {ratio:.2f}"
         )
     for note in _notes(record):
         screen.line(f"note: {note}")
