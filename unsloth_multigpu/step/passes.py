@@ -92,6 +92,11 @@ class StepPasses:
             step.left_over_items = self.counted(step.left_over)
         return [step], self.counted(step)
 
+    def count_as_given(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """What the script's own `get_batch_samples` makes of micro-batches: them, and the number of their tokens."""
+        count = unsteered(self._trainer.get_batch_samples)
+        return count(iter(inputs), len(inputs), self._trainer.args.device)  # type: ignore[no-any-return]
+
     def counted(self, step: Step) -> Any:
         """Brings a step to the device; its tokens over all ranks, None where a loss takes no count. Collective."""
         assert self._count is not None

@@ -289,8 +289,7 @@ class StepProof:
             still = stack.enter_context(self._pass())
             stack.enter_context(self._alone())
             inputs = [on_device(trainer, batch) for batch in given.of_one()]
-            count = unsteered(trainer.get_batch_samples)
-            batches, num_items = count(iter(inputs), len(inputs), trainer.args.device)
+            batches, num_items = self._feed.passes.count_as_given(inputs)
             begin = moment(trainer.args.device)
             gradient_state = accelerator.gradient_state
             before = gradient_state.sync_gradients
