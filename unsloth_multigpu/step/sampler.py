@@ -139,15 +139,7 @@ def step_loader(
         SetupError: A stream gives whole batches. There are fewer rows than a batch, and incomplete ones are dropped. Or
             the script's sampler has divided the rows among the ranks.
     """
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "timeout": loader.timeout,
-    }
+    settings = {**worker_settings(loader), "pin_memory": loader.pin_memory}
     assert loader.collate_fn is not None
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
@@ -160,7 +152,7 @@ def step_loader(
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             collate_fn=list,
-            **{**settings, "pin_memory": False},
+            **worker_settings(loader),
         )
         stream = StepStream(reference(rows_only), shape, loader.collate_fn)
         steps = StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
@@ -191,6 +183,12 @@ def step_loader(
     )
     steps.one_process = one_process
     return steps
+
+
+def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that say how its rows are read."""
+    names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+    return {name: getattr(loader, name) for name in (*names, "timeout")}
 
 
 class _ReadyBatch:
