@@ -326,6 +326,7 @@ def test_stream_without_length_and_without_a_whole_step_is_refused():
     assert [rows_of(step) for step in stream_of(CountedNumbers(2), 2)] == [[0, 1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("is_planned", "num_compilations"), [(True, 3), (False, 7)])
 def test_numbers_of_rows_are_not_compiled_for_each_by_itself(is_planned, num_compilations):
     """Rows that vary, marked as Unsloth marks them; 1 and what the first two had are always compiled for."""
