@@ -64,12 +64,6 @@ def test_lengths_are_read(dataset: Any) -> None:
     assert lengths(dataset) == LENGTHS
 
 
-@pytest.mark.parametrize("ids", ["ids", "input_ids"])
-def test_answers_follow_their_prompt(ids: str) -> None:
-    rows = {f"prompt_{ids}": [[1, 2], [1]], f"chosen_{ids}": [[1], [1, 2, 3]], f"rejected_{ids}": [[1, 2], [1]]}
-    assert lengths(Dataset.from_dict(rows)) == [4, 4]
-
-
 def test_rows_of_another_kind_are_read_when_asked() -> None:
     assert lengths(Rows(), may_read_rows=True) == LENGTHS
 

@@ -10,12 +10,6 @@ from torch.utils.data import Subset
 from unsloth_multigpu.errors import SetupError
 
 _ROWS_AT_ONCE = 10_000
-# What trainers of preferences store for each sample, in new and older releases of TRL. Both answers follow the prompt
-# and are padded alike.
-_PREFERENCES = (
-    ("prompt_ids", "chosen_ids", "rejected_ids"),
-    ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
-)
 
 
 def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
@@ -60,10 +54,7 @@ def _stored_lengths(dataset: Any, length_column: str) -> list[int]:
             "rows get their tokens when they are read", hint="Tokenize with Dataset.map instead of set_transform."
         )
     if "input_ids" in names:
-        return _list_lengths(dataset, "input_ids")
-    if columns := next((columns for columns in _PREFERENCES if {*columns} <= {*names}), None):
-        prompt, chosen, rejected = (_list_lengths(dataset, name) for name in columns)
-        return [p + max(c, r) for p, c, r in zip(prompt, chosen, rejected, strict=True)]
+        return _token_counts(dataset)
     if length_column in names:
         return [int(length) for length in dataset.with_format(None)[length_column]]
     raise SetupError(
@@ -72,20 +63,20 @@ def _stored_lengths(dataset: Any, length_column: str) -> list[int]:
     )
 
 
-def _list_lengths(dataset: Any, name: str) -> list[int]:
-    """Reads the offsets of a column of lists; its values stay on the disk."""
+def _token_counts(dataset: Any) -> list[int]:
+    """Reads the offsets of the column of tokens; its values stay on the disk."""
     import pyarrow.compute
 
     lengths: list[int] = []
     try:
-        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
             lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
     except pyarrow.ArrowNotImplementedError:
-        kind = dataset.features[name]
-        raise SetupError(f"{name} is not a column of lists but {kind}", hint="Set balance='off'.") from None
+        kind = dataset.features["input_ids"]
+        raise SetupError(f"input_ids is not a column of lists but {kind}", hint="Set balance='off'.") from None
     missing = next((i for i, length in enumerate(lengths) if length is None), None)
     if missing is not None:
-        raise SetupError(f"row {missing} has no {name}", hint="Leave rows without tokens out.")
+        raise SetupError(f"row {missing} has no input_ids", hint="Leave rows without tokens out.")
     return lengths
 
 
