@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,9 +88,7 @@ class Session:
 
     def renew_manager(self) -> None:
         """Makes a new manager, because a new process group was opened: what the old one exchanged is gone."""
-        lengths = {} if self._manager is None else self._manager.lengths_of
         self._manager = None
-        self.manager().lengths_of = lengths
 
     def close(self) -> None:
         """Takes every patch out again, and closes what was opened for the run."""
@@ -197,7 +195,7 @@ class Session:
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
         else:
-            result = self._run_alone(trainer, original_train, of_tool)
+            result = original_train() if of_tool is None else self._run_alone(trainer, original_train, of_tool)
         self.program.end_training()
         self.tool.end_training()
         return result
@@ -215,21 +213,16 @@ class Session:
             what = f"rank {rank} to leave the training that has failed on this rank"
             manager.wait_for_number(f"begun/{rank}", train_index, what, timeout_s=self.config.timeout_s)
 
-    def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part | None) -> Any:
-        """Trains in a process at which a tool looks, or what says how much sooner a second GPU would be."""
+    def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
+        """Trains in a process that only a tool looks at."""
         from unsloth_multigpu.train.figures import Meter
         from unsloth_multigpu.train.loop import Loop
-        from unsloth_multigpu.train.outlook import outlook_of
 
-        if of_tool is not None:
-            meter = Meter(trainer, self.manager(), self.beat)
-            with Loop(trainer, [meter, of_tool]).steering():
-                result = original_train()
-            self.report = meter.report_alone()
-            return result
-        outlook = None if self.context.tool is not None else outlook_of(trainer, self.config)
-        with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
-            return original_train()
+        meter = Meter(trainer, self.manager(), self.beat)
+        with Loop(trainer, [meter, of_tool]).steering():
+            result = original_train()
+        self.report = meter.report_alone()
+        return result
 
     def _steers(self) -> bool:
         """False if this single process is not steered, because no option asks for it."""

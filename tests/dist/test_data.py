@@ -11,34 +11,23 @@ SCRIPT = Path(__file__).parent / "scripts" / "data.py"
 LIBRARIES = light("peft", "rich", "triton")
 SOURCES = [
     "plain",
-    "seeded",
     "workers",
     "grouped",
-    "sequential",
     "drop_last",
     "own_sampler",
-    "own_token_loss",
     "mean_loss",
     "divided",
     "sum_over_count",
-    "mean_function",
-    "summed",
     "old_step",
-    "old_mean_step",
     "plain_loader",
-    "own_generator",
     "own_generator_workers",
-    "own_generator_prepared",
     "evaluated",
-    "smoothed",
     "masked_lm",
-    "wrapper",
     "hf_dataset",
     "list",
     "silent",
     "subset",
     "fixed_width",
-    "exchanged",
     "end_to_end",
     "streaming",
     "hf_streaming",
@@ -48,15 +37,13 @@ SOURCES = [
     "looked_at_stream",
 ]
 # Three ranks differ from two in how they divide: one source of each kind is enough there.
-ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "exchanged", "streaming", "whole"]
+ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "streaming", "whole"]
 # name -> rows that one process predicts
 EVALUATED = {
     "eval_drop": 20,
     "eval_drop_few": 4,
     "eval_drop_all": 0,
     "eval_inputs": 10,
-    "eval_inputs_few": 6,
-    "eval_inputs_drop": 20,
     # Each batch is one row, and the last has one sample: only other ranks can say that none is missing.
     "eval_inputs_end_to_end": 3,
     "eval_short": 7,
@@ -207,14 +194,6 @@ def test_rows_of_known_lengths_are_dealt_with_less_padding(folder):
         assert computed_tokens(folder, name) < 0.8 * in_order, name
 
 
-def test_steps_are_planned_beside_the_training(folder):
-    for name, num_in_main in (("plain", 1), ("workers", 0)):
-        for rank in ranks(folder, 2, name):
-            num_epochs = 2
-            assert sum(rank["planned_in_main"]) == num_in_main * num_epochs, name
-            assert len(rank["planned_in_main"]) == len(rank["steps"])
-
-
 @pytest.mark.thorough
 def test_one_process_is_planned_when_asked(folder):
     names = ["plain", "workers", "list", "end_to_end"]
@@ -231,6 +210,7 @@ def test_one_process_is_planned_when_asked(folder):
             assert planned["computed_tokens"] < 0.8 * plain["computed_tokens"], name
 
 
+@pytest.mark.thorough
 def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
     names = ["plain", "list"]
     out = folder / "guarded"
@@ -253,7 +233,6 @@ def test_one_line_says_how_samples_are_dealt(folder):
     }.items():
         assert sum(line.endswith(f", dealt in order: {reason}") for line in lines) == count, reason
     assert any(line.endswith("dealt by length (2 to 14 tokens)") for line in lines)
-    assert any(line.endswith("exchanged between micro-batches by length (2 to 14 tokens)") for line in lines)
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])

@@ -170,18 +170,3 @@ def test_federated_aggregation_measures_four_ways(tmp_path: Path) -> None:
     run = run_python([EXPERIMENTS / "federated_aggregation.py", "--quick"], tmp_path, {**ENV, **LIGHT})
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
     assert [run.out.count(f"| {arm} |") for arm in ("mean", "project", "exact", "frozen A")] == [3, 3, 3, 3]
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("data", ["ragged", "equal", "padding-free"])
-@pytest.mark.parametrize("model", ["full", "lora"])
-def test_forecast_of_two_ranks_is_right(tmp_path: Path, model: str, data: str) -> None:
-    """In seconds that the ranks have computed; on a busy machine three repeats say more than one."""
-    options = ["--only", f"{model}-{data}", "--repeats", "1"]
-    run = run_python([EXPERIMENTS / "forecast_accuracy.py", *options], tmp_path, ENV)
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
-    row = run.out.strip().splitlines()[-1].split("|")
-    assert row[1].strip() == f"{model}, {data}"
-    assert 0.85 <= float(row[4]) <= 1.15

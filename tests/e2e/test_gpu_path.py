@@ -185,7 +185,7 @@ def test_dpo_trains_on_two_ranks(model: Path) -> None:
     folder = model.parent / "dpo"
     with start_script("gpu_path_dpo.py", model, folder) as process:
         run = finish_script(process, folder, num_ranks=2)
-    assert "exchanged between micro-batches by length" in run.err
+    assert "dealt in order: the loss is not known as a sum over the tokens" in run.err
     first, second = run.ranks
     assert first["trainer"] == "UnslothDPOTrainer"
     assert first["adapter_hash"] == second["adapter_hash"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +23,3 @@ class Reference(torch.utils.data.DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Its order does not depend on it."""
-
-
-class InOrder:
-    """A planner that plans none: each step is dealt in order."""
-
-    num_steps = 0
-
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> None:
-        """No plan."""

@@ -44,7 +44,7 @@ class Device:
         )
         args = SimpleNamespace(device=torch.device(kind), length_column_name="length")
         self.balancer = Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
-        self.balancer._lengths = self.lengths
+        self.balancer.lengths = self.lengths
         cost = dataclasses.replace(self.balancer._cost(), attention=0.0, is_padded=true.is_padded)
         self.balancer.balance = Balance(cost, (1.0,) * RANKS)
         self._of_others: list[float] = []
@@ -61,7 +61,7 @@ class Device:
     def step(self, sizes: list[int]) -> tuple[float, float]:
         """Time of the slowest rank, as planned and in order."""
         samples = self._rng.sample(range(len(self.lengths)), sum(sizes))
-        make = self.balancer.plan(samples, sizes, self.balancer.num_steps + 1)
+        make = self.balancer.plan(samples, sizes)
         assert make is not None
         plan = make()
         for rank, share in enumerate(plan):

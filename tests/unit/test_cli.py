@@ -24,7 +24,6 @@ from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.cli import main, script
-from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
@@ -276,28 +275,6 @@ def test_forecast_refuses_ranks_that_it_cannot_check_before_the_first_run(monkey
     assert told.startswith(
         "error: --check 8 cannot be run here: num_gpus=8, but 2 GPU(s) are visible.\nHint: Give a number"
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ([], ("ethernet:100", 8)),
-        (["--link", "nvlink", "--node-link", "ethernet:400", "--gpus-per-node", "4"], ("ethernet:400", 4)),
-        (["--link", "Ethernet:25"], ("ethernet:25", 1)),
-        (["--link", "ethernet:25", "--node-link", "ethernet:25", "--gpus-per-node", "1"], ("ethernet:25", 1)),
-        (["--link", "ethernet:25", "--node-link", "ethernet:100"], "--node-link says otherwise"),
-        (["--link", "ethernet:25", "--gpus-per-node", "8"], "--gpus-per-node says otherwise"),
-    ],
-)
-def test_link_of_a_network_says_what_joins_machines(given, wanted):
-    options = make_parser(main.find_commands()).parse_args(["forecast", *given])
-    if isinstance(wanted, str):
-        with pytest.raises(ConfigError, match=wanted) as error:
-            forecast.Request.read(options)
-        assert "--link nvlink or pcie, with --node-link ethernet:25" in error.value.hint
-    else:
-        request = forecast.Request.read(options)
-        assert (request.node_link.name, request.gpus_per_node) == wanted
 
 
 HELPER = """

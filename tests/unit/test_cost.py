@@ -34,10 +34,6 @@ def test_small_micro_batch_costs_the_floor() -> None:
     assert cost.of([600]) == 610
 
 
-def test_padding_to_a_multiple_counts() -> None:
-    assert CostModel(0, pad_multiple=64).of([65, 3]) == 2 * 128
-
-
 def test_attention_follows_the_shape_of_the_model() -> None:
     # 7B: hidden 4096, 32 layers, 6.6e9 weights in matrices; attention equals the matrices near 12,600 tokens in full.
     full = attention_factor(4096, 32, 6_600_000_000, is_frozen=False)

@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Subset
 
-from tests.helpers.step import InOrder
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
@@ -37,7 +36,7 @@ def lengths(dataset: Any, *, may_read_rows: bool = False) -> list[int]:
 def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error() -> None:
     def loader(batch_size: int) -> StepLoader:
         rows = torch.utils.data.DataLoader(Rows(), batch_size=batch_size, drop_last=True)
-        shape = StepShape(0, 2, 1, regroup=True, planner=InOrder())
+        shape = StepShape(0, 2, 1, regroup=True)
         return step_loader(rows, shape, lambda loader: loader, list)  # type: ignore[arg-type]
 
     assert loader(4)

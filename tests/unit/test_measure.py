@@ -69,10 +69,3 @@ def test_model_is_left_alone_afterwards():
     with watch.on_model():
         pass
     assert step(model, watch) is None
-
-
-def test_model_without_trained_parameters_has_no_laps():
-    watch = Stopwatch(lambda: nn.Linear(1, 1).requires_grad_(False), CPU)
-    with watch.on_model():
-        watch.start()
-        assert watch.lap() is None

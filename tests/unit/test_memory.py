@@ -33,10 +33,6 @@ def test_out_of_memory_is_recognised(error):
     assert is_out_of_memory(error)
 
 
-def test_allocator_of_the_cpu_is_recognised():
-    assert is_out_of_memory(cpu_error())
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -57,18 +53,9 @@ def test_explanation_keeps_the_class_and_torchs_text_and_is_made_once():
     first, hint = str(error).splitlines()[0], str(error).splitlines()[-1]
     assert type(error) is RuntimeError
     assert original in str(error)
-    assert first.startswith(
-        "rank 3 ran out of memory on cpu in micro-batch 0 of step 4 (2 rows x 9 tokens), 1152921504606.8 MB were asked"
-    )
-    assert "GB left: " in first
+    assert first.startswith("rank 3 ran out of memory on cpu in micro-batch 0 of step 4 (2 rows x 9 tokens): ")
     assert first.count("rank 3") == 1
     assert hint == "Hint: Do this."
-
-
-def test_torchs_own_figures_are_not_repeated():
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB.")
-    explain(error, rank=0, device=CPU, place="step 1", hint="x")
-    assert str(error).startswith("rank 0 ran out of memory on cpu in step 1: CUDA out of memory. Tried to")
 
 
 def test_error_that_makes_its_own_text_gets_a_note():

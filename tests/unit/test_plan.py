@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step
-from unsloth_multigpu.step.plan import plan_step, slowest_time
+from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step, in_lockstep
+from unsloth_multigpu.step.plan import lockstep_time, plan_step, slowest_time
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
 COSTS = st.builds(
@@ -27,11 +26,10 @@ COSTS = st.builds(
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, equal: bool = False) -> tuple[list[int], list[int]]:
+def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Lengths of a step's samples, and the sizes of its micro-batches in one process."""
     size, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
-    last = size if equal else draw(st.integers(1, size))
-    sizes = [size] * (count - 1) + [last]
+    sizes = [size] * (count - 1) + [draw(st.integers(1, size))]
     length = st.integers(0, 2000) if draw(st.booleans()) else st.integers(100, 104)
     return draw(st.lists(length, min_size=sum(sizes), max_size=sum(sizes))), sizes
 
@@ -53,10 +51,10 @@ def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
     return max(sum(lengths[p] for p in part) for part in parts)
 
 
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost, regroup) -> None:
+@given(steps(), SPEEDS, COSTS)
+def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
     assert len(plan) == len(speeds)
     assert all(piece.positions for share in plan for piece in share)
@@ -72,23 +70,23 @@ def test_rank_has_a_filler_only_where_samples_are_too_few(step, speeds, cost) ->
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
 
 
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost, regroup) -> None:
+@given(steps(), SPEEDS, COSTS)
+def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
     lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
-    in_order = deal_step(sizes, len(speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
+    in_order = deal_step(sizes, len(speeds), regroup=True)
     before, after = (slowest_time(parts_of(p), lengths, speeds, cost) for p in (in_order, plan))
     assert after <= before * (1 + 1e-9)
 
 
-@given(steps(), SPEEDS, st.booleans(), st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
-def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, regroup, floor) -> None:
+@given(steps(), SPEEDS, st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
+def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, floor) -> None:
     lengths, sizes = step
     cost = CostModel(128.0, 512.0, is_padded=is_padded, possible=((0.0, 0.0), (0.0, 500.0), (0.0, 4000.0), (0.0, 1e7)))
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
+    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
     true = CostModel(0.0, floor, is_padded=is_padded)
-    in_order = parts_of(deal_step(sizes, len(speeds), regroup=regroup))
+    in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
     assert slowest_time(parts_of(plan), lengths, speeds, true) <= slowest_time(in_order, lengths, speeds, true)
 
 
@@ -108,31 +106,6 @@ def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) 
     assert rows_of(plan) == list(range(len(lengths)))
     for part in (part for share in parts_of(plan) for part in share):
         assert len(part) == 1 or cost.tokens([lengths[i] for i in part]) <= limit
-
-
-@given(steps(equal=True), SPEEDS, COSTS)
-def test_exchange_keeps_the_rows_and_the_share_of_every_micro_batch(step, speeds, cost) -> None:
-    lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
-    in_order = deal_step(sizes, len(speeds), regroup=False)
-    for planned, dealt in zip(plan, in_order, strict=True):
-        assert sorted(len(p.positions) for p in planned) == sorted(len(p.positions) for p in dealt)
-        assert sorted(p.share for p in planned) == sorted(p.share for p in dealt)
-
-
-@given(steps(), SPEEDS, COSTS)
-def test_micro_batches_of_unequal_rows_are_not_mixed(step, speeds, cost) -> None:
-    lengths, sizes = step
-    if len(set(sizes)) > 1:
-        plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
-        assert plan == deal_step(sizes, len(speeds), regroup=False)
-
-
-@given(steps(), SPEEDS, COSTS, st.booleans())
-def test_same_step_gives_the_same_plan(step, speeds, cost, regroup) -> None:
-    lengths, sizes = step
-    first, second = (balance_step(list(lengths), sizes, Balance(cost, speeds), regroup=regroup) for _ in range(2))
-    assert first == second
 
 
 @given(steps(), COSTS)
@@ -185,9 +158,63 @@ def test_overhead_makes_micro_batches_fewer() -> None:
     assert numbers[0] > numbers[1] > numbers[2]
 
 
-def test_planning_takes_milliseconds() -> None:
-    """Far above what it takes, so that only another order of growth fails: 512 samples on 8 ranks take about 10 ms."""
-    lengths = ragged(512, 1)
-    start = time.process_time()
-    plan_step(lengths, (1.0,) * 8, CostModel(128.0, 1024.0, 1 / 4000), 8 * max(lengths))
-    assert time.process_time() - start < 0.5
+# Ranks that hold shards of the weights.
+
+
+def test_lockstep_takes_the_slowest_rank_of_each_round() -> None:
+    plain = CostModel(overhead_tokens=0)
+    plan = [[[0], [1]], [[2]]]
+    # 8 meets 5, 2 meets a filler of the shortest row.
+    assert lockstep_time(plan, [8, 2, 5], (1.0, 1.0), plain) == 8 + 2
+    assert lockstep_time(plan, [8, 2, 5], (1.0, 0.5), plain) == 10 + 4
+
+
+@given(steps(), st.integers(2, 4), COSTS)
+def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_size, cost) -> None:
+    lengths, sizes = step
+    speeds = (1.0,) * world_size
+    planned = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True, is_lockstep=True)
+    in_order = deal_step(sizes, world_size, regroup=True)
+    before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
+    assert after <= before * (1 + 1e-9)
+    plan = in_lockstep(planned, whole=False)
+    assert len({len(share) for share in plan}) == 1
+    assert rows_of(plan) == list(range(len(lengths)))
+    for share in plan:
+        fillers = [piece.is_filler for piece in share]
+        # Gradients meet in the last micro-batch.
+        assert fillers == sorted(fillers, reverse=True)
+        assert [p.work for p in share if not p.is_filler] == sorted(p.work for p in share if not p.is_filler)
+        assert all(piece.share == 0 for piece in share if piece.is_filler)
+
+
+def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
+    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), whole=True)
+    (filler,) = [piece for share in plan for piece in share if piece.is_filler]
+    assert filler.positions == (6, 7)
+    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), whole=False)
+    assert all(len(piece.positions) == 1 for share in one_row for piece in share if piece.is_filler)
+
+
+@given(st.lists(st.integers(1, 900), min_size=24, max_size=24), st.integers(1, 4), st.sampled_from([1, 2, 3]))
+def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(
+    lengths: list[int], per_rank: int, num_ranks: int
+) -> None:
+    num_rows = 24 // (per_rank * num_ranks)
+    sizes = [num_rows] * (per_rank * num_ranks)
+    lengths = lengths[: sum(sizes)]
+    cost, speeds = CostModel(32.0, 0.0), (1.0,) * num_ranks
+    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
+    pieces = [piece for share in plan for piece in share]
+    assert sorted(p for piece in pieces for p in piece.positions) == list(range(len(lengths)))
+    assert {(len(piece.positions), piece.share) for piece in pieces} == {(num_rows, 1.0)}
+    in_order = [[list(p.positions) for p in share] for share in deal_step(sizes, num_ranks, regroup=False)]
+    mine = [[list(p.positions) for p in share] for share in plan]
+    assert slowest_time(mine, lengths, speeds, cost) <= slowest_time(in_order, lengths, speeds, cost) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 2], [4, 4, 4], [6]])
+def test_rows_of_a_mean_are_dealt_in_order_where_micro_batches_are_shared_or_unequal(sizes: list[int]) -> None:
+    lengths = list(range(sum(sizes)))
+    plan = balance_step(lengths, sizes, Balance(CostModel(32.0, 0.0), (1.0, 1.0)), regroup=False)
+    assert plan == deal_step(sizes, 2, regroup=False)

@@ -1,6 +1,5 @@
 """What is put on one trainer for the time of a training, and which trainings are refused; without other ranks."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
-from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope, options_of
 from unsloth_multigpu.step.cost import CostModel
@@ -62,14 +60,8 @@ def fed(trainer, steps):
 
 def step_of(*pieces):
     losses = [torch.tensor(10.0**i) for i in range(len(pieces))]
-    return Step([MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)], len(pieces))
-
-
-def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
-    trainer = Losing()
-    trainer._metrics = {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
-    feed(trainer).metrics.merge()
-    assert trainer._metrics == {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
+    micro_batches = [MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)]
+    return Step(micro_batches, len(pieces), [3] * len(pieces))
 
 
 @pytest.mark.parametrize(("strategy", "is_averaged"), [("ddp", True), ("local_sgd", False)])
@@ -90,7 +82,7 @@ def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
         assert trainer.gathered == []
         trainer.accelerator.gather("between two steps")
     assert trainer.gathered == ["between two steps"]
-    assert (steps.num_samples, steps.num_micro_batches) == (3, 2)
+    assert (steps.passes.num_samples, steps.passes.num_micro_batches) == (3, 2)
 
 
 @pytest.mark.parametrize("is_filler", [True, False])
@@ -148,14 +140,6 @@ def test_loader_asked_for_behind_the_beginning_leaves_the_loops_as_it_is():
     assert asked == [4]
 
 
-@pytest.mark.parametrize("kept", ["keep", "scale"])
-def test_length_of_a_loader_is_that_of_one_process_where_the_training_is(kept):
-    patches = trainer_patches(MultiGPUConfig(global_batch=kept), 2, "cpu", print, print)
-    patched = {p.target.rpartition(".")[2] for p in patches if p.target.endswith("_dataloader")}
-    kinds = ("train", "eval", "test") if kept == "keep" else ()
-    assert patched == {f"get_{kind}_dataloader" for kind in kinds}
-
-
 @pytest.mark.parametrize("facts", [{"is_deepspeed_enabled": True}, {"generates": True}, {"num_processes": 1}])
 def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     trainer = Losing(**({"steps_per_generation": 2} if "generates" in facts else {}))
@@ -209,24 +193,6 @@ class Maker:
 
     def get_train_dataloader(self):
         return [1]
-
-
-class Noting(Losing):
-    """As TRL's DPOTrainer up to 0.24, which hands on to the Trainer's loader unless all samples are noted first."""
-
-    def get_train_dataloader(self):
-        if self.args.precompute_ref_log_probs:
-            self.noted = True
-        return super().get_train_dataloader()
-
-
-@pytest.mark.parametrize("notes", [False, True])
-def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypatch, notes):
-    monkeypatch.setattr(Noting, "__module__", "trl.trainer.dpo_trainer")
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(Noting(precompute_ref_log_probs=notes), manager, None, HeartbeatPage(None, 0))
-    with pytest.raises(SetupError, match="Noting builds batches of its own") if notes else nullcontext():
-        assert steered._deals_steps()
 
 
 def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
@@ -293,7 +259,7 @@ class CountedNumbers(Numbers):
 
 
 def stream_of(rows, num_accumulated):
-    shape = StepShape(0, 1, num_accumulated, regroup=False, planner=lambda *_: None)
+    shape = StepShape(0, 1, num_accumulated, regroup=False)
     return StepStream(Pass(rows, batch_size=2, collate_fn=list), shape, list)
 
 
@@ -318,28 +284,6 @@ def test_rows_left_over_by_a_stream_with_a_length_are_a_step():
         assert all(step.left_over is None for step in steps)
 
 
-class Queue(Numbers):
-    """Each row is there once, whatever reads it."""
-
-    def __init__(self, num_rows):
-        super().__init__(num_rows)
-        self.left = [{"number": i} for i in range(num_rows)]
-
-    def __iter__(self):
-        while self.left:
-            yield self.left.pop(0)
-
-
-def test_steps_of_a_stream_have_all_its_rows_whatever_a_collator_makes_of_them():
-    queue = Queue(10)
-    stream = stream_of(queue, 2)
-    stream.collate = lambda rows: [row.pop("number") for row in rows]
-    steps = list(stream)
-    assert [[row["number"] for row in step.samples] for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [step.sizes for step in steps] == [(2, 2), (2, 2)]
-    assert queue.left == []
-
-
 def test_stream_that_resumes_in_a_later_pass_is_read_in_its_order():
     class Turned(Numbers):
         def __iter__(self):
@@ -359,15 +303,7 @@ def test_stream_without_length_and_without_a_whole_step_is_refused():
     assert [rows_of(step) for step in stream_of(CountedNumbers(2), 2)] == [[0, 1]]
 
 
-def test_epoch_is_told_at_the_start_alone():
-    # A stream's steps are counted as if it were read once; transformers 4 tells the pass before the callbacks run.
-    told, steps = [], feed(Losing())
-    steps.loader = SimpleNamespace(dataset=StepStream.__new__(StepStream), set_epoch=told.append)
-    for epoch in (2.5, 2.9, 3.4):
-        steps.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
-    assert told == [2]
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize(("is_planned", "num_compilations"), [(True, 3), (False, 7)])
 def test_numbers_of_rows_are_not_compiled_for_each_by_itself(is_planned, num_compilations):
     """Rows that vary, marked as Unsloth marks them; 1 and what the first two had are always compiled for."""

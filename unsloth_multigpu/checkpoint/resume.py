@@ -168,8 +168,6 @@ class Resume(Part):
         """Gives the resumed epoch the order that it was begun with."""
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
-        if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
-            sampler.num_skipped = self._trainer.state.global_step % len(sampler)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
             return
         file = self._folder / ORDER_FILE

@@ -57,8 +57,6 @@ class DDPManager(Board):
         self.config = config
         self._session_index = session_index
         self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
-        # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
-        self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
         self._shutdown: ShutdownBarrier | None = None
         self.saves = Saves(self)

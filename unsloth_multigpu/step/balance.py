@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,9 @@ from unsloth_multigpu.step.cost import (
 )
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.loss import LossReduction, has_router_loss
+from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
-from unsloth_multigpu.step.sampler import steps_ahead
-from unsloth_multigpu.step.step import Plan
+from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
@@ -56,36 +55,42 @@ class Balancer:
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
+
+    Attributes:
+        balance: What plans are made from; None where samples are dealt in order.
+        lengths: Tokens of each sample of the data set.
+        num_steps: That were computed, those of resumed runs included.
+        resumed: What a checkpoint holds of an earlier run's measurements, see `state_dict`.
+        stopwatch: Times the micro-batches.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
-        self._world_size = manager.identity.world_size
-        self._lengths: list[int] = []
-        self._has_grown = False
-        self._regroup = True
-        # Ranks meet in every micro-batch, see `step.lockstep`. Their times tell nothing of their own speeds.
-        self.is_lockstep = False
+        self._is_lockstep = self._has_grown = False
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
-        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
+        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(
+            maxlen=_EXCHANGES_KEPT * manager.identity.world_size
+        )
         self._is_settled = False
-        self.num_steps = 0
-        # Steps of earlier runs. They do not count as warm-up of this process.
-        self._num_resumed = 0
-        self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
+        self._regroups = True
+        self._num_warm_up = _WARM_UP_STEPS
+        self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
         self.balance: Balance | None = None
-        # Earlier balances, each with the last step that is planned by it.
-        self._earlier: list[tuple[int, Balance]] = []
-        self._num_ahead = 1
-        # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
+        self.lengths: list[int] = []
+        self.num_steps = 0
         self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
-    def prepare(self, loader: Any, reduction: LossReduction) -> str:
+    def prepare(self, loader: Any, reduction: LossReduction, *, is_lockstep: bool = False) -> str:
         """Decides how samples are dealt; returns it in words. Collective.
+
+        Args:
+            loader: Of the one-process run.
+            reduction: Of the trainer's loss.
+            is_lockstep: Ranks wait for each other in every micro-batch: their times say nothing of their own speeds.
 
         Raises:
             SetupError: balance="tokens" cannot be done; the message says why.
@@ -95,86 +100,74 @@ class Balancer:
             return ""
         if not self._config.is_synchronous:
             return ", dealt in order: ranks do not wait for each other"
-        is_demanded, reason = self._is_demanded, None
+        reason = None
+        self._is_lockstep = is_lockstep
         try:
-            self._regroup = _may_regroup(reduction, self._trainer, is_demanded=is_demanded)
-            self._lengths, cost = self._read(loader)
-            speeds = (1.0,) * self._world_size
-            self.balance = Balance(cost, speeds, self._config.max_tokens_per_micro_batch)
-            self._num_ahead = steps_ahead(loader)
+            self._regroups = _may_regroup(reduction, is_asked=bool(self._asked))
+            self.lengths, cost = self._read(loader)
+            self.balance = Balance(cost, self._last_speeds, self._config.max_tokens_per_micro_batch)
             self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
         self._manager.check_same(
-            {"lengths of samples": digest_of(self._lengths), "balance": reason.args[0] if reason else self.state()}
+            {"lengths of samples": digest_of(self.lengths), "balance": reason.args[0] if reason else self.state()}
         )
         if reason is not None:
-            if is_demanded:
+            if self._asked:
                 raise SetupError(f"{self._asked} is not possible: {reason.args[0]}.", hint=reason.hint)
             return f", dealt in order: {reason.args[0]}"
         self._check_limit()
-        dealt = "dealt" if self._regroup else "exchanged between micro-batches"
-        return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
-
-    @property
-    def _is_demanded(self) -> bool:
-        return self._config.balance == "tokens" or self._config.max_tokens_per_micro_batch is not None
+        how = "dealt" if self._regroups else "grouped"
+        return f", {how} by length ({min(self.lengths)} to {max(self.lengths)} tokens)"
 
     @property
     def _asked(self) -> str:
-        limit = self._config.max_tokens_per_micro_batch
-        return "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
+        """The option that asks for plans; "" = they may be left out."""
+        if (limit := self._config.max_tokens_per_micro_batch) is not None:
+            return f"max_tokens_per_micro_batch={limit}"
+        return "balance='tokens'" if self._config.balance == "tokens" else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values: without it a resumed training would plan other micro-batches."""
+        """What was measured, as JSON values: a resumed training plans with it."""
         if self.balance is None:
             return {}
         return {
-            **_numbers(self.balance),
+            "overhead_tokens": self.balance.cost.overhead_tokens,
+            "floor_tokens": self.balance.cost.floor_tokens,
+            "possible_costs": self.balance.cost.possible,
+            "speeds": self.balance.speeds,
             "is_settled": self._is_settled,
             "last_speeds": self._last_speeds,
             "num_steps": self.num_steps,
-            "earlier": [{"until": until, **_numbers(balance)} for until, balance in self._earlier],
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict()`. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
-        if len(state["speeds"]) == self._world_size:
-            self._last_speeds = tuple(state["last_speeds"])
-            self.num_steps = self._num_resumed = int(state["num_steps"])
-            self._earlier = [(line["until"], self._from_numbers(self.balance, line)) for line in state["earlier"]]
+        speeds = self.balance.speeds
+        if len(state["speeds"]) == len(speeds):
+            speeds, self._last_speeds = tuple(state["speeds"]), tuple(state["last_speeds"])
+            self.num_steps = int(state["num_steps"])
+            self._num_warm_up = self.num_steps + _WARM_UP_STEPS
         self._is_settled = bool(state["is_settled"])
-        self.balance = self._from_numbers(self.balance, state)
-
-    def _from_numbers(self, balance: Balance, numbers: Mapping[str, Any]) -> Balance:
         cost = dataclasses.replace(
-            balance.cost,
-            overhead_tokens=numbers["overhead_tokens"],
-            floor_tokens=numbers["floor_tokens"],
-            possible=tuple((overhead, floor) for overhead, floor in numbers["possible_costs"]),
+            self.balance.cost,
+            overhead_tokens=state["overhead_tokens"],
+            floor_tokens=state["floor_tokens"],
+            possible=tuple((overhead, floor) for overhead, floor in state["possible_costs"]),
         )
-        is_known = len(numbers["speeds"]) == self._world_size
-        speeds = tuple(numbers["speeds"]) if is_known else balance.speeds
-        return dataclasses.replace(balance, cost=cost, speeds=speeds)
+        self.balance = dataclasses.replace(self.balance, cost=cost, speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
             raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
-        cache, key = self._manager.lengths_of, getattr(loader.dataset, "_fingerprint", None)
-        if key is None or key not in cache:
-            with kept_random_state():
-                may_read_rows = self._config.balance == "tokens"
-                column = self._trainer.args.length_column_name
-                found = read_lengths(loader.dataset, column, may_read_rows=may_read_rows)
-            if key is not None:
-                cache[key] = found
-        else:
-            found = cache[key]
-        if not found:
-            raise SetupError("the data set is empty", hint="Set balance='off'.")
         with kept_random_state():
+            may_read_rows = self._config.balance == "tokens"
+            column = self._trainer.args.length_column_name
+            found = read_lengths(loader.dataset, column, may_read_rows=may_read_rows)
+            if not found:
+                raise SetupError("the data set is empty", hint="Set balance='off'.")
             return as_collated(found, loader, self._cost())
 
     def _cost(self) -> CostModel:
@@ -182,63 +175,45 @@ class Balancer:
         return dataclasses.replace(assumed, attention=attention_of(self._trainer.model))
 
     def _check_limit(self) -> None:
-        limit, longest = self._config.max_tokens_per_micro_batch, max(self._lengths)
+        limit, longest = self._config.max_tokens_per_micro_batch, max(self.lengths)
         if limit is not None and longest > limit:
             raise ConfigError(
                 f"max_tokens_per_micro_batch={limit}, but the longest sample has {longest} tokens.",
                 hint=f"Set max_tokens_per_micro_batch={longest} or more, or truncate the samples.",
             )
 
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> Callable[[], Plan] | None:
-        """What makes the plan of step `step_index`, which has these samples; None where they are dealt in order.
+    def plan(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
+        """What makes the plan of a step that has these samples; None where they are dealt in order.
 
-        Which measurements count follows from the index alone: a step is planned ahead, by what was known some steps
-        before, and has the same plan on all ranks, with any number of workers' steps begun, and after a resume.
+        Called at the same place of the training on all ranks, which have the same measurements there.
+
+        Raises:
+            SetupError: The data set has grown, and plans were asked for.
         """
         if self.balance is None:
             return None
-        if max(samples, default=-1) >= len(self._lengths):
-            self._without_lengths()
+        if max(samples, default=-1) >= len(self.lengths):
+            grown = f"the data set has grown: it had {len(self.lengths)} rows when their lengths were read"
+            if self._asked:
+                raise SetupError(f"{self._asked} is not possible: {grown}.", hint="Set balance='off', or add no rows.")
+            if not self._has_grown:
+                logger.info("balance: samples are dealt in order from here on, where one of them is new: %s", grown)
+            self._has_grown = True
             return None
-        known = next((balance for until, balance in self._earlier if step_index <= until), self.balance)
-        lengths = [self._lengths[i] for i in samples]
-        how = {"regroup": self._regroup, "is_lockstep": self.is_lockstep}
-        return functools.partial(balance_step, lengths, sizes, known, **how)
-
-    def _without_lengths(self) -> None:
-        """The data set has more rows than when their lengths were read. The order is rank 0's, so all ranks see it."""
-        grown = f"the data set has grown: it had {len(self._lengths)} rows when their lengths were read"
-        if self._is_demanded:
-            raise SetupError(f"{self._asked} is not possible: {grown}.", hint="Set balance='off', or add no rows.")
-        if not self._has_grown:
-            logger.info("balance: samples are dealt in order from here on, where one of them is new: %s", grown)
-        self._has_grown = True
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each sample of the data set; empty where they are not known."""
-        return self._lengths if self.balance is not None else ()
-
-    @property
-    def may_regroup(self) -> bool:
-        """True where rows may be put into other micro-batches, False where they can only be exchanged."""
-        return self._regroup
-
-    @property
-    def exchanges(self) -> bool:
-        """True where rows are exchanged between micro-batches, which keep their numbers of rows."""
-        return self.balance is not None and not self._regroup
+        lengths = [self.lengths[i] for i in samples]
+        how = {"regroup": self._regroups, "is_lockstep": self._is_lockstep}
+        return functools.partial(balance_step, lengths, sizes, self.balance, **how)
 
     @property
     def varies_rows(self) -> bool:
         """True where micro-batches have other numbers of rows than the script asked for."""
-        return self.balance is not None and self._regroup and self.balance.cost.is_padded
+        return self.balance is not None and self._regroups and self.balance.cost.is_padded
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
         # The work of pieces that were dealt in order, as in a short last step, is not known.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
+        if lap is not None and self.num_steps >= self._num_warm_up:
             self._laps.append((piece.work, lap))
 
     def _measures(self) -> bool:
@@ -263,14 +238,11 @@ class Balancer:
         assert self.balance is not None
         cost = self.balance.cost if self._is_settled else self._fitted(self.balance.cost, laps)
         is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
-        measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
+        measured = relative_speeds([throughput(cost, rank) if is_enough else 0.0 for rank in laps])
         # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
         speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
         self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
-        self._earlier = [(until, balance) for until, balance in self._earlier if until > self.num_steps]
-        if before != self.balance:
-            self._earlier.append((self.num_steps + self._num_ahead, before))
         if before.speeds != speeds:
             logger.info("balance: ranks compute at relative speeds of %s", ", ".join(f"{s:g}" for s in speeds))
         if before != self.balance:
@@ -280,7 +252,7 @@ class Balancer:
         """Fits the costs to these laps and earlier ones."""
         self._kept_laps.extend(laps)
         # In tokens, in which ranks, and moments, of different speeds agree.
-        rates = [_throughput(cost, rank) for rank in self._kept_laps]
+        rates = [throughput(cost, rank) for rank in self._kept_laps]
         pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
         found = fit_cost(cost, pooled)
         if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
@@ -294,37 +266,24 @@ class Balancer:
         return str(self.balance)
 
 
-def _numbers(balance: Balance) -> dict[str, Any]:
-    """What is measured of a balance, as JSON values."""
-    return {
-        "overhead_tokens": balance.cost.overhead_tokens,
-        "floor_tokens": balance.cost.floor_tokens,
-        "possible_costs": balance.cost.possible,
-        "speeds": balance.speeds,
-    }
+def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:
+    """True where rows may be put into micro-batches of any size, False where each keeps its number of rows.
 
-
-def _may_regroup(reduction: LossReduction, trainer: TrainerLike, *, is_demanded: bool) -> bool:
-    """True if rows can be regrouped into other micro-batches, False if they can only be exchanged between them."""
-    if reduction.is_token_normalised:
-        return True
-    if reduction.rows_are_independent:
-        if not is_demanded:
+    Raises:
+        SetupError: Neither leaves the loss as it is.
+    """
+    if not reduction.is_token_normalised:
+        if reduction.rows_are_independent and not is_asked:
             return False
         raise SetupError(
-            "the loss is a mean over the rows of a micro-batch, not a sum over the tokens of the step",
-            hint="Set balance='auto', and leave max_tokens_per_micro_batch out.",
+            "the loss is not known as a sum over the tokens of the step",
+            hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='auto' "
+            "without max_tokens_per_micro_batch.",
         )
-    if has_router_loss(trainer):
-        hint = "Set output_router_logits=False in the model's config."
-        raise SetupError("the router's loss counts once for each micro-batch, whatever is in it", hint=hint)
-    raise SetupError(
-        "the loss is not known as a sum over the tokens of the step, and may depend on which rows are in a micro-batch",
-        hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='off'.",
-    )
+    return True
 
 
-def _throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:
+def throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:
     """Median of the cost per second, weighted by time."""
     rates = sorted((cost.of_work(work) / max(s, 1e-9), s) for work, s in laps)
     half, passed = sum(s for _, s in rates) / 2, 0.0

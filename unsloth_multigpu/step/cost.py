@@ -17,16 +17,14 @@ _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
-# An explanation with one more number is accepted only if its error is so much smaller.
+# A floor is accepted only if the error is so much smaller with it.
 _CLEARLY = 0.8
-# What attention may cost, over what the shape of the model says.
-_ATTENTION_FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0)
 # Work of this many times overhead and floor can be told from them.
 _WORK_SHOWS = 2.0
 # Micro-batches are never cut so small that a smaller overhead would matter.
 _NEGLIGIBLE = 128.0
 # Candidates for the overhead and the floor of a device, in tokens. No device has needed more than the largest.
-_OVERHEADS = (0.0, *(2.0**k for k in range(5, 16)))
+_OVERHEADS = (0.0, *(2.0**k for k in range(3, 16)))
 _FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
 # A candidate is refuted if its squared error exceeds the smallest one by this many units of noise; 9 are three sigma.
 # A device differs from the model by some per cent, whatever the noise is.
@@ -50,7 +48,6 @@ class CostModel:
         attention: The `q` of `L + q L^2`, per token.
         is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
         pad_multiple: Rows are padded to a multiple of it.
-        is_joined: Rows that lie end to end are one row to attention, of which most is masked.
         possible: Overheads and floors that may be the true ones as far as is known: a plan has to suit them all. Empty
             where the model's own are taken for true.
     """
@@ -60,7 +57,6 @@ class CostModel:
     attention: float = 0.0
     is_padded: bool = True
     pad_multiple: int = 1
-    is_joined: bool = False
     possible: tuple[tuple[float, float], ...] = ()
 
     def padded(self, length: int) -> int:
@@ -76,8 +72,6 @@ class CostModel:
         """Cost of the rows of one micro-batch, without overhead and floor."""
         if self.is_padded:
             return len(lengths) * self.row_work(max(lengths))
-        if self.is_joined:
-            return self.row_work(sum(lengths))
         return sum(self.row_work(length) for length in lengths)
 
     def tokens(self, lengths: Sequence[int]) -> int:
@@ -117,7 +111,7 @@ def attention_factor(
 def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostModel:
     """Finds overhead and floor from measured micro-batches.
 
-    Both are rounded to powers of two: the plan is not to change with each small difference of a measurement.
+    Candidates are powers of two: the plan is not to change with each small difference of a measurement.
 
     Args:
         model: What was assumed so far; returned unchanged where the samples cannot tell.
@@ -127,51 +121,16 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
         return model
     samples = without_outliers(model, samples)
-    line = _best_line(samples)
-    # If launching takes longer than computing, all micro-batches take the same time and the slope is noise of either
-    # sign. Then all of the measured time is overhead.
-    if line.slope * works[-1] <= line.intercept:
-        found = replace(model, overhead_tokens=_power_of_two(works[-1]), floor_tokens=0.0)
-    else:
-        found = replace(model, overhead_tokens=_power_of_two(line.intercept / line.slope), floor_tokens=line.floor)
-    return replace(found, possible=_possible(samples)) if model.possible else found
-
-
-def fit_time(model: CostModel, samples: Sequence[tuple[Sequence[int], float]]) -> tuple[CostModel, float]:
-    """What micro-batches cost, not rounded, and the seconds of a token: for a forecast of time, not for a plan.
-
-    What attention costs is known from the shape of a model, and not from its kernels: those that know no ends of rows
-    compute a joined micro-batch whole, and mask it. Other factors are taken where they clearly fit better.
-
-    Args:
-        model: What was assumed so far. It stays where the samples cannot tell.
-        samples: Lengths of the rows of each micro-batch, and its seconds; at least one.
-    """
-    kept = set(without_outliers(model, [(model.work(lengths), seconds) for lengths, seconds in samples]))
-    samples = [sample for sample in samples if (model.work(sample[0]), sample[1]) in kept]
-    works = sorted(model.work(lengths) for lengths, _ in samples)
-    if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
-        return model, statistics.median(seconds / model.of(lengths) for lengths, seconds in samples)
-    factors = [replace(model, attention=model.attention * factor) for factor in _ATTENTION_FACTORS]
-    joined = [] if model.is_padded else [replace(m, is_joined=True) for m in (model, *factors)]
-    tried = {m: _best_line([(m.work(lengths), s) for lengths, s in samples]) for m in (model, *factors, *joined)}
-    best = min(tried, key=lambda m: tried[m].error)
-    if tried[best].error > _CLEARLY * tried[model].error:
-        best = model
-    line = tried[best]
-    if line.slope <= 0:  # All took the same time, whatever was in them.
-        most, seconds = works[-1], statistics.median(seconds for _, seconds in samples)
-        return replace(model, overhead_tokens=0.0, floor_tokens=most), seconds / most
-    return replace(best, overhead_tokens=line.intercept / line.slope, floor_tokens=line.floor), line.slope
-
-
-def _best_line(samples: Sequence[tuple[float, float]]) -> _Line:
-    """With a floor where it fits clearly better than without one."""
-    works = sorted(work for work, _ in samples)
-    no_floor = _fit_line(samples, 0.0)
-    floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
-    best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
-    return best if best.error < _CLEARLY * no_floor.error else no_floor
+    errors, most = _errors(samples), works[-1]
+    without_floor = min((pair for pair in errors if not pair[1] and pair[0] <= 1.5 * most), key=errors.__getitem__)
+    tried = [pair for pair in errors if pair[0] <= 1.5 * most and works[0] < pair[1] < most / _MIN_SPREAD]
+    best = min(tried, key=errors.__getitem__, default=without_floor)
+    # If launching takes longer than computing, all micro-batches take the same time. Then all of it is overhead.
+    is_flat = 2 * without_floor[0] > most
+    if is_flat or errors[best] >= _CLEARLY * errors[without_floor]:
+        best = without_floor
+    found = replace(model, overhead_tokens=best[0], floor_tokens=best[1])
+    return replace(found, possible=_possible(errors, len(samples))) if model.possible else found
 
 
 def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:
@@ -181,8 +140,11 @@ def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool
     return is_seen and max(least) <= _WORK_SHOWS * min(least)
 
 
-def _possible(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Overheads and floors that explain the samples not clearly worse than the best do; the outermost of each floor."""
+def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float], float]:
+    """How badly each candidate (overhead, floor) explains the samples.
+
+    It is the least squared relative error of `seconds = scale x (overhead + max(floor, work))` over all scales.
+    """
     points = [(work, seconds, seconds**-2) for work, seconds in samples if seconds > 0]
     y, yy = sum(w * s for _, s, w in points), sum(w * s * s for _, s, w in points)
     total, most = sum(w for _, _, w in points), max(work for work, _, _ in points)
@@ -192,13 +154,16 @@ def _possible(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, floa
         x, xx = sum(w * v for v, _, w in xs), sum(w * v * v for v, _, w in xs)
         xy = sum(w * v * seconds for v, seconds, w in xs)
         for overhead in _OVERHEADS:
-            # Least squares of the relative error of seconds = scale x (overhead + max(floor, work)).
             cross, square = overhead * y + xy, overhead * overhead * total + 2 * overhead * x + xx
-            errors[overhead, floor] = yy - cross * cross / square
-    n = len(points)
+            errors[overhead, floor] = max(0.0, yy - cross * cross / square)
+    return errors
+
+
+def _possible(errors: dict[tuple[float, float], float], num_samples: int) -> tuple[tuple[float, float], ...]:
+    """The candidates that are not clearly worse than the best one; the outermost overheads of each floor."""
     # The noise of few samples is itself uncertain: use quantiles of Student's distribution instead of the normal one.
-    freedom = max(1, n - 2)
-    limit = min(errors.values()) * (1 + _DOUBT * (1 + 10 / freedom) / freedom) + n * _SYSTEMATIC**2
+    freedom = max(1, num_samples - 2)
+    limit = min(errors.values()) * (1 + _DOUBT * (1 + 10 / freedom) / freedom) + num_samples * _SYSTEMATIC**2
     kept = [pair for pair, error in errors.items() if error <= limit]
     outermost = {f: [o for o, g in kept if g == f] for f in {g for _, g in kept}}
     return tuple(sorted({(o, f) for f, os in outermost.items() for o in (min(os), max(os))}))
@@ -224,35 +189,3 @@ def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:
     if min(rates) <= 0 or max(rates) < _EQUAL_WITHIN * min(rates):
         return (1.0,) * len(rates)
     return tuple(max(_SPEED_GRID, round(round(r / max(rates) / _SPEED_GRID) * _SPEED_GRID, 4)) for r in rates)
-
-
-@dataclass(frozen=True)
-class _Line:
-    floor: float
-    slope: float
-    intercept: float
-    error: float
-
-
-def _fit_line(samples: Sequence[tuple[float, float]], floor: float) -> _Line:
-    """Least squares of the relative error of `intercept + slope x max(floor, work)`, neither below zero."""
-    points = [(max(floor, work), seconds, seconds**-2) for work, seconds in samples if seconds > 0]
-    total = sum(w for _, _, w in points)
-    mean_x = sum(w * x for x, _, w in points) / total
-    mean_y = sum(w * y for _, y, w in points) / total
-    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
-    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread if spread else 0.0
-    intercept = mean_y - slope * mean_x
-    if intercept < 0:
-        intercept = 0.0
-        slope = sum(w * x * y for x, y, w in points) / sum(w * x * x for x, _, w in points)
-    return _Line(floor, slope, intercept, sum(w * (intercept + slope * x - y) ** 2 for x, y, w in points))
-
-
-def _power_of_two(value: float) -> float:
-    if value < 1:
-        return 0.0
-    power = 1.0
-    while power * 2**0.5 < value:
-        power *= 2
-    return power

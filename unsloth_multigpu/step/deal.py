@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.lockstep import lockstep_time, plan_waves
-from unsloth_multigpu.step.plan import MicroBatches, permute_step, plan_step, slowest_time
+from unsloth_multigpu.step.plan import MicroBatches, deal_micro_batches, lockstep_time, plan_step, slowest_time
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,6 @@ class Piece:
         is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
             takes part in the gradient exchange.
         work: What its rows cost, in tokens; 0 where lengths are not known.
-        group: The micro-batches of the one-process run whose rows are dealt together with its own, see `with_groups`.
-        is_shared: They are more than this piece.
     """
 
     positions: tuple[int, ...]
@@ -35,8 +30,9 @@ class Piece:
     reference: int = 0
     is_filler: bool = False
     work: float = 0.0
-    group: tuple[int, ...] = field(default=(), compare=False)
-    is_shared: bool = field(default=False, compare=False)
+
+
+Plan = list[list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Balance:
     max_tokens: int | None = None
 
 
-def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> list[list[Piece]]:
+def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> Plan:
     """Splits one optimizer step into contiguous shares, as even as whole samples, or micro-batches, allow.
 
     Args:
@@ -85,42 +81,35 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bo
 
 def balance_step(
     lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool, is_lockstep: bool = False
-) -> list[list[Piece]]:
+) -> Plan:
     """Splits one optimizer step so that all ranks finish at the same time, and no later than with `deal_step`.
 
     Args:
         lengths: Tokens of each sample of the step.
         sizes: Rows of each micro-batch that the one-process run would do in this step.
         balance: What micro-batches cost, and how fast the ranks are.
-        regroup: See `deal_step`. False keeps the numbers of rows, and is for losses that are means over rows which do
-            not meet each other; micro-batches of unequal `sizes` weigh their rows differently and are dealt in order.
-        is_lockstep: Ranks meet in every micro-batch, see `step.lockstep`.
+        regroup: See `deal_step`. False keeps the number of rows of each micro-batch, for losses that are means over
+            independent rows. A step whose micro-batches are of unequal `sizes`, or do not divide evenly among the ranks,
+            is then dealt in order.
+        is_lockstep: Ranks wait for each other in every micro-batch, see `plan.lockstep_time`.
 
     Returns:
         `plan[rank]` = its micro-batches, as from `deal_step`.
     """
     speeds, cost = balance.speeds, balance.cost
     in_order = deal_step(sizes, len(speeds), regroup=regroup)
-    dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
-    if not regroup and len(set(sizes)) > 1:
+    if not regroup and (len(set(sizes)) > 1 or len(sizes) % len(speeds)):
         return in_order
-    rows = [[len(part) for part in share] for share in dealt]
-    candidates = []
+    dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
     if regroup:
         limit = balance.max_tokens or _reach(dealt, lengths, cost)
         candidates = [plan_step(lengths, speeds, model, limit) for model in _planned_for(cost, lengths)]
-        if is_lockstep:
-            candidates += [plan_waves(lengths, len(speeds), model, limit) for model in _planned_for(cost, lengths)]
-    if not regroup or (cost.possible and balance.max_tokens is None):
-        candidates.append(permute_step(lengths, rows, speeds, cost))
-    # A limit that was asked for holds even where it makes the step slower.
-    may_stay = balance.max_tokens is None or not regroup
-    time_of = lockstep_time if is_lockstep else slowest_time
-    planned = _fastest(candidates, dealt, lengths, balance, time_of, may_stay=may_stay)
+    else:
+        candidates = [deal_micro_batches(lengths, sizes[0], speeds, cost)]
+    planned = _fastest(candidates, dealt, lengths, balance, lockstep_time if is_lockstep else slowest_time)
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
-    rows_of_mean = sizes[0] if not regroup else 0
     return [
-        [_planned_piece(part, lengths, cost, rows_of_mean) for part in share] or [_filler(shortest)]
+        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share] or [_filler(shortest)]
         for share in planned
     ]
 
@@ -133,22 +122,16 @@ def _planned_for(cost: CostModel, lengths: Sequence[int]) -> list[CostModel]:
     return [cost, *(replace(cost, overhead_tokens=overhead, floor_tokens=0.0) for overhead in sorted(tried))]
 
 
-def _judges(cost: CostModel) -> list[CostModel]:
-    """Models by which a plan is judged."""
-    return [replace(cost, overhead_tokens=o, floor_tokens=f, possible=()) for o, f in cost.possible] or [cost]
-
-
 def _fastest(
     candidates: Sequence[list[MicroBatches]],
     dealt: list[MicroBatches],
     lengths: Sequence[int],
     balance: Balance,
     time_of: Callable[..., float],
-    *,
-    may_stay: bool,
 ) -> list[MicroBatches]:
-    """The plan that is fastest in the mean of all judges; `dealt` where no plan suits all of them."""
-    judges = _judges(balance.cost)
+    """The plan that is fastest in the mean of all costs that are possible; `dealt` where no plan suits all of them."""
+    cost = balance.cost
+    judges = [replace(cost, overhead_tokens=o, floor_tokens=f, possible=()) for o, f in cost.possible] or [cost]
 
     def times(plan: Sequence[MicroBatches]) -> list[float]:
         return [time_of(plan, lengths, balance.speeds, judge) for judge in judges]
@@ -156,7 +139,9 @@ def _fastest(
     reference = times(dealt)
     # A token more: a step may cost nothing.
     parts = [[(t + 1) / (r + 1) for t, r in zip(times(plan), reference, strict=True)] for plan in candidates]
-    able = [(sum(part), k) for k, part in enumerate(parts) if not may_stay or (max(part) <= 1.0 and min(part) < 1.0)]
+    # A limit that was asked for holds even where it makes the step slower.
+    is_forced = balance.max_tokens is not None
+    able = [(sum(part), k) for k, part in enumerate(parts) if is_forced or (max(part) <= 1.0 and min(part) < 1.0)]
     return candidates[min(able)[1]] if able else dealt
 
 
@@ -168,38 +153,25 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
     return max(map(len, parts)) * cost.padded(max(lengths))
 
 
-def _planned_piece(part: Sequence[int], lengths: Sequence[int], cost: CostModel, rows_of_mean: int) -> Piece:
-    share = len(part) / rows_of_mean if rows_of_mean else 1.0
-    return Piece(tuple(part), share, work=cost.work([lengths[i] for i in part]))
+def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
+    """Gives all ranks the same number of micro-batches, by fillers, and computes the costliest of all ranks together.
 
-
-def with_groups(plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[list[Piece]]:
-    """Tells each piece which micro-batches of the one-process run can be known only together with it.
-
-    These are the ones that its rows are of, and those of other pieces that share one with it. A group of one is a
-    micro-batch whose pieces make it up exactly; in larger ones rows were exchanged.
+    Ranks that hold shards of the weights exchange them in every layer of every micro-batch: with unequal numbers of
+    micro-batches they would hang. The costliest are last: gradients are reduced in a rank's last micro-batch, which is
+    then never a filler where it has a sample.
 
     Args:
         plan: `plan[rank]` = its micro-batches.
-        sizes: Rows of each micro-batch that the one-process run would do in this step.
+        whole: See `deal_step`.
     """
-    ends = list(accumulate(sizes))
-    touched = [
-        [{bisect_right(ends, p) for p in piece.positions} if not piece.is_filler else set() for piece in share]
-        for share in plan
-    ]
-    groups: list[set[int]] = []
-    for references in (r for share in touched for r in share if r):
-        met = [group for group in groups if group & references]
-        groups = [group for group in groups if not group & references] + [references.union(*met)]
-    group_of = {reference: tuple(sorted(group)) for group in groups for reference in group}
-    num_pieces = Counter(group_of[min(r)] for share in touched for r in share if r)
+    most = max(map(len, plan))
+    pieces = [piece for share in plan for piece in share]
+    smallest = min(pieces, key=lambda p: (p.work / len(p.positions), len(p.positions), p.positions))
+    positions = min(pieces, key=lambda p: len(p.positions)).positions if whole else smallest.positions[-1:]
+    filler = _filler(*positions)
     return [
-        [
-            replace(piece, group=group_of[min(r)], is_shared=num_pieces[group_of[min(r)]] > 1) if r else piece
-            for piece, r in zip(share, references, strict=True)
-        ]
-        for share, references in zip(plan, touched, strict=True)
+        [*[filler] * (most - len(share)), *sorted(share, key=lambda p: (p.work, p.is_filler is False))]
+        for share in plan
     ]
 
 
@@ -241,8 +213,7 @@ def _even_pieces(share: range, max_rows: int) -> list[Piece]:
 
 def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
     pieces = []
-    ends = list(accumulate(sizes))
-    for reference, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+    for reference, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         rows = range(max(share.start, end - size), min(share.stop, end))
         if rows:
             pieces.append(Piece(tuple(rows), len(rows) / size, reference))

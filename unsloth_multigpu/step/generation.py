@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import count
 from math import gcd
 from typing import Any
 
@@ -73,36 +74,19 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
     """
     shared = one.batch * gcd(one.accumulation, one.generation_steps)
     if shared % world_size:
-        raise ConfigError(_refusal(one, world_size), hint=_hint(one, world_size, num_generations))
+        at_once = "" if one.generation_steps == one.accumulation else f", {one.generation_steps} generated at once"
+        factor = gcd(one.accumulation, one.generation_steps)
+        step = world_size // gcd(factor, world_size)
+        batch = next(
+            b for b in count(step * -(-one.batch // step), step) if b * one.generation_steps % num_generations == 0
+        )
+        raise ConfigError(
+            f"per_device_train_batch_size={one.batch} x gradient_accumulation_steps={one.accumulation}{at_once}: the "
+            f"completions of a step, or of a generation, cannot be shared evenly by {world_size} ranks.",
+            hint=f"per_device_train_batch_size={batch} works with this accumulation, or take fewer ranks; or use "
+            "global_batch='scale'.",
+        )
     mine = shared // world_size
     batch = next(b for b in range(min(one.batch, mine), 0, -1) if mine % b == 0)
     divisor = world_size * batch
     return GenerationShape(batch, one.batch * one.accumulation // divisor, one.batch * one.generation_steps // divisor)
-
-
-def _refusal(one: GenerationShape, world_size: int) -> str:
-    asked = f"per_device_train_batch_size={one.batch} x gradient_accumulation_steps={one.accumulation}"
-    if one.generation_steps == one.accumulation:
-        num_completions = one.batch * one.accumulation
-        return f"{asked}: {num_completions} completions of a step cannot be shared evenly by {world_size} ranks."
-    return (
-        f"{asked}, with {one.generation_steps} micro-batches generated at once: steps of "
-        f"{one.batch * one.accumulation} and generations of {one.batch * one.generation_steps} completions cannot both "
-        f"be shared evenly by {world_size} ranks."
-    )
-
-
-def _hint(one: GenerationShape, world_size: int, num_generations: int) -> str:
-    factor = gcd(one.accumulation, one.generation_steps)
-
-    def works(batch: int) -> bool:
-        return batch * factor % world_size == 0 and batch * one.generation_steps % num_generations == 0
-
-    larger = next(b for b in range(one.batch + 1, one.batch + world_size * num_generations + 1) if works(b))
-    smaller = next((b for b in range(one.batch - 1, 0, -1) if works(b)), None)
-    batches = str(larger) if smaller is None else f"{smaller} or {larger}"
-    fewer = next(n for n in range(world_size - 1, 0, -1) if one.batch * factor % n == 0)
-    return (
-        f"per_device_train_batch_size={batches} works with this accumulation, and {fewer} rank(s) with this batch; "
-        "or use global_batch='scale'."
-    )

@@ -55,13 +55,13 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     # Two rows each: some collators cannot do with one.
     alike, both = (_collated(loader, [shortest, other]) for other in (shortest, longest))
+    least, widest = alike["input_ids"].shape[-1], both["input_ids"].shape[-1]
     padded = dataclasses.replace(cost, pad_multiple=_pad_multiple(loader.collate_fn))
-    if both.ids.shape[0] == 1:
+    if both["input_ids"].shape[0] == 1:
         total = lengths[shortest] + lengths[longest]
-        if both.ids.numel() > padded.padded(total) or not both.keeps_rows_apart(lengths[shortest]):
+        if widest > padded.padded(total) or not _keeps_rows_apart(both, lengths[shortest]):
             raise SetupError("the collator joins rows without telling them apart", hint="Set balance='off'.")
         return lengths, dataclasses.replace(cost, is_padded=False)
-    least, widest = alike.ids.shape[-1], both.ids.shape[-1]
     # A collator may cut what is too long.
     cut = [min(length, widest) for length in lengths]
     if least > padded.padded(cut[shortest]) or widest > padded.padded(cut[longest]):
@@ -73,21 +73,15 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
     return cut, padded
 
 
-@dataclasses.dataclass(frozen=True)
-class _Collated:
-    """Two rows as the collator makes them: `ids` is 2 x longest, or 1 x all where it lays them end to end."""
-
-    ids: torch.Tensor
-    batch: Mapping[str, Any]
-
-    def keeps_rows_apart(self, length: int) -> bool:
-        """True if attention and labels end with the first row, which has `length` tokens."""
-        labels = self.batch.get("labels")
-        is_masked = not isinstance(labels, torch.Tensor) or not length or int(labels[0, length]) == -100
-        return is_masked and any(name in self.batch for name in _ROW_BOUNDS)
+def _keeps_rows_apart(batch: Mapping[str, Any], length: int) -> bool:
+    """True if attention and labels end with the first of two rows that lie end to end, which has `length` tokens."""
+    labels = batch.get("labels")
+    is_masked = not isinstance(labels, torch.Tensor) or not length or int(labels[0, length]) == -100
+    return is_masked and any(name in batch for name in _ROW_BOUNDS)
 
 
-def _collated(loader: Any, rows: Sequence[int]) -> _Collated:
+def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
+    """Two rows as the collator makes them: `input_ids` is 2 x longest, or 1 x all where it lays them end to end."""
     two = [loader.dataset[i] for i in rows]
     try:
         batch = loader.collate_fn(two)
@@ -104,7 +98,8 @@ def _collated(loader: Any, rows: Sequence[int]) -> _Collated:
     if more:
         # Their size is not counted, so that the limit of memory would not hold.
         raise SetupError(f"rows are more than their tokens: {', '.join(more)}", hint="Set balance='off'.")
-    return _Collated(ids, batch)
+    found: Mapping[str, Any] = batch
+    return found
 
 
 def _pad_multiple(collate: Any) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import torch
 
 from unsloth_multigpu.errors import MultiGPUError
@@ -15,7 +13,6 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike
 
 # torch's CPU allocator, drivers, cuBLAS and NCCL have no error class for it, only these texts.
 _TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.IGNORECASE)
-_ASKED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,14 +37,13 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
     original = str(error)
     if original.startswith(f"rank {rank} ran out of memory"):
         return
-    figures = "" if "Tried to allocate" in original else _figures(original, device)
     before = error.args
     # Into its first line, which the supervisor shows.
-    error.args = (f"{facts}{figures}: {original or type(error).__name__}\nHint: {hint}",)
+    error.args = (f"{facts}: {original or type(error).__name__}\nHint: {hint}",)
     if facts not in str(error):  # NumPy's class builds its own text.
         error.args = before
         if hasattr(error, "add_note"):
-            error.add_note(f"{facts}{figures}\nHint: {hint}")
+            error.add_note(f"{facts}\nHint: {hint}")
 
 
 def advice(args: ArgumentsLike, device: torch.device, *, is_evaluation: bool) -> str:
@@ -82,30 +78,3 @@ def size_of(inputs: Any) -> str:
         return ""
     rows, tokens = max(shapes, key=lambda shape: shape.numel())
     return f"{rows} rows x {tokens} tokens"
-
-
-def _figures(original: str, device: torch.device) -> str:
-    """What is known of the memory, where torch has not said it."""
-    asked = _ASKED_BYTES.search(original)
-    facts = [f"{int(asked[1]) / 1e6:.1f} MB were asked for"] if asked else []
-    if device.type == "cpu":
-        facts += _host_figures()
-    else:
-        module = getattr(torch, device.type)
-        sizes = (module.memory_allocated(device), module.memory_reserved(device))
-        total_bytes = module.get_device_properties(device).total_memory
-        allocated, reserved, total = (f"{size / 1e9:.2f} GB" for size in (*sizes, total_bytes))
-        facts.append(f"torch had allocated {allocated} and reserved {reserved} of {total}")
-    return "".join(f", {fact}" for fact in facts)
-
-
-def _host_figures() -> list[str]:
-    if sys.platform != "linux":
-        return []
-    import resource
-
-    facts = []
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit_bytes != resource.RLIM_INFINITY:
-        facts.append(f"the process may have {limit_bytes / 1e9:.2f} GB (RLIMIT_AS)")
-    return [*facts, f"the machine has {psutil.virtual_memory().available / 1e9:.2f} GB left"]

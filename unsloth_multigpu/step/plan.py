@@ -4,56 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 from unsloth_multigpu.step.cost import CostModel
 
 MicroBatches = list[list[int]]
-# A plan that is so near to equal shares is not worth a search for a better one.
-_GOOD_ENOUGH = 1.005
-_TRIED_EXCHANGES = 4
 # Numbers of rows of a micro-batch that are tried, four for each doubling.
 _SIZES = sorted({round(2 ** (k / 4)) for k in (*range(12), *range(12, 80, 2))})
-_EXCHANGES_PER_RANK = 4
 # Largest part of a rank's load that one group may be, where whole groups are dealt. Of many samples one try is enough.
 _GROUP_PARTS = (1.0, 0.5, 0.25)
 _MANY_SAMPLES = 256
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """One step: the order of its samples, what they cost, and how a rank groups those that it is given.
-
-    Args:
-        lengths: Tokens of each sample.
-        work: Cost of each sample alone, without the overhead of a micro-batch.
-        speeds: Relative speed of each rank.
-        group: Makes the micro-batches of a rank from its samples, sorted with the longest first.
-        cost: The model.
-        may_move: A rank may get more samples, and another fewer; else they can only be exchanged.
-    """
-
-    lengths: Sequence[int]
-    work: Sequence[float]
-    speeds: Sequence[float]
-    group: Callable[[int, Sequence[int]], MicroBatches]
-    cost: CostModel
-    may_move: bool
-
-    def rank_cost(self, micro_batches: MicroBatches) -> float:
-        return sum(map(self.part_cost, micro_batches))
-
-    def part_cost(self, part: Sequence[int]) -> float:
-        works = [self.work[i] for i in part]
-        return self.cost.of_work(len(part) * max(works) if self.cost.is_padded else sum(works))
-
-    def time(self, rank: int, micro_batches: MicroBatches) -> float:
-        return self.rank_cost(micro_batches) / self.speeds[rank]
-
-    def slowest(self, plan: Sequence[MicroBatches]) -> float:
-        return max(self.time(rank, share) for rank, share in enumerate(plan))
 
 
 def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, max_tokens: int) -> list[MicroBatches]:
@@ -61,8 +22,8 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
 
     Samples go to ranks longest first, each to the rank that would finish it first: with equal ranks, and counting rows
     alone, the slowest stays within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). Each
-    rank's samples, sorted, are then cut into micro-batches by dynamic programming. Another plan cuts first and deals
-    the pieces; the faster of the two is improved by moving and exchanging single samples between ranks.
+    rank's samples, sorted, are then cut into micro-batches by dynamic programming. Other plans cut first and deal the
+    pieces; the fastest one is returned.
 
     Args:
         lengths: Tokens of each sample without padding; position = index in the step.
@@ -74,66 +35,67 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward
         pass hides the exchange of gradients best. Every index occurs once. A rank is empty where samples are too few.
     """
-    order = _longest_first(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     work = [cost.row_work(length) for length in lengths]
-    limit = _Limit(lengths, cost, max_tokens)
-    problem = _Problem(lengths, work, speeds, lambda _, rows: limit.cut(rows, math.inf), cost, may_move=True)
-    plans = [[problem.group(rank, rows) for rank, rows in enumerate(_deal_rows(order, work, speeds))]]
+    cutter = _Cutter(lengths, cost, max_tokens)
+    plans = [[cutter.cut(rows, math.inf) for rows in _deal_rows(order, work, speeds)]]
     load = sum(work) / sum(speeds) * min(speeds)
     for part in _GROUP_PARTS if len(lengths) <= _MANY_SAMPLES else _GROUP_PARTS[-1:]:
-        groups = limit.cut(order, part * load)
+        groups = cutter.cut(order, part * load)
         if len(groups) >= len(speeds):
-            dealt = _deal_groups(groups, problem)
+            dealt = _deal_groups(groups, [cost.of([lengths[i] for i in group]) for group in groups], speeds)
             # A rank without a sample has to compute one all the same.
             plans.extend([dealt] if all(dealt) else [])
-    return _improve(min(plans, key=problem.slowest), problem)
+    fastest = min(plans, key=lambda plan: slowest_time(plan, lengths, speeds, cost))
+    return [sorted(share, key=lambda rows: cost.of([lengths[i] for i in rows])) for share in fastest]
 
 
-def permute_step(
-    lengths: Sequence[int], rows: Sequence[Sequence[int]], speeds: Sequence[float], cost: CostModel
+def deal_micro_batches(
+    lengths: Sequence[int], num_rows: int, speeds: Sequence[float], cost: CostModel
 ) -> list[MicroBatches]:
-    """Exchanges samples between micro-batches of given numbers of rows so that all ranks finish at the same time.
+    """Deals micro-batches of `num_rows` samples of similar length, for losses that are means over these samples.
 
     Args:
-        lengths: Tokens of each sample.
-        rows: Number of rows of each micro-batch of each rank: `rows[rank][micro_batch]`.
+        lengths: Tokens of each sample, a multiple of `num_rows` samples.
+        num_rows: Samples of each micro-batch.
         speeds: Relative speed of each rank.
         cost: What a micro-batch costs.
 
     Returns:
-        `plan[rank][micro_batch]` = indices into `lengths`, with the numbers of `rows`, in any order within a rank.
+        `plan[rank][micro_batch]` = indices into `lengths`; every index occurs once.
     """
-    order = _longest_first(lengths)
-    work = [cost.row_work(length) for length in lengths]
-
-    def group(rank: int, mine: Sequence[int]) -> MicroBatches:
-        # Few rows to the longest samples: less is padded.
-        sizes = sorted(rows[rank])
-        ends = list(accumulate(sizes))
-        return [list(mine[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-    problem = _Problem(lengths, work, speeds, group, cost, may_move=False)
-    by_rows = _deal_rows(order, work, speeds, places=[sum(sizes) for sizes in rows])
-    slots = sorted((size, rank) for rank, sizes in enumerate(rows) for size in sizes)
-    plans = [by_rows, _deal_slots(order, slots, problem)]
-    return _improve(min(([group(r, m) for r, m in enumerate(p)] for p in plans), key=problem.slowest), problem)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups = [order[begin : begin + num_rows] for begin in range(0, len(order), num_rows)]
+    return _deal_groups(groups, [cost.of([lengths[i] for i in group]) for group in groups], speeds)
 
 
 def slowest_time(
     plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
 ) -> float:
     """Time of the slowest rank, in tokens."""
-    times = (
-        sum(cost.of([lengths[i] for i in part]) for part in share) / s for share, s in zip(plan, speeds, strict=True)
-    )
-    return max(times)
+    return max(sum(share) / speed for share, speed in zip(_costs(plan, lengths, cost), speeds, strict=True))
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+def lockstep_time(
+    plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
+) -> float:
+    """Time of a step, in tokens, of ranks that wait for each other in every micro-batch, as where weights are sharded.
+
+    It is `sum_k max_r cost(r, k)`, and not `max_r sum_k cost(r, k)`. The costliest micro-batches of the ranks are
+    computed together; a rank that has fewer of them computes fillers.
+    """
+    filler = cost.of([min(lengths)])
+    shares = [sorted(share, reverse=True) for share in _costs(plan, lengths, cost)]
+    most = max(map(len, shares))
+    rounds = zip(*(share + [filler] * (most - len(share)) for share in shares), strict=True)
+    return float(sum(max(c / speed for c, speed in zip(costs, speeds, strict=True)) for costs in rounds))
 
 
-class _Limit:
+def _costs(plan: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> list[list[float]]:
+    return [[cost.of([lengths[i] for i in rows]) for rows in share] for share in plan]
+
+
+class _Cutter:
     """Cuts sorted samples into micro-batches of the least total cost within the limit of tokens."""
 
     def __init__(self, lengths: Sequence[int], cost: CostModel, max_tokens: int) -> None:
@@ -188,102 +150,30 @@ class _Limit:
         return pieces[::-1]  # The shortest rows first, which are seldom the costliest.
 
 
-def _deal_rows(
-    order: Sequence[int], work: Sequence[float], speeds: Sequence[float], places: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Longest first, each to the rank that would finish it first; `places` limits the numbers of samples."""
+def _deal_rows(order: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
+    """Longest first, each to the rank that would finish it first; the last ones go to ranks without a sample."""
     shares: list[list[int]] = [[] for _ in speeds]
-    ranks = [rank for rank in range(len(speeds)) if places is None or places[rank]]
     loads = [0.0] * len(speeds)
-    for left, i in zip(range(len(order), 0, -1), order, strict=True):
-        empty = [rank for rank, share in enumerate(shares) if not share] if left <= len(speeds) else []
-        if empty and left <= len(empty) and places is None:
+    for num_left, i in zip(range(len(order), 0, -1), order, strict=True):
+        empty = [rank for rank, share in enumerate(shares) if not share] if num_left <= len(speeds) else []
+        if empty and num_left <= len(empty):
             rank = max(empty, key=lambda r: speeds[r])
         else:
-            rank, soonest, more = ranks[0], math.inf, work[i]
-            for r in ranks:
-                end = (loads[r] + more) / speeds[r]
-                if end < soonest:
-                    rank, soonest = r, end
+            rank = _first_to_finish(loads, speeds, work[i])
         loads[rank] += work[i]
         shares[rank].append(i)
-        if places is not None and len(shares[rank]) == places[rank]:
-            ranks.remove(rank)
     return shares
 
 
-def _deal_groups(groups: MicroBatches, problem: _Problem) -> list[MicroBatches]:
-    costs = list(map(problem.part_cost, groups))
-    shares: list[MicroBatches] = [[] for _ in problem.speeds]
-    loads = [0.0] * len(shares)
+def _deal_groups(groups: MicroBatches, costs: Sequence[float], speeds: Sequence[float]) -> list[MicroBatches]:
+    shares: list[MicroBatches] = [[] for _ in speeds]
+    loads = [0.0] * len(speeds)
     for g in sorted(range(len(groups)), key=lambda g: (-costs[g], g)):
-        rank = min(range(len(shares)), key=lambda r: ((loads[r] + costs[g]) / problem.speeds[r], r))
+        rank = _first_to_finish(loads, speeds, costs[g])
         loads[rank] += costs[g]
         shares[rank].append(groups[g])
     return shares
 
 
-def _deal_slots(order: Sequence[int], slots: Sequence[tuple[int, int]], problem: _Problem) -> list[list[int]]:
-    """Neighbours in length fill the slots (rows, rank), the heaviest of one size that of the least loaded rank."""
-    shares: list[list[int]] = [[] for _ in problem.speeds]
-    loads = [0.0] * len(shares)
-    start = 0
-    free = list(slots)
-    for size, _ in slots:
-        part = order[start : start + size]
-        start += size
-        cost = problem.part_cost(part)
-        rank = min((r for s, r in free if s == size), key=lambda r: ((loads[r] + cost) / problem.speeds[r], r))
-        free.remove((size, rank))
-        loads[rank] += cost
-        shares[rank].extend(part)
-    return shares
-
-
-def _improve(plan: list[MicroBatches], problem: _Problem) -> list[MicroBatches]:
-    """Moves and exchanges samples between the slowest and the fastest rank while the slowest gets faster."""
-    times = [problem.time(rank, share) for rank, share in enumerate(plan)]
-    for _ in range(_EXCHANGES_PER_RANK * len(plan)):
-        heavy, light = max(range(len(plan)), key=times.__getitem__), min(range(len(plan)), key=times.__getitem__)
-        average = sum(t * s for t, s in zip(times, problem.speeds, strict=True)) / sum(problem.speeds)
-        if times[heavy] <= _GOOD_ENOUGH * average or heavy == light:
-            break
-        for new_heavy, new_light in _exchanges(plan, heavy, light, times, problem):
-            shares = problem.group(heavy, new_heavy), problem.group(light, new_light)
-            found = problem.time(heavy, shares[0]), problem.time(light, shares[1])
-            if max(found) < times[heavy]:
-                plan[heavy], plan[light] = shares
-                times[heavy], times[light] = found
-                break
-        else:
-            break
-    return [sorted(share, key=problem.part_cost) for share in plan]
-
-
-def _exchanges(
-    plan: Sequence[MicroBatches], heavy: int, light: int, times: Sequence[float], problem: _Problem
-) -> list[tuple[list[int], list[int]]]:
-    """A few exchanges, those first whose work comes nearest to what the light rank should take over."""
-    work, speeds = problem.work, problem.speeds
-
-    def key(i: int) -> tuple[int, int]:
-        return -problem.lengths[i], i
-
-    mine = sorted((i for part in plan[heavy] for i in part), key=key)
-    others = sorted((i for part in plan[light] for i in part), key=key)
-    wanted = (times[heavy] - times[light]) * speeds[heavy] * speeds[light] / (speeds[heavy] + speeds[light])
-    ascending = others[::-1]
-    works = [work[i] for i in ascending]
-    found: list[tuple[float, int, int | None]] = []
-    for i in mine:
-        if problem.may_move and len(mine) > 1:
-            found.append((work[i], i, None))
-        at = bisect_left(works, work[i] - wanted)
-        found.extend((work[i] - works[k], i, ascending[k]) for k in (at - 1, at) if 0 <= k < len(works))
-    useful = sorted((e for e in found if 0 < e[0] < 2 * wanted), key=lambda e: abs(e[0] - wanted))
-    result = []
-    for _, i, j in useful[:_TRIED_EXCHANGES]:
-        new_heavy = sorted([x for x in mine if x != i] + ([] if j is None else [j]), key=key)
-        new_light = sorted([x for x in others if x != j] + [i], key=key)
-        result.append((new_heavy, new_light))
-    return result
+def _first_to_finish(loads: Sequence[float], speeds: Sequence[float], more: float) -> int:
+    return min(range(len(loads)), key=lambda rank: (loads[rank] + more) / speeds[rank])

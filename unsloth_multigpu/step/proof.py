@@ -263,7 +263,7 @@ class StepProof:
         training_step = unsteered(trainer.training_step)
         with self._pass() as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
-            batches, num_items = self._feed.count_as_given(inputs)
+            batches, num_items = self._feed.passes.count_as_given(inputs)
             begin = moment(device)
             try:
                 trainer.current_gradient_accumulation_steps = len(batches)
@@ -274,7 +274,7 @@ class StepProof:
                     is_synced = is_last and has_shards(trainer.model)
                     with nullcontext() if is_synced else accelerator.no_sync(model):
                         _seed_all(draw_seed(seed, i))
-                        self._feed.mark(i)
+                        self._feed.passes.mark(i)
                         random_state = read_random_state(device.type)
                         training_step(model, batch, num_items)
                         still.has_drawn |= read_random_state(device.type) != random_state
@@ -311,7 +311,7 @@ class StepProof:
         found: list[tuple[Difference, float, LossReduction]] = []
         tables: list[Any] = []
         for reduction in self._reductions(rows, still):
-            feed.use(reduction)
+            feed.passes.reduction = reduction
             table = self._table(rows, reduction)
             if table in tables:
                 continue
@@ -321,7 +321,7 @@ class StepProof:
                 return found[-1][0], found[-1][1]
         off, seconds, nearest = min(found, key=lambda each: each[0].off)
         # What is declared stays as it is said; else the nearest is the best that is known.
-        feed.use(nearest if before.kind == AUTO else before)
+        feed.passes.reduction = nearest if before.kind == AUTO else before
         return off, seconds
 
     def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
@@ -329,7 +329,7 @@ class StepProof:
         known, asked = self._feed.reduction, self._manager.config.loss_reduction
         if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised:
             return [known]
-        if not self._feed.shares_micro_batches(rows.sizes):
+        if not self._feed.passes.shares_micro_batches(rows.sizes):
             return [known]
         mine = self._means(rows, still)
         if asked == TOKEN_MEAN:  # Labels may be those of the next token.
@@ -356,12 +356,12 @@ class StepProof:
         """What the parts of each micro-batch count on each rank: two reductions with the same are one. Collective."""
         if reduction.is_token_normalised or not reduction.is_counted:
             return reduction.mean_over
-        if not self._feed.shares_micro_batches(rows.sizes):
+        if not self._feed.passes.shares_micro_batches(rows.sizes):
             return reduction.mean_over
         with self._pass():
             step = rows.as_dealt()
-            self._feed.counted(step)
-            ranks = self._feed.weigh(step, reduction)
+            self._feed.passes.counted(step)
+            ranks = self._feed.passes.weigh(step, reduction)
         totals = [sum(counts) or 1.0 for counts in zip(*ranks, strict=True)]
         return [[round(count / total, 12) for count, total in zip(row, totals, strict=True)] for row in ranks]
 
@@ -371,11 +371,11 @@ class StepProof:
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass():
             step = rows.as_dealt()
-            num_items = self._feed.counted(step)
+            num_items = self._feed.passes.counted(step)
             manager.gather_floats([0.0])  # All ranks begin at once.
             begin = moment(trainer.args.device)
             try:
-                for place in self._feed.computed(model, step, num_items, is_synced=is_exchanged):
+                for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
                     # A whole micro-batch draws what it draws in one process.
                     _seed_all(draw_seed(self._seed, place))
             except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
@@ -416,10 +416,10 @@ class StepProof:
 
     @property
     def _is_unknown(self) -> bool:
-        return self._feed.reduction.kind == AUTO and self._feed.shares_micro_batches(())
+        return self._feed.reduction.kind == AUTO and self._feed.passes.shares_micro_batches(())
 
     def _ways_out(self) -> str:
-        if self._feed.shares_micro_batches(()):
+        if self._feed.passes.shares_micro_batches(()):
             return whole_ways(self._manager.identity.world_size)
         if self._feed.reduction.kind == TOKEN_SUM:
             return "Set loss_reduction='whole'."

@@ -9,23 +9,21 @@ place in the training alone, so that a step is the same whether those before it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
-from unsloth_multigpu.step.ahead import Ahead
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 
-
-class BroadcastOrder(Protocol):
-    """Gives every rank what rank 0 passes in."""
-
-    def __call__(self, batches: Iterable[Sequence[int]]) -> list[list[int]]: ...
+# Gives every rank what rank 0 passes in.
+BroadcastOrder = Callable[[Iterable[Sequence[int]]], list[list[int]]]
+# Prepares a loader as accelerate does for one process.
+Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 
 @dataclass(eq=False)
@@ -35,24 +33,14 @@ class _StepIndex:
     Args:
         samples: Of the whole step.
         sizes: Rows of each micro-batch that the one-process run would do in it.
-        plan: This rank's pieces. It is not made for a step that is skipped.
-        following: That of the next step, in the process of the sampler.
+        seed: For what the data set and the collator draw.
+        make_pieces: Makes this rank's pieces, where the step is loaded: a step that is skipped needs no plan.
     """
 
     samples: tuple[int, ...]
     sizes: tuple[int, ...]
     seed: int
-    plan: Ahead[list[Piece]] = field(repr=False)
-    following: Ahead[list[Piece]] | None = field(default=None, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The queue of a worker's indices makes the plan of each when it pickles it.
-        return {**vars(self), "following": None}
-
-
-def steps_ahead(loader: DataLoader[Any]) -> int:
-    """How many steps after the one that is computed may be planned by what is known before it."""
-    return 1 + loader.num_workers * (loader.prefetch_factor or 0)
+    make_pieces: Callable[[], list[Piece]]
 
 
 class StepSampler(BatchSampler):
@@ -67,7 +55,6 @@ class StepSampler(BatchSampler):
         order_state: Of rank 0's generators when the order of this epoch was drawn; None where it does not depend on
             them, and on other ranks.
         resumed_order_state: The same of a resumed epoch; the next order is drawn from it.
-        num_skipped: Steps of the next epoch that whoever resumes drops: they were computed before.
     """
 
     def __init__(self, reference: DataLoader[Any], shape: StepShape, broadcast: BroadcastOrder) -> None:
@@ -77,26 +64,16 @@ class StepSampler(BatchSampler):
         self._epoch = 0
         self.order_state: dict[str, Any] | None = None
         self.resumed_order_state: dict[str, Any] | None = None
-        self.num_skipped = 0
 
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
         # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
         batches = self._broadcast(self._draw_order())
-        first = self.shape.planner.num_steps + 1 - self.num_skipped
-        self.num_skipped = 0
-        before = None
         for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
             step = batches[start : start + self.shape.num_accumulated]
             samples = tuple(i for batch in step for i in batch)
-            sizes = tuple(len(b) for b in step)
-            plan = self.shape.pieces(sizes, samples, first + place)
-            index = _StepIndex(samples, sizes, draw_seed(self.shape.rank_seed, self._epoch, place), plan)
-            if before is not None:
-                before.following = plan
-                yield [before]
-            before = index
-        if before is not None:
-            yield [before]
+            sizes = tuple(map(len, step))
+            seed = draw_seed(self.shape.rank_seed, self._epoch, place)
+            yield [_StepIndex(samples, sizes, seed, self.shape.pieces(samples, sizes))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
         assert self._reference.batch_sampler is not None
@@ -162,15 +139,7 @@ def step_loader(
         SetupError: A stream gives whole batches. There are fewer rows than a batch, and incomplete ones are dropped. Or
             the script's sampler has divided the rows among the ranks.
     """
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "timeout": loader.timeout,
-    }
+    settings = {**worker_settings(loader), "pin_memory": loader.pin_memory}
     assert loader.collate_fn is not None
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is None:
@@ -183,7 +152,7 @@ def step_loader(
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             collate_fn=list,
-            **{**settings, "pin_memory": False},
+            **worker_settings(loader),
         )
         stream = StepStream(reference(rows_only), shape, loader.collate_fn)
         steps = StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
@@ -216,10 +185,10 @@ def step_loader(
     return steps
 
 
-class Reference(Protocol):
-    """Prepares a loader as accelerate does for one process."""
-
-    def __call__(self, loader: DataLoader[Any]) -> DataLoader[Any]: ...
+def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that say how its rows are read."""
+    names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+    return {name: getattr(loader, name) for name in (*names, "timeout")}
 
 
 class _ReadyBatch:
@@ -242,11 +211,11 @@ class _StepDataset(Dataset[Any]):
         self.regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
-        pieces = index.plan.result()
+        pieces = index.make_pieces()
         with seeded_draws(index.seed):
             rows = [self.rows_of([index.samples[p] for p in piece.positions]) for piece in pieces]
             step = collate_step(pieces, rows, len(index.sizes), self.collate, self.regroup)
-        step.following, step.sizes, step.samples = index.following, index.sizes, index.samples
+        step.sizes, step.samples = index.sizes, index.samples
         return step
 
     def rows_of(self, indices: Sequence[int]) -> Rows:

@@ -13,6 +13,7 @@ from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.rows import plain_values
 from unsloth_multigpu.step.one_process import as_one_process
+from unsloth_multigpu.step.sampler import worker_settings
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_int64
 
@@ -133,15 +134,11 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
         batch_sampler=turns,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
-        **_settings(loader),
+        generator=loader.generator,
+        **worker_settings(loader),
     )
     prepared = as_one_process(trainer, mine, is_placed=True, is_seedable=False)
     return Share(prepared, turns, _rows_kept(loader, getattr(batches, "batch_size", None), is_dispatched))
-
-
-def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
-    return {name: getattr(loader, name) for name in (*names, "timeout", "generator")}
 
 
 def _rows_kept(loader: Any, batch_size: int | None, is_dispatched: bool) -> Callable[[Any], int | None]:
@@ -167,7 +164,8 @@ def _share_of_stream(
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         collate_fn=list if is_batched else _as_it_is,
-        **_settings(loader),
+        generator=loader.generator,
+        **worker_settings(loader),
     )
     reference = as_one_process(trainer, rows)
 

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from unsloth_multigpu.step.ahead import Ahead
-from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
-from unsloth_multigpu.step.lockstep import in_lockstep
+from unsloth_multigpu.step.deal import Piece, Plan, deal_step, in_lockstep
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
-Plan = list[list[Piece]]
+# Makes a plan. It can be pickled, so that the worker of a loader can call it.
+MakePlan = Callable[[], Plan]
 
 
-class StepPlanner(Protocol):
-    """Plans steps of which it knows the samples by their lengths.
-
-    Attributes:
-        num_steps: How many steps were computed so far.
-    """
-
-    @property
-    def num_steps(self) -> int: ...
-
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> Callable[[], Plan] | None:
-        """What makes the plan of step `step_index`; None where it is to be dealt in order.
-
-        Called at the same place of the training on all ranks. What it returns reads nothing that changes, so that it
-        may be called at any time, in any thread.
-        """
+def _no_plan(samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -45,18 +31,19 @@ class StepShape:
         world_size: Number of ranks.
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
-        whole: See `deal_step`.
-        is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
-        planner: Plans steps whose samples have known lengths.
+        planner: Called with the samples of a step and the rows of each micro-batch of the one-process run, at the same
+            place of the training on all ranks; None = these are dealt in order.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
+        whole: See `deal_step`.
+        is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
     """
 
     rank: int
     world_size: int
     num_accumulated: int
     regroup: bool
-    planner: StepPlanner
+    planner: Callable[[Sequence[int], Sequence[int]], MakePlan | None] = _no_plan
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
@@ -64,29 +51,38 @@ class StepShape:
 
     def in_order(self, sizes: Sequence[int]) -> list[Piece]:
         """This rank's pieces of a step that is dealt in order."""
-        return self._mine(deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole), sizes)
+        return self._share(None, sizes)()
 
-    def pieces(self, sizes: Sequence[int], samples: Sequence[int], step_index: int) -> Ahead[list[Piece]]:
-        """This rank's pieces of step `step_index`; `samples` are its indices in a data set with random access."""
-        make = self.planner.plan(samples, sizes, step_index)
-        return Ahead(lambda: self.in_order(sizes) if make is None else self._mine(make(), sizes))
+    def pieces(self, samples: Sequence[int], sizes: Sequence[int]) -> Callable[[], list[Piece]]:
+        """Makes this rank's pieces of a step; `samples` are its indices in a data set with random access."""
+        return self._share(self.planner(samples, sizes), sizes)
 
-    def _mine(self, plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[Piece]:
-        level = in_lockstep(plan, whole=self.whole) if self.is_lockstep else plan
-        return with_groups(level, sizes)[self.rank]
+    def _share(self, make: MakePlan | None, sizes: Sequence[int]) -> Callable[[], list[Piece]]:
+        if make is None:
+            make = functools.partial(deal_step, sizes, self.world_size, regroup=self.regroup, whole=self.whole)
+        return functools.partial(_share, make, self.rank, is_lockstep=self.is_lockstep, whole=self.whole)
+
+
+def _share(make: MakePlan, rank: int, *, is_lockstep: bool, whole: bool) -> list[Piece]:
+    plan = make()
+    return (in_lockstep(plan, whole=whole) if is_lockstep else plan)[rank]
 
 
 class MicroBatch:
-    """Collated inputs of one forward-backward pass with the piece of the plan that they are."""
+    """Collated inputs of one forward-backward pass with the piece of the plan that they are.
+
+    Attributes:
+        share: See `Piece`; where a mean is not over rows, what it is weighted by instead.
+        factor: Its loss is multiplied by it.
+        is_weighed: That was done as the loss was computed, and not as its backward pass began.
+    """
 
     def __init__(self, inputs: Any, piece: Piece) -> None:
         self.inputs = inputs
         self.piece = piece
         self.share = piece.share
-        # Labels, rows or weights that its mean loss is taken over, where parts of a micro-batch are weighed by them.
-        self.weight = 0.0
-        # True where the whole of which it is a part has none of these, so that one process has no mean of it.
-        self.is_unweighted = False
+        self.factor = 1.0
+        self.is_weighed = False
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader for page-locked copies."""
@@ -102,38 +98,25 @@ class Step:
     Mapping, since torch's loader would turn one into a dict.
 
     Attributes:
+        num_references: Micro-batches that the one-process run would do in this step.
+        sizes: Rows of each of them.
+        samples: What all rows of the step are looked up by: indices, or the rows themselves of a stream.
         left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.
         left_over_items: Its tokens over all ranks, where they are counted.
-        following: The plan of the next step, where it is made in this process.
-        sizes: Rows of each micro-batch that the one-process run would do in this step.
-        samples: What all rows of the step are looked up by: indices, or the rows themselves of a stream.
     """
 
-    def __init__(
-        self,
-        micro_batches: list[MicroBatch],
-        num_references: int,
-        following: Ahead[list[Piece]] | None = None,
-        sizes: Sequence[int] = (),
-        samples: Sequence[Any] = (),
-    ) -> None:
+    def __init__(self, micro_batches: list[MicroBatch], num_references: int, sizes: Sequence[int] = ()) -> None:
         self.micro_batches = micro_batches
         self.num_references = num_references
         self.sizes = tuple(sizes)
-        self.samples = samples
+        self.samples: Sequence[Any] = ()
         self.left_over: Step | None = None
         self.left_over_items: Any = None
-        self.following = following
-
-    def plan_following(self) -> None:
-        """Begins to plan the next step. For the moment when all of this one is launched, and the host waits for it."""
-        if self.following is not None:
-            self.following.start()
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
-        micro_batches = [m.pin_memory() for m in self.micro_batches]
-        pinned = Step(micro_batches, self.num_references, self.following, self.sizes, self.samples)
+        pinned = copy.copy(self)
+        pinned.micro_batches = [micro_batch.pin_memory() for micro_batch in self.micro_batches]
         pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
         return pinned
 

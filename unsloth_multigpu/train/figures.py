@@ -154,7 +154,7 @@ class Meter(Part):
 
     @property
     def _num_samples(self) -> int | None:
-        return self._feed.num_samples if self._feed is not None and self._feed.metrics.is_dealing else None
+        return self._feed.passes.num_samples if self._feed is not None and self._feed.metrics.is_dealing else None
 
     def _settle(self) -> None:
         self._tokens.settle()

@@ -35,7 +35,6 @@ from unsloth_multigpu.train.figures import Meter, gather_reports
 from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.log_figures import LogFigures
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
@@ -123,8 +122,6 @@ class DDPTrainer:
             self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualBuffers(trainer, manager)]
             if identity.rank == 0 and not is_comparison:
                 self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
-        elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
-            self.parts.append(outlook)
         if not is_comparison:
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
             self.parts += [self._resume, Checkpoints(trainer, manager, self.steps, self.exchange, self._resume)]
@@ -214,7 +211,7 @@ class DDPTrainer:
             check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
-        self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True
+        self.is_sharded = self.steps.passes.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         if self._resume is not None:
             self._resume.is_sharded = True
@@ -271,7 +268,7 @@ class DDPTrainer:
         return self.exchange is None or self.exchange.may_stop
 
     def _report(self, train_s: float) -> None:
-        counts = (self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches)
+        counts = (self.progress.num_steps, self.steps.passes.num_samples, self.steps.passes.num_micro_batches)
         sent_bytes = None
         if self.exchange is not None:
             sent_bytes = self.exchange.sent_bytes
@@ -290,7 +287,7 @@ class DDPTrainer:
         )
         # One process whose own batches are trained on ends as it does without the line.
         has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0
-        if has_trained or self.steps.num_micro_batches or self.report.had_nothing_to_do:
+        if has_trained or self.steps.passes.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
 
 

@@ -6,7 +6,6 @@ Usage: data.py N OUT [NAMES], with NAMES in commas: only these.
 import json
 import os
 import sys
-import threading
 import uuid
 from pathlib import Path
 
@@ -17,12 +16,11 @@ ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import datasets
 import torch
-from common import Comparing, InOrder, MeanLoss, logged
+from common import Comparing, MeanLoss, logged
 from tiny_llama import collate, tiny_llama
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    BertForSequenceClassification,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -41,17 +39,6 @@ BERT = {
 }
 
 
-# For each plan: was it made in the main thread?
-planned_in_main = []
-balance_step = balance.balance_step
-
-
-def noted(*args, **kwargs):
-    planned_in_main.append(threading.current_thread() is threading.main_thread())
-    return balance_step(*args, **kwargs)
-
-
-balance.balance_step = noted
 # Nothing is measured, so that two runs make the same plans and end equal to the bit.
 balance._ASSUMED["cpu"] = CostModel(overhead_tokens=4.0, floor_tokens=0.0)
 balance.Balancer._measures = lambda self: False
@@ -73,11 +60,6 @@ class Silent(Rows):
     lengths = None
 
 
-class Labelled(Rows):
-    def __getitem__(self, index):
-        return {**ROWS[index], "label": index % 3}
-
-
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(ROWS)
@@ -88,14 +70,6 @@ class OwnLoader(Trainer):
 
     def _get_train_sampler(self, *args):
         return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
-
-
-class OwnTokenLoss(Trainer):
-    """A user's trainer that changes the inputs and leaves the loss to the Trainer."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs = {**inputs, "labels": inputs["labels"].clone()}
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 class Divided(Trainer):
@@ -118,16 +92,6 @@ class SumOverCount(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-class Summed(Trainer):
-    """A loss that is a plain sum: nothing divides it, whatever is in the step."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
-        flat = (logits.reshape(-1, model.config.vocab_size), inputs["labels"][:, 1:].flatten())
-        loss = torch.nn.functional.cross_entropy(*flat, reduction="sum")
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
 class OldStep(Trainer):
     """A step as it was written before transformers counted tokens."""
 
@@ -136,10 +100,6 @@ class OldStep(Trainer):
         loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
         self.accelerator.backward(loss)
         return loss.detach()
-
-
-class OldMeanStep(OldStep, MeanLoss):
-    """The same, with a loss of its own for a model that takes loss arguments."""
 
 
 class PlainLoader(Trainer):
@@ -157,18 +117,6 @@ class OwnGenerator(Trainer):
         generator = torch.Generator().manual_seed(5)
         options = {"num_workers": self.args.dataloader_num_workers, "generator": generator, "shuffle": True}
         return torch.utils.data.DataLoader(ROWS, batch_size=3, collate_fn=collate, **options)
-
-
-class OwnPreparedGenerator(OwnGenerator):
-    """The same, prepared by accelerate."""
-
-    def get_train_dataloader(self):
-        return self.accelerator.prepare(super().get_train_dataloader())
-
-
-def mean_of_outputs(outputs, labels, num_items_in_batch=None):
-    """A `compute_loss_func` that takes the count and does not use it."""
-    return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class EvaluatesByHand(Trainer):
@@ -323,11 +271,6 @@ def bert():
     return BertForMaskedLM(BertConfig(**BERT))
 
 
-def collate_labelled(rows):
-    batch = collate(rows)
-    return {**batch, "labels": torch.tensor([row["label"] for row in rows])}
-
-
 def collate_end_to_end(rows):
     """Rows without padding, one after the other."""
     ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
@@ -339,23 +282,6 @@ def collate_to_32(rows):
     """Every row as long as the longest that there could be."""
     batch = collate(rows)
     return {n: torch.nn.functional.pad(v, (0, 32 - v.shape[1]), value=-100 * (n == "labels")) for n, v in batch.items()}
-
-
-def bert_classifier():
-    """A mean over rows, of which each counts alone."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(num_labels=3, **BERT))
-
-
-class Inside(torch.nn.Module):
-    """A wrapper that hands everything on, and says nothing of its loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.llm = small_model()
-
-    def forward(self, **kwargs):
-        return self.llm(**kwargs)
 
 
 class WithoutOptions(torch.nn.Module):
@@ -374,7 +300,7 @@ def small_model():
     return tiny_llama(hidden_size=16, num_layers=1)
 
 
-def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, eval_data=None, **settings):
+def build(name, kind=Trainer, data=None, model=None, collator=collate, eval_data=None, **settings):
     defaults = {"num_train_epochs": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
     settings = {**defaults, "per_device_eval_batch_size": 3, **settings}
     args = TrainingArguments(
@@ -387,8 +313,8 @@ def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None
         **settings,
     )
     data = Rows() if data is None else data
-    options = {"eval_dataset": eval_data, **({} if loss is None else {"compute_loss_func": loss})}
-    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator, **options)
+    model = (model or small_model)()
+    return kind(model=model, args=args, train_dataset=data, data_collator=collator, eval_dataset=eval_data)
 
 
 def is_asked(name):
@@ -399,13 +325,11 @@ def train(name, trainer, more=lambda: {}, **options):
     if not is_asked(name):
         return
     record = Record(trainer)
-    planned_in_main.clear()
     trainer.train(**options)
     facts = {
         "steps": record.steps,
         "computed_tokens": record.num_tokens,
         **logged(trainer, "grad_norm", "loss", "learning_rate"),
-        "planned_in_main": planned_in_main[:],
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
@@ -488,8 +412,6 @@ evaluate("eval_drop", 22, dataloader_drop_last=True)
 evaluate("eval_drop_few", 6, dataloader_drop_last=True)
 evaluate("eval_drop_all", 3, dataloader_drop_last=True)
 evaluate("eval_inputs", 10, include_for_metrics=["inputs"])
-evaluate("eval_inputs_few", 6, include_for_metrics=["inputs"])
-evaluate("eval_inputs_drop", 22, include_for_metrics=["inputs"], dataloader_drop_last=True)
 evaluate("eval_inputs_end_to_end", 9, include_for_metrics=["inputs"], collator=collate_end_to_end)
 evaluate("eval_short", 7, kind=Seq2SeqGather, include_for_metrics=["inputs"])
 evaluate("eval_stream", 22, data=Stream(), include_for_metrics=["inputs"])
@@ -497,34 +419,23 @@ evaluate("eval_stream_workers", 22, data=Stream(), include_for_metrics=["inputs"
 evaluate("eval_own_loader", 11, kind=OwnEvalLoader, include_for_metrics=["inputs"])
 evaluate("eval_own_batches", 18, kind=OwnBatches, include_for_metrics=["inputs"])
 train("plain", build("plain", include_num_input_tokens_seen="all"))
-train("seeded", build("seeded", data_seed=5, seed=11))
 train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
 # This sampler draws from torch's own generator, as the evaluation before its second epoch does.
 evaluated_between = {"eval_data": ROWS[:6], "eval_strategy": "epoch"}
 if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
     train("grouped", build("grouped", train_sampling_strategy="group_by_length", **evaluated_between))
-    train("sequential", build("sequential", train_sampling_strategy="sequential"))
 else:
     train("grouped", build("grouped", group_by_length=True, **evaluated_between))
-    train("sequential", build("sequential", InOrder))
 train("drop_last", build("drop_last", dataloader_drop_last=True))
 train("own_sampler", build("own_sampler", OwnLoader))
 train("mean_loss", build("mean_loss", MeanLoss))
-train("own_token_loss", build("own_token_loss", OwnTokenLoss))
 train("sum_over_count", build("sum_over_count", SumOverCount))
 divided = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "eval_data": ROWS[:6], "eval_strategy": "epoch"}
 train("divided", build("divided", Divided, **divided))
-train("mean_function", build("mean_function", loss=mean_of_outputs))
-train("summed", build("summed", Summed, gradient_accumulation_steps=1, dataloader_drop_last=True))
 accumulated = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "remove_unused_columns": False}
 train("old_step", build("old_step", OldStep, model=WithoutOptions, **accumulated))
-train("old_mean_step", build("old_mean_step", OldMeanStep))
 train("plain_loader", build("plain_loader", PlainLoader))
-train("own_generator", build("own_generator", OwnGenerator))
 train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
-train("own_generator_prepared", build("own_generator_prepared", OwnPreparedGenerator))
-train("smoothed", build("smoothed", label_smoothing_factor=0.1))
-train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
 if is_asked("evaluated"):
     # A model whose loss is a mean, evaluated before its training too, in a folder of another name on each rank.
@@ -554,7 +465,6 @@ train("list", build("list", data=ROWS))
 train("silent", build("silent", data=Silent()))
 train("subset", build("subset", data=torch.utils.data.Subset(Rows(), range(21, -1, -1))))
 train("fixed_width", build("fixed_width", collator=collate_to_32))
-train("exchanged", build("exchanged", data=Labelled(), model=bert_classifier, collator=collate_labelled))
 train("end_to_end", build("end_to_end", collator=collate_end_to_end))
 train("streaming", build("streaming", data=Stream(), max_steps=6))
 hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)

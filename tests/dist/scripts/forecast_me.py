@@ -1,11 +1,11 @@
-"""A user's script: a tiny Llama on ragged rows. Usage: forecast_me.py list|stream|scale|epochs|nothing"""
+"""A user's script: a tiny Llama on ragged rows. Usage: forecast_me.py list|stream|nothing"""
 
 import sys
 
 import unsloth_multigpu as ump
 
 mode = sys.argv[1]
-ump.enable_multi_gpu(global_batch="scale" if mode in ("scale", "epochs") else "keep")
+ump.enable_multi_gpu()
 
 import torch
 from tiny_llama import collate, tiny_llama
@@ -31,9 +31,8 @@ trainer = Trainer(
         "out",
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
-        max_steps=-1 if mode == "epochs" else 50,
-        num_train_epochs=3,
-        save_strategy="no" if mode == "epochs" else "steps",
+        max_steps=50,
+        save_strategy="steps",
         save_steps=1,
         report_to="none",
         disable_tqdm=True,

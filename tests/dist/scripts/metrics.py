@@ -2,9 +2,9 @@
 
 Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
-evaluates 11 rows in batches of 4 after every second step, "lone" lets a callback on rank 0 log by itself, "resume" goes
-on from the second step. The kind "own" collects a metric of its own, as a tensor and without a gather, "nan" has some
-losses that are none, "sparse" has micro-batches without a label, and "stream" one that is left over when an epoch ends.
+evaluates 11 rows in batches of 4 after every second step, "resume" goes on from the second step. The kind "own"
+collects a metric of its own, as a tensor and without a gather, "nan" has some losses that are none, and "stream" has
+micro-batches that are left over when an epoch ends.
 """
 
 import argparse
@@ -132,9 +132,6 @@ def labelled(texts):
     return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
 
 
-SPARSE = {3, 4, 5, 9, 18, 19, 20}
-
-
 class NanTrainer(Trainer):
     """The row with label 2 makes the loss no number, and has a gradient all the same."""
 
@@ -159,17 +156,6 @@ def nan(texts, evaluated, common):
     return classifier(texts, evaluated, common, NanTrainer)
 
 
-def sparse(texts, evaluated, common):
-    trainer = classifier(texts, evaluated, common)
-    of_row = iter(range(len(texts)))
-    # Rows in order: of one process, the second micro-batch of the first step and others later have no label.
-    trainer.train_dataset = trainer.train_dataset.map(
-        lambda row: {**row, "labels": -100 if next(of_row) in SPARSE else 1}
-    )
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
-    return trainer
-
-
 def grpo(texts, evaluated, common):
     # The likeliest token, so that one process and several generate the same.
     settings = {"num_generations": 4, "max_completion_length": 8, "top_k": 1, "beta": 0.1}
@@ -180,14 +166,6 @@ def grpo(texts, evaluated, common):
         reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
         processing_class=tokenizer,
     )
-
-
-class LoneLog(TrainerCallback):
-    trainer = None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2 and state.is_world_process_zero:
-            self.trainer.log({"note": 1.0})
 
 
 class Pause(TrainerCallback):
@@ -238,9 +216,6 @@ def run(job):
         trainer.train()
         checkpoint = str(folder / "checkpoint-2")
     trainer = made(kind, shape, options, folder)
-    if "lone" in options:
-        trainer.add_callback(callback := LoneLog())
-        callback.trainer = trainer
     result = trainer.train(resume_from_checkpoint=checkpoint)
     facts = {
         "training_loss": result.training_loss,

@@ -219,7 +219,7 @@ def own_tokens_only():
     def broken(self, get, iterator, count, device):
         step, _ = original(self, get, iterator, count, device)
         own = sum(int((m.inputs["labels"][:, 1:] != -100).sum()) for m in step[0].micro_batches)
-        return step, torch.tensor(own * self.manager.identity.world_size)
+        return step, torch.tensor(own * self._manager.identity.world_size)
 
     StepFeed._batch_samples = broken
     yield

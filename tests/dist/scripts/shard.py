@@ -47,7 +47,7 @@ from transformers import (
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks
 from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of
-from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.passes import StepPasses
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
@@ -233,16 +233,16 @@ for job in args.jobs.split(","):
     watcher = GradientNorms()
     trainer.add_callback(watcher)
     seen = []
-    original = StepFeed._computed
+    original = StepPasses._train
 
     def computed(self, original_step, model, step, *rest, _original=original, _seen=seen, **more):
         _seen.append([[p.piece.is_filler, *p.piece.positions] for p in step.micro_batches])
         return _original(self, original_step, model, step, *rest, **more)
 
-    StepFeed._computed = computed
+    StepPasses._train = computed
     earlier = Path(os.environ["RESUME"], job, "checkpoints", "checkpoint-3") if "RESUME" in os.environ else None
     trainer.train(resume_from_checkpoint=earlier and str(earlier))
-    StepFeed._computed = original
+    StepPasses._train = original
     model = trainer.model
     after = {n: whole_of(p.detach()).cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

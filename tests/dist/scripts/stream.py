@@ -56,32 +56,6 @@ class Handle(torch.utils.data.IterableDataset):
             yield json.loads(line)
 
 
-class Itself(Handle):
-    """One that is its own iterator."""
-
-    def __init__(self, num_rows):
-        super().__init__(num_rows)
-        self.lines = Handle.__iter__(self)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.lines)
-
-
-class Counting(torch.utils.data.IterableDataset):
-    """Another order in each pass, which it counts itself."""
-
-    def __init__(self, num_rows):
-        self.rows, self.num_passes = list(RaggedRows(num_rows)), 0
-
-    def __iter__(self):
-        self.num_passes += 1
-        first = 3 * self.num_passes % len(self.rows)
-        return iter(self.rows[first:] + self.rows[:first])
-
-
 # Trainer, data, batch size, accumulation, further arguments. Passes of 9, 9, 5, 10 and 9 micro-batches.
 JOBS = {
     "tokens": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
@@ -92,9 +66,6 @@ JOBS = {
     "resumed": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
     "handle": (Trainer, Handle(200), 4, 1, {"max_steps": 10}),
     "handle_means": (MeanLoss, Handle(200), 4, 1, {"max_steps": 10}),
-    "itself_means": (MeanLoss, Itself(200), 3, 2, {"max_steps": 5}),
-    "counting": (Trainer, Counting(26), 3, 2, {"max_steps": 11}),
-    "endless": (Trainer, Stream(5), 2, 4, {"max_steps": 4}),
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.row import CommandOption
-from unsloth_multigpu.step.advice import advise, useful_up_to
-from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
-from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
-from unsloth_multigpu.tools.forecast.measured import TOLERANCE, Check, Measured, check, read_measured
-from unsloth_multigpu.tools.forecast.text import show
+from unsloth_multigpu.step.comparison import times_in_words
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
+from unsloth_multigpu.tools.link import PCIE, Link, fit_link, parse_link
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.tools.program import (
@@ -36,34 +35,36 @@ from unsloth_multigpu.tools.program import (
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.words import duration
 
-SCHEMA_VERSION = 1
-DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8,64,1024", 16
+SCHEMA_VERSION = 2
+DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8", 16
+MOST_RANKS = 1024
+# Steps that must be timed, or one slow step would decide.
+_FEWEST_STEPS = 3
+# A fit that repeats what it was made from worse than this is worth a word.
+_TOLERANCE = 0.15
 _LOG_LINES = 15
 _REDUCE_LIMIT_S = 120.0
 _MEASURE = "measure"
+_COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
+_LEGEND = (
+    "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
+    "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging."
+)
 OWN_OPTIONS: dict[str, CommandOption] = {
     "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
     "link": CommandOption(
         str,
-        "What joins the GPUs of a machine: nvlink, pcie, or ethernet:25 (Gbit/s) where each machine has one; measure = "
-        "what an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
+        "The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines; measure = what "
+        "an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
         "NAME",
     ),
-    "node_link": CommandOption(
-        str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}; that of --link ethernet]", "NAME"
-    ),
-    "gpus_per_node": CommandOption(int, f"GPUs of a machine. [{GPUS_PER_NODE}; 1 with --link ethernet]", "N"),
     "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
     "check": CommandOption(
         int, "Also trains on so many ranks, and compares the forecast with what they take. [not]", "N"
     ),
     "device": CommandOption(str, '"cpu": measures on the CPU. [auto]', "{auto,cpu}"),
-    "clock": CommandOption(
-        str,
-        "wall, or cpu = seconds that a single-threaded CPU rank has computed, without the link. [wall]",
-        "{wall,cpu}",
-    ),
     "json": CommandOption(bool, "Print one JSON object. [a table]"),
     "timeout_s": CommandOption(float, f"Limit of each run, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
 }
@@ -74,13 +75,11 @@ class Request:
     """What a command line asks for, checked."""
 
     numbers: tuple[int, ...]
-    link: str | None
-    node_link: Link
-    gpus_per_node: int
+    link: Link | None
+    measures_link: bool
     num_steps: int
     check: int | None
     device: str
-    clock: str
     limit_s: float
 
     @classmethod
@@ -93,57 +92,18 @@ class Request:
         numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
         if numbers[-1] > MOST_RANKS:
             raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-        node_link, gpus_per_node = _between_machines(options)
-        request = cls(
-            numbers=numbers,
-            link=options.link,
-            node_link=node_link,
-            gpus_per_node=gpus_per_node,
-            num_steps=_or(options.steps, DEFAULT_STEPS),
-            check=options.check,
-            device=options.device or "auto",
-            clock=options.clock or "wall",
-            limit_s=_or(options.timeout_s, DEFAULT_LIMIT_S),
-        )
-        request.check_values()
-        return request
-
-    def check_values(self) -> None:
-        """Raises ConfigError for a value out of range."""
-        for name, value, least in (
-            ("--gpus-per-node", self.gpus_per_node, 1),
-            ("--steps", self.num_steps, 5),
-            ("--check", self.check or 2, 2),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} {value}; expected at least {least}.", hint="Leave it out for the default.")
-        if self.limit_s <= 0:
-            raise ConfigError(f"--timeout-s {self.limit_s:g}; expected more than 0.", hint="Leave it out.")
-        for name, given, known in (
-            ("--clock", self.clock, ("wall", "cpu")),
-            ("--device", self.device, ("auto", "cpu")),
-        ):
-            if given not in known:
-                raise ConfigError(f"{name} {given!r}; expected {' or '.join(known)}.", hint="Leave it out.")
-
-
-def _between_machines(options: argparse.Namespace) -> tuple[Link, int]:
-    """What joins machines, and how many GPUs one has. `--link ethernet:n` says both: a network joins machines.
-
-    Raises:
-        ConfigError: No link, or `--link` and another option contradict each other.
-    """
-    given = None if options.link in (None, _MEASURE) else parse_link(options.link)
-    node_link = None if options.node_link is None else parse_link(options.node_link)
-    if given is None or not given.name.startswith("ethernet"):
-        return node_link or NODE_LINK, _or(options.gpus_per_node, GPUS_PER_NODE)
-    if node_link not in (None, given) or options.gpus_per_node not in (None, 1):
-        other = "--node-link" if node_link not in (None, given) else "--gpus-per-node"
-        raise ConfigError(
-            f"--link {given.name} says that each machine has one GPU and what joins machines; {other} says otherwise.",
-            hint=f"For machines of several GPUs: --link nvlink or pcie, with --node-link {given.name}.",
-        )
-    return given, 1
+        num_steps = DEFAULT_STEPS if options.steps is None else options.steps
+        limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
+        for name, value, fewest in (("--steps", num_steps, 5), ("--check", options.check, 2)):
+            if value is not None and value < fewest:
+                raise ConfigError(f"{name} {value}; expected at least {fewest}.", hint="Leave it out for the default.")
+        if limit_s <= 0:
+            raise ConfigError(f"--timeout-s {limit_s:g}; expected more than 0.", hint="Leave it out.")
+        device = options.device or "auto"
+        if device not in ("auto", "cpu"):
+            raise ConfigError(f"--device {device!r}; expected auto or cpu.", hint="Leave it out.")
+        link = None if options.link in (None, _MEASURE) else parse_link(options.link)
+        return cls(numbers, link, options.link == _MEASURE, num_steps, options.check, device, limit_s)
 
 
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -169,29 +129,119 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     with private_dir() as folder, exit_on_signal():
         progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
         # Before the script, because there may be nothing to measure.
-        link = _measured_link(request, folder) if request.link == _MEASURE else None
+        link = _measured_link(request, folder) if request.measures_link else request.link
         (record,) = _run(request, program, folder, 1)
-        measured = read_measured(record)
-        network = _network(request, measured, folder, link)
-        checked = None
+        if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
+            raise SetupError(
+                f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
+                hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
+            )
+        if link is None:
+            assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
+            has_cards = record["device"] != "CPU" and _num_devices() > 1
+            link = _measured_link(request, folder) if has_cards else assumed
+        work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
+        checked: dict[str, Any] | None = None
         if request.check is not None:
             progress.say(f"runs the same steps on {request.check} ranks")
-            records = _run(request, program, folder, request.check)
-            checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
-    work = measured.work
-    known = [n for n in sorted({1, *request.numbers}) if work.has_samples(n)]
-    rows = [forecast_time(work, n, network, measured.mode) for n in known]
-    whole = curve(work, network, measured.mode)
-    advice = advise(work, whole, network, MOST_RANKS)
-    if measured.misfit > TOLERANCE:
-        advice.append(
-            f"All of this is rough: the measured steps differ by {measured.misfit:.0%} from what it is made of."
-        )
+            ranks = _run(request, program, folder, request.check)
+            measured_s = max(statistics.median(rank["steps"]) for rank in ranks)
+            forecast_s = estimate(work, request.check, link).step_s
+            checked = {"num_ranks": request.check, "forecast_s": forecast_s, "measured_s": measured_s}
+            checked["first_step"] = ranks[0]["first_step"]
+    num_samples = sum(work.sizes)
+    rows = [estimate(work, n, link) for n in sorted({1, *request.numbers}) if n <= num_samples]
+    refused = [n for n in request.numbers if n > num_samples]
     if options.json:
-        screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
+        values = {
+            "schema_version": SCHEMA_VERSION,
+            "command": list(program),
+            **{name: record[name] for name in ("trainer", "device", "num_trained", "misfit", "is_length_known")},
+            "notes": _notes(record),
+            "num_timed_steps": len(record["steps"]),
+            "measured": {**asdict(work), "steps": len(work.steps)},
+            "link": asdict(link),
+            "forecasts": [asdict(row) for row in rows],
+            "refused": refused,
+            "advice": advise(rows),
+            "check": checked,
+        }
+        screen.line(json_text(values).rstrip())
     else:
-        show(screen, measured, request.numbers, rows, network, advice, checked)
+        _show(screen, record, work, link, rows, refused, checked)
     return 0
+
+
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    """What was assumed, and what is rough."""
+    notes = []
+    if record["device"] == "CPU":
+        notes.append("measured on a CPU: the figures are for ranks that compute as fast as this one, and not for GPUs")
+    if not record["is_length_known"]:
+        notes.append("the lengths of samples are not known: they count as equally long, and are dealt in order")
+    if record["misfit"] > _TOLERANCE:
+        notes.append(
+            f"the fitted costs repeat the measured steps only within {record['misfit']:.0%}: other programs on this "
+            "machine, or shapes that were compiled; raise --steps"
+        )
+    return notes
+
+
+def _show(
+    screen: Screen,
+    record: Mapping[str, Any],
+    work: Workload,
+    link: Link,
+    rows: Sequence[Estimate],
+    refused: Sequence[int],
+    checked: Mapping[str, Any] | None,
+) -> None:
+    """What was measured, the table, and what to do."""
+    if checked is not None and (first := checked["first_step"]) and first["one_process_s"] and first["dealt_s"]:
+        times = times_in_words(first["one_process_s"], first["dealt_s"], checked["num_ranks"])
+        screen.line(f"measured, forward and backward passes of the first step: {times}")
+    num_samples = sum(work.sizes)
+    lengths = [n for step in work.steps for n in step]
+    dealt = f"dealt by length ({min(lengths)} to {max(lengths)} tokens)" if work.is_planned else "dealt in order"
+    screen.line(
+        f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, {dealt}"
+    )
+    screen.line(
+        f"measured on one rank ({record['device']}), {len(record['steps'])} steps: {_short(work.token_s)} a token, "
+        f"{work.cost.overhead_tokens:.0f} tokens more for each micro-batch, {_short(work.update_s)} of a step for the "
+        f"update; the fitted costs repeat these steps within {record['misfit']:.1%}"
+    )
+    screen.line(f"link: {link}")
+    if checked is not None:
+        ratio = checked["forecast_s"] / checked["measured_s"]
+        screen.line(
+            f"check on {checked['num_ranks']} ranks: forecast {_short(checked['forecast_s'])} a step, measured "
+            f"{_short(checked['measured_s'])}; forecast / measured {ratio:.2f}"
+        )
+    for note in _notes(record):
+        screen.line(f"note: {note}")
+    screen.line()
+    cells = [_cells(row) for row in rows]
+    cells += [(f"{n:,}", "refused", f"{num_samples:,} samples", *[""] * 6) for n in refused]
+    screen.table(_COLUMNS, cells, num_left=0)
+    screen.line(f"\n{_LEGEND}\n")
+    head, *rest = advise(rows)
+    screen.line(head, "bold")
+    for line in rest:
+        screen.line(line)
+
+
+def _cells(row: Estimate) -> tuple[str, ...]:
+    shares = (row.efficiency, row.computing, row.waiting, row.link, row.update)
+    first = (f"{row.num_ranks:,}", _short(row.step_s), duration(row.total_s), f"{row.speed_up:.2f}x")
+    return (*first, *(f"{share:.1%}" for share in shares))
+
+
+def _short(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
 
 
 def _check_can_run(num_ranks: int, device: str | None) -> None:
@@ -209,7 +259,7 @@ def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) 
     """Runs the first steps of the program on so many ranks, and returns what each has recorded."""
     place = folder / f"ranks_{num_gpus}"
     place.mkdir()
-    asked = MeasureRequest(str(place), request.num_steps, num_gpus, request.clock)
+    asked = MeasureRequest(str(place), request.num_steps, num_gpus)
     environment = {
         **common_variables(place / "logs"),
         **({variable("device"): "cpu"} if request.device == "cpu" else {}),
@@ -239,19 +289,6 @@ def _no_answer(code: int, log: Path) -> SetupError:
     )
 
 
-def _network(request: Request, measured: Measured, folder: Path, link: Link | None) -> Network:
-    """What joins the ranks: as asked for, as measured, or assumed, and it says which."""
-    if request.link not in (None, _MEASURE):
-        assert request.link is not None
-        return Network(parse_link(request.link), request.node_link, request.gpus_per_node)
-    if link is None and not measured.facts["is_cpu"] and _num_devices() > 1:
-        link = _measured_link(request, folder)
-    if link is None:
-        assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
-        return Network(assumed, request.node_link, request.gpus_per_node)
-    return Network(link, request.node_link, request.gpus_per_node)
-
-
 def _num_devices() -> int:
     from unsloth_multigpu.start import visible_accelerators
 
@@ -279,51 +316,3 @@ def _measured_link(request: Request, folder: Path) -> Link:
     where = f"measured here: {found['num_ranks']} x {found['device']} over {found['backend']}"
     small = (found["small_num_bytes"], found["small_seconds"])
     return fit_link("this machine's", small, (found["num_bytes"], found["seconds"]), found["num_ranks"], where)
-
-
-def _without_link(network: Network) -> Network:
-    free = Link("none", math.inf, 0.0, "not counted")
-    return Network(free, free, network.gpus_per_node)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def _values(
-    program: Sequence[str],
-    request: Request,
-    measured: Measured,
-    network: Network,
-    rows: Sequence[TimeForecast],
-    whole: Sequence[TimeForecast],
-    advice: Sequence[str],
-    checked: Check | None,
-) -> dict[str, Any]:
-    work = measured.work
-    kept = ("trainer", "model", "num_parameters", "num_trained", "device", "asked")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": list(program),
-        **{name: measured.facts[name] for name in kept},
-        "notes": list(measured.notes),
-        "clock": request.clock,
-        "measured": {
-            "num_timed_steps": len(measured.facts["steps"]),
-            "misfit": measured.misfit,
-            "token_s": work.token_s,
-            "overhead_tokens": work.timing.overhead_tokens,
-            "floor_tokens": work.timing.floor_tokens,
-            "update_s": work.update_s,
-            "num_samples": work.num_samples,
-            "gradient_bytes": work.gradient_bytes,
-            "weight_bytes": work.weight_bytes,
-        },
-        "network": asdict(network),
-        "forecasts": [{**asdict(row), "total_s": row.total_s} for row in rows],
-        "refused": [n for n in request.numbers if not work.has_samples(n)],
-        "curve": [{**asdict(row), "total_s": row.total_s} for row in whole],
-        "useful_up_to": useful_up_to(whole),
-        "advice": list(advice),
-        "check": None if checked is None else asdict(checked),
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.strategy import DDP
@@ -24,14 +25,11 @@ class MeasureRequest:
         folder: Where every rank leaves `rank_N.json`.
         num_steps: Optimizer steps after which the run ends.
         num_gpus: Ranks of this run; wins over the script's own number.
-        clock: "wall", or "cpu" = seconds that the main thread has computed: those of single-threaded CPU ranks do not
-            depend on what else the machine does.
     """
 
     folder: str
     num_steps: int
     num_gpus: int
-    clock: str
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
@@ -46,22 +44,25 @@ class Measure(FirstStepsTool):
 
     def __init__(self, **values: Any) -> None:
         self.request = MeasureRequest(**values)
-        self._asked: MultiGPUConfig | None = None
         self._recorder: Recorder | None = None
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        self._asked = config
-        changes: dict[str, Any] = {}
-        if self.request.num_gpus == 1:
-            # One process meets nobody; what the script asks for is counted in the forecast.
-            changes = {"strategy": DDP(), "shard": "off"}
-        return self.alone(config, self.request.num_gpus, **changes)
+        others = {
+            f"strategy={config.strategy}": not isinstance(config.strategy, DDP),
+            f"shard={config.shard!r}": config.shard != "off",
+            "global_batch='scale'": not config.keeps_global_batch,
+        }
+        if asked := [name for name, is_asked in others.items() if is_asked]:
+            raise SetupError(
+                f"forecast counts DDP with the global batch of one process; the script asks for {asked[0]}.",
+                hint="Leave it out for the forecast.",
+            )
+        return self.alone(config, self.request.num_gpus)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
         from unsloth_multigpu.tools.forecast.recorder import Recorder
 
-        assert self._asked is not None
-        self._recorder = Recorder(trainer, self.request, session.identity.rank, self._asked, steps)
+        self._recorder = Recorder(trainer, self.request, session.identity.rank, steps)
         return self._recorder
 
     def end_training(self) -> None:

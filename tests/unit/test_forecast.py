@@ -1,0 +1,139 @@
+"""The forecast of time: one rank is what was measured, nothing beats the ideal, more than samples is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.tools.forecast.estimate import BACKWARD, Workload, advise, estimate
+from unsloth_multigpu.tools.forecast.recorder import _refuse_what_is_not_known
+from unsloth_multigpu.tools.forecast.tool import Measure
+from unsloth_multigpu.tools.link import NVLINK, PCIE, Link, fit_link, parse_link
+
+GIB = 2**30
+
+
+def workload(lengths=((100, 50, 200, 70),) * 3, **values) -> Workload:
+    base = {
+        "cost": CostModel(overhead_tokens=32.0),
+        "token_s": 1e-3,
+        "update_s": 0.01,
+        "steps": tuple(tuple(step) for step in lengths),
+        "sizes": (len(lengths[0]),),
+        "num_steps": 100,
+        "is_planned": True,
+        "regroup": True,
+        "keeps_whole": False,
+        "max_tokens": None,
+        "gradient_bytes": 10**6,
+        "hides": 0.0,
+    }
+    return Workload(**{**base, **values})
+
+
+@st.composite
+def workloads(draw):
+    num_micro, rows = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    step = st.tuples(*[st.integers(1, 500)] * (num_micro * rows))
+    cost = CostModel(
+        overhead_tokens=draw(st.sampled_from([0.0, 32.0, 128.0])),
+        floor_tokens=draw(st.sampled_from([0.0, 256.0])),
+        is_padded=draw(st.booleans()),
+    )
+    return workload(
+        draw(st.lists(step, min_size=1, max_size=3)),
+        cost=cost,
+        sizes=(rows,) * num_micro,
+        update_s=draw(st.sampled_from([0.0, 0.05])),
+        is_planned=draw(st.booleans()),
+        gradient_bytes=draw(st.sampled_from([0, 10**6, 10**9])),
+        hides=draw(st.sampled_from([0.0, BACKWARD])),
+    )
+
+
+@given(workloads(), st.integers(2, 24), st.floats(1.1, 100))
+@settings(max_examples=100, deadline=None)
+def test_no_number_of_ranks_is_faster_than_ideal_and_a_faster_link_is_not_slower(work, num_ranks, times):
+    one = estimate(work, 1, PCIE)
+    assert (one.speed_up, one.efficiency, one.waiting, one.link) == (1.0, 1.0, 0.0, 0.0)
+    if num_ranks > sum(work.sizes):
+        with pytest.raises(ConfigError, match=rf"cannot be shared by {num_ranks} ranks"):
+            estimate(work, num_ranks, PCIE)
+        return
+    row = estimate(work, num_ranks, PCIE)
+    # Every token of a step is computed by one rank, and nothing else is.
+    ideal = min(sum(map(work.cost.row_work, lengths)) for lengths in work.steps) * work.token_s / num_ranks
+    assert row.step_s >= (ideal + work.update_s) * (1 - 1e-9)
+    assert row.computing + row.waiting + row.link + row.update == pytest.approx(1.0)
+    assert min(row.computing, row.waiting, row.link, row.update) >= -1e-9
+    fast = dataclasses.replace(PCIE, bytes_per_s=PCIE.bytes_per_s * times, latency_s=PCIE.latency_s / times)
+    assert estimate(work, num_ranks, fast).step_s <= row.step_s
+
+
+def test_one_rank_is_the_script_as_it_was_measured():
+    work = workload([(100, 50, 200, 70), (10, 20, 30, 40)], sizes=(2, 2))
+    in_order = [(32 + 200) + (32 + 400), (32 + 40) + (32 + 80)]
+    row = estimate(work, 1, PCIE)
+    assert row.step_s == pytest.approx(1e-3 * sum(in_order) / 2 + 0.01)
+    assert row.total_s == pytest.approx(100 * row.step_s)
+
+
+def test_backward_hides_the_exchange_but_not_the_last_bucket():
+    work = workload([(1000,) * 8] * 2, gradient_bytes=GIB)
+    hidden, visible = estimate(dataclasses.replace(work, hides=BACKWARD), 2, PCIE), estimate(work, 2, PCIE)
+    assert visible.link * visible.step_s == pytest.approx(GIB / PCIE.bytes_per_s, rel=0.01)
+    assert hidden.link * hidden.step_s == pytest.approx(25 * 2**20 / PCIE.bytes_per_s, rel=0.02)
+
+
+@given(st.floats(1e8, 1e12), st.floats(1e-7, 1e-3), st.integers(2, 64))
+def test_a_link_is_found_from_two_sizes(bytes_per_s, latency_s, num_ranks):
+    true = Link("true", bytes_per_s, latency_s, "test")
+    found = fit_link("found", *((size, true.all_reduce_s(size, num_ranks)) for size in (2**20, 2**28)), num_ranks)
+    assert found.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+    assert found.latency_s == pytest.approx(latency_s, rel=0.01, abs=1e-9)
+    noise = fit_link("noise", (2**20, 0.02), (2**24, 0.01), 2)
+    assert noise.bytes_per_s > 0 <= noise.latency_s
+
+
+@pytest.mark.parametrize("text", ["infiniband", "ethernet", "ethernet:0", "ethernet:fast"])
+def test_unknown_link_is_refused(text):
+    with pytest.raises(ConfigError, match=r"is no link; expected nvlink, pcie, or ethernet"):
+        parse_link(text)
+    assert parse_link("Ethernet:25").bytes_per_s == 3e9
+    assert parse_link("nvlink") is NVLINK
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"gradient_bytes": 64 * GIB}, "the link"),
+        ({"update_s": 60.0}, "beside computing"),
+        ({"steps": ((10,) * 63 + (6000,),) * 2, "cost": CostModel(is_padded=False)}, "waiting for the slowest rank"),
+        ({"cost": CostModel(overhead_tokens=0.0, floor_tokens=64_000.0)}, "too small for the device"),
+    ],
+)
+def test_advice_names_what_limits(values, word):
+    work = workload([(1000,) * 64], **{"update_s": 0.0, "gradient_bytes": 0, **values})
+    head, limit = advise([estimate(work, n, PCIE) for n in (1, 2, 4, 8, 64)])
+    assert head.startswith("Useful up to ")
+    assert word in limit
+    assert advise([estimate(workload(gradient_bytes=0), n, PCIE) for n in (1, 2)])[0].startswith("Useful up to 2 GPUs")
+
+
+@pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"shard": "on"}, {"global_batch": "scale"}])
+def test_what_is_not_counted_is_refused(options: Any) -> None:
+    with pytest.raises(SetupError, match="forecast counts DDP with the global batch of one process"):
+        Measure(folder="", num_steps=16, num_gpus=1).adjusted(MultiGPUConfig(**options))
+    base = {"args": SimpleNamespace(), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
+    _refuse_what_is_not_known(SimpleNamespace(**base))
+    for other in ({"args": SimpleNamespace(steps_per_generation=2)}, {"is_fsdp_enabled": True}):
+        with pytest.raises(SetupError):
+            _refuse_what_is_not_known(SimpleNamespace(**{**base, **other}))

@@ -1,0 +1,296 @@
+"""Computes the passes of a step: forward and backward of each micro-batch, with its part in the loss of the step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.seam import instance_attribute, unsteered
+from unsloth_multigpu.step.balance import Balancer
+from unsloth_multigpu.step.inputs import free_rows, on_device, take
+from unsloth_multigpu.step.loss import SUM, TOKEN_SUM, LossReduction, without_effect
+from unsloth_multigpu.step.metrics import Metrics
+from unsloth_multigpu.step.one_process import seen_alone
+from unsloth_multigpu.step.own_code import is_scripts_own
+from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
+from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+
+
+class StepPasses:
+    """Computes this rank's micro-batches of a step so that the ranks' mean gradient is that of one process.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        beat: This rank's page.
+
+    Attributes:
+        balancer: Is told what micro-batches cost.
+        metrics: Is told what they add to the log.
+        reduction: How the loss is reduced, as far as it is known.
+        is_whole: The script's micro-batches are dealt whole.
+        is_lockstep: Ranks meet in every micro-batch, as where weights are sharded.
+        current: The micro-batch that is being computed.
+        in_loss: A loss of the training is being computed.
+        compute_loss: The trainer's own `compute_loss`.
+        num_samples: That were computed.
+        num_micro_batches: That were computed.
+    """
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._beat = beat
+        self.num_accumulated = int(trainer.args.gradient_accumulation_steps)
+        # Ranks that step by themselves: each divides by its own samples, and no rank waits for a count.
+        self.is_alone = not manager.config.is_synchronous
+        self.balancer = Balancer(trainer, manager)
+        self.metrics = Metrics(trainer, manager)
+        self.reduction = LossReduction(TOKEN_SUM, SUM)
+        self.is_whole = self.is_lockstep = self.in_loss = False
+        self.current: MicroBatch | None = None
+        self.compute_loss: Any = None
+        self._count: Callable[..., Any] | None = None
+        self.num_samples = self.num_micro_batches = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around a training."""
+        self.compute_loss = self._trainer.compute_loss
+        # A mean over each rank's own tokens is not what one process computes.
+        self._trainer.args.average_tokens_across_devices = not self.is_alone
+        with self.balancer.stopwatch.on_model():
+            yield
+
+    def accumulation_of_script(self) -> AbstractContextManager[None]:
+        """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""
+        return instance_attribute(self._trainer.args, "gradient_accumulation_steps", self.num_accumulated)
+
+    def shares_micro_batches(self, sizes: Sequence[int]) -> bool:
+        """True where ranks compute parts of one micro-batch.
+
+        Args:
+            sizes: Rows of each micro-batch of a step of one process; empty = of a full step.
+        """
+        world_size = self._manager.identity.world_size
+        return world_size > 1 and not self.is_whole and (len(sizes) or self.num_accumulated) % world_size != 0
+
+    def batch_samples(self, original: Any, epoch_iterator: Any) -> tuple[Any, Any]:
+        """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        self._count = original
+        step = next(epoch_iterator, None)
+        if step is None:
+            return [], None
+        if step.left_over is not None:
+            step.left_over_items = self.counted(step.left_over)
+        return [step], self.counted(step)
+
+    def count_as_given(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """What the script's own `get_batch_samples` makes of micro-batches: them, and the number of their tokens."""
+        count = unsteered(self._trainer.get_batch_samples)
+        return count(iter(inputs), len(inputs), self._trainer.args.device)  # type: ignore[no-any-return]
+
+    def counted(self, step: Step) -> Any:
+        """Brings a step to the device; its tokens over all ranks, None where a loss takes no count. Collective."""
+        assert self._count is not None
+        trainer, device = self._trainer, self._trainer.args.device
+        for micro_batch in step.micro_batches:
+            # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
+            micro_batch.inputs = on_device(trainer, micro_batch.inputs)
+        # The samples of a filler already count in the step.
+        inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
+        batches, num_items = self._count(iter(inputs), len(inputs), device)
+        take(trainer, step, inputs, batches)
+        if self.balancer.varies_rows:
+            free_rows([m.inputs for m in step.micro_batches])
+        if self.reduction.is_token_normalised and num_items is None:
+            raise SetupError(
+                f"{type(trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
+                hint="Give the samples labels, or use global_batch='scale'.",
+            )
+        if self.is_alone and num_items is not None:
+            # A rank whose only micro-batch is a filler has no token of its own.
+            num_items = max(num_items, 1) if isinstance(num_items, int) else num_items.clamp(min=1)
+        self.weigh_parts(step)
+        return num_items
+
+    def weigh_parts(self, step: Step) -> None:
+        """Finds out what parts of micro-batches count, by the reduction that is known. Collective."""
+        if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
+            return
+        if self.reduction.is_counted:
+            self.weigh(step, self.reduction)
+            return
+        for micro_batch in step.micro_batches:
+            micro_batch.share = micro_batch.piece.share
+
+    def weigh(self, step: Step, reduction: LossReduction) -> list[list[float]]:
+        """A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows. Collective.
+
+        Returns:
+            What the parts of each micro-batch count on each rank.
+        """
+        weights = [0.0 if m.piece.is_filler else reduction.count(m.inputs) for m in step.micro_batches]
+        mine = [0.0] * step.num_references
+        for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
+            mine[micro_batch.piece.reference] += weight
+        ranks = [mine] if self.is_alone else self._manager.gather_floats(mine)
+        totals = [sum(counts) for counts in zip(*ranks, strict=True)]
+        for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
+            micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
+        return ranks
+
+    def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
+        """The passes of a step, for the training: its loss times the ranks. Gradients meet in the last backward.
+
+        Args:
+            original: `Trainer.training_step`.
+            model: As it gets it.
+            step: Counted.
+            num_items: What `counted` has returned.
+        """
+        losses = torch.stack(self._train(original, model, step, num_items))
+        self._multiply_gradients(model)
+        self.balancer.end_step()
+        self.metrics.end_step(losses, is_shared=self.shares_micro_batches(step.sizes))
+        return losses.sum()
+
+    def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
+        """The gradient of a step alone, by the script's own methods: nothing is counted, noted or timed.
+
+        Yields the place in the step of the micro-batch of one process before each of ours.
+
+        Args:
+            model: As `training_step` gets it.
+            step: Counted.
+            num_items: What `counted` has returned.
+            is_synced: Gradients meet in the last backward.
+        """
+        training_step = unsteered(self._trainer.training_step)
+        loss = functools.partial(self.loss, unsteered(self._trainer.compute_loss))
+        with instance_attribute(self._trainer, "compute_loss", loss):
+            for i, micro_batch in enumerate(self._each(step)):
+                yield micro_batch.piece.reference
+                is_last = is_synced and i == len(step.micro_batches) - 1
+                with nullcontext() if is_last else self._trainer.accelerator.no_sync(model):
+                    self._call(training_step, model, micro_batch, num_items)
+        self._multiply_gradients(model)
+
+    def _train(
+        self, original: Any, model: nn.Module, step: Step, num_items: Any, *, is_last: bool = True
+    ) -> list[torch.Tensor]:
+        losses = []
+        if step.left_over is not None:
+            losses = self._train(original, model, step.left_over, step.left_over_items, is_last=False)
+        for i, micro_batch in enumerate(self._each(step)):
+            self.balancer.stopwatch.start()
+            is_synced = is_last and i == len(step.micro_batches) - 1
+            noted = self.metrics.micro_batch(micro_batch, step)
+            with noted, nullcontext() if is_synced else self._trainer.accelerator.no_sync(model):
+                loss = self._call(original, model, micro_batch, num_items)
+            # A mean over nothing is NaN; it counts nothing.
+            losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
+            self.balancer.note(micro_batch.piece)
+            self.num_micro_batches += 1
+            self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
+        return losses
+
+    def mark(self, micro_batch: int) -> None:
+        """Tells the watchdog which micro-batch is about to be computed."""
+        self._beat.mark(micro_batch=micro_batch)
+
+    def _each(self, step: Step) -> Iterator[MicroBatch]:
+        """The micro-batches of a step, each with its factor and what the Trainer and the script divide by."""
+        trainer = self._trainer
+        # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
+        trainer.current_gradient_accumulation_steps = step.num_references
+        if is_scripts_own(trainer, "training_step"):
+            # A script's own step divides by the accumulation that it reads here.
+            trainer.args.gradient_accumulation_steps = self.num_accumulated
+        try:
+            for i, micro_batch in enumerate(step.micro_batches):
+                self.mark(i)
+                self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
+                yield micro_batch
+        finally:
+            self.current = None
+            trainer.args.gradient_accumulation_steps = 1
+
+    def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
+        """One call of `training_step`; returns its weighed loss."""
+        micro_batch.is_weighed = False
+        loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
+        return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
+
+    def _multiply_gradients(self, model: nn.Module) -> None:
+        if self._gradient_factor != 1.0:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], self._gradient_factor)
+
+    def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
+        self.in_loss = model.training
+        try:
+            with self.accumulation_of_script(), self._undivided(), seen_alone(self._trainer, self.compute_loss):
+                result = original(model, inputs, *args, **kwargs)
+        finally:
+            self.in_loss = False
+        if not model.training or self.current is None:
+            return result
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        weighed, self.current.is_weighed = self._weighed(loss, self.current.factor), True
+        return (weighed, *others) if isinstance(result, tuple) else weighed
+
+    def backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.backward`: weighs what a script's own `training_step` has computed without `compute_loss`."""
+        if self.current is not None and not self.current.is_weighed:
+            loss = self._weighed(loss, self.current.factor)
+        return original(loss, *args, **kwargs)
+
+    def _weighed(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        if factor == 1.0:
+            return loss
+        if not factor and self.is_lockstep and not bool(torch.isfinite(loss)):
+            raise SetupError(
+                "A micro-batch has no label, and its mean loss is not a number: sharded ranks cannot leave it out.",
+                hint="Let the loss be a sum divided by num_items_in_batch, or leave rows without a label out.",
+            )
+        return loss * factor if factor else without_effect(loss)
+
+    def _factor(self, micro_batch: MicroBatch, step: Step) -> float:
+        """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.
+
+        For a rank that steps by itself: so that its own gradient is the mean over its own part.
+        """
+        factor = 1.0 if self.is_alone else self._manager.identity.world_size / self._gradient_factor
+        if self.reduction.is_token_normalised:
+            return 0.0 if micro_batch.piece.is_filler else factor
+        if self.reduction.mean_over != SUM or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
+            factor *= micro_batch.share
+        if self.is_alone:
+            # As if this rank's part were the whole step, whose shares add up to its number of references.
+            mine = sum(m.share for m in step.micro_batches)
+            factor *= step.num_references / mine if mine else 0.0
+        return factor
+
+    @property
+    def _gradient_factor(self) -> float:
+        """Multiplies a step's gradient after the backward passes, in place of the losses before them.
+
+        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped.
+        """
+        is_scaled = self._trainer.accelerator.scaler is not None and not self.is_alone
+        return float(self._manager.identity.world_size) if is_scaled else 1.0
+
+    def _undivided(self) -> AbstractContextManager[None]:
+        """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""
+        if self._manager.identity.world_size == 1:
+            return nullcontext()
+        return instance_attribute(self._trainer.args, "average_tokens_across_devices", False)

@@ -1,0 +1,163 @@
+"""How long would a training take on N ranks, and what limits it? Pure.
+
+What one rank has measured says what a micro-batch costs; the steps are dealt by the functions that a training deals
+with, and a ring says what the exchange of gradients takes. docs/forecast.md has the formulas, and what they leave out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.step.deal import Balance, Plan, balance_step, check_divisible, deal_step
+from unsloth_multigpu.tools.link import Link
+
+# Part of a micro-batch that is its backward pass, during which gradients travel: it does twice the work of the forward
+# pass, or the same where weights are frozen (see `cost.attention_factor`).
+BACKWARD, BACKWARD_FROZEN = 2 / 3, 1 / 2
+# DDP's bucket. The last one is complete when the backward pass is.
+_BUCKET_BYTES = 25 * 2**20
+# A step of many samples differs little from the next: fewer of them are planned.
+_MOST_PLANNED, _FEWEST_STEPS = 100_000, 2
+# A GPU that does less than half of what one alone does is better used elsewhere.
+USEFUL = 0.5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training as one rank has measured it.
+
+    Args:
+        cost: Of a micro-batch, in tokens.
+        token_s: Seconds of one token.
+        update_s: Seconds of a step beside its micro-batches: the optimizer, loading, logging.
+        steps: Tokens of each sample of some steps.
+        sizes: Rows of each micro-batch of a step in one process.
+        num_steps: Of the whole training.
+        is_planned: Samples are dealt by their lengths, else in order.
+        regroup: See `deal.deal_step`.
+        keeps_whole: Micro-batches are not cut where each rank can have one.
+        max_tokens: See `deal.Balance`.
+        gradient_bytes: That are exchanged.
+        hides: Part of a micro-batch during which gradients travel; 0 where they travel behind it.
+    """
+
+    cost: CostModel
+    token_s: float
+    update_s: float
+    steps: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    num_steps: int
+    is_planned: bool
+    regroup: bool
+    keeps_whole: bool
+    max_tokens: int | None
+    gradient_bytes: int
+    hides: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A training on N ranks. The four shares are of all ranks' time, and add up to 1.
+
+    Args:
+        num_ranks: N.
+        step_s: Seconds of an optimizer step.
+        total_s: Of all steps; neither start nor evaluations nor saves.
+        speed_up: Over the script in one process, with its own micro-batches.
+        efficiency: What each GPU does, of what one alone does that plans its micro-batches as well.
+        computing: Share of micro-batches.
+        waiting: Share of waiting for the slowest rank.
+        link: Share of sending that nothing hides.
+        update: Share of the rest: the optimizer, loading, logging.
+    """
+
+    num_ranks: int
+    step_s: float
+    total_s: float
+    speed_up: float
+    efficiency: float
+    computing: float
+    waiting: float
+    link: float
+    update: float
+
+
+def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
+    """The training on `num_ranks` ranks.
+
+    Raises:
+        ConfigError: A step has fewer samples than there are ranks: the run fails as well.
+    """
+    check_divisible(sum(work.sizes), num_ranks)
+    alone_s = work.update_s + _seconds(work, [_own_batches(work)] * len(work.steps))[1]
+    if num_ranks == 1:
+        plans = [_own_batches(work)] * len(work.steps)
+    else:
+        num_steps = max(_FEWEST_STEPS, _MOST_PLANNED // (sum(work.sizes) * num_ranks))
+        plans = [_plan(work, lengths, num_ranks) for lengths in work.steps[:num_steps]]
+    compute_s, slowest_s, last_s = _seconds(work, plans)
+    link_s = 0.0
+    if num_ranks > 1:
+        link_s = link.all_reduce_s(work.gradient_bytes, num_ranks)
+        if work.hides:
+            bucket_s = link.all_reduce_s(min(_BUCKET_BYTES, work.gradient_bytes), num_ranks)
+            link_s = max(bucket_s, link_s - work.hides * last_s)
+    step_s = slowest_s + link_s + work.update_s
+    planned_s = work.update_s + _seconds(work, [_plan(work, lengths, 1) for lengths in work.steps])[1]
+    return Estimate(
+        num_ranks=num_ranks,
+        step_s=step_s,
+        total_s=step_s * work.num_steps,
+        speed_up=alone_s / step_s,
+        efficiency=1.0 if num_ranks == 1 else min(alone_s, planned_s) / (num_ranks * step_s),
+        computing=compute_s / step_s,
+        waiting=(slowest_s - compute_s) / step_s,
+        link=link_s / step_s,
+        update=work.update_s / step_s,
+    )
+
+
+def _own_batches(work: Workload) -> Plan:
+    return deal_step(work.sizes, 1, regroup=False)
+
+
+def _plan(work: Workload, lengths: Sequence[int], num_ranks: int) -> Plan:
+    if work.is_planned:
+        return balance_step(
+            lengths, work.sizes, Balance(work.cost, (1.0,) * num_ranks, work.max_tokens), regroup=work.regroup
+        )
+    whole = work.keeps_whole and (len(work.sizes) >= num_ranks or work.sizes[0] == 1)
+    return deal_step(work.sizes, num_ranks, regroup=work.regroup and num_ranks > 1, whole=whole)
+
+
+def _seconds(work: Workload, plans: Sequence[Plan]) -> tuple[float, float, float]:
+    """Mean seconds over the steps: of a rank's micro-batches, those of the slowest rank, and its last micro-batch."""
+    found = []
+    for lengths, plan in zip(work.steps, plans, strict=False):
+        times = [[work.token_s * work.cost.of([lengths[p] for p in piece.positions]) for piece in s] for s in plan]
+        slowest = max(times, key=sum)
+        found.append((sum(map(sum, times)) / len(times), sum(slowest), slowest[-1]))
+    compute_s, slowest_s, last_s = (statistics.fmean(values) for values in zip(*found, strict=True))
+    return compute_s, slowest_s, last_s
+
+
+def advise(rows: Sequence[Estimate]) -> list[str]:
+    """Up to how many of these GPUs each is useful, and what limits the first number with which it is not."""
+    beyond = next((row for row in rows if row.efficiency < USEFUL), None)
+    if beyond is None:
+        return [f"Useful up to {rows[-1].num_ranks:,} GPUs: each does at least {USEFUL:.0%} of what one alone does."]
+    useful = max(row.num_ranks for row in rows if row.num_ranks < beyond.num_ranks)
+    head = (
+        f"Useful up to {useful:,} of these GPUs: with {beyond.num_ranks:,} each does {beyond.efficiency:.0%} of what "
+    )
+    more = "Raise gradient_accumulation_steps or per_device_train_batch_size, which changes the training."
+    limits = {
+        beyond.link: "the link. A faster one, more samples in a step, LoRA or grad_compression send less for each.",
+        beyond.waiting: f"waiting for the slowest rank: few samples for each, of different length. {more}",
+        beyond.update: f"what each rank does beside computing: the optimizer, loading, logging. {more}",
+        beyond.computing - beyond.efficiency: f"micro-batches that are too small for the device. {more}",
+    }
+    return [f"{head}one alone does.", f"What limits most is {limits[max(limits)]}"]

@@ -1,0 +1,86 @@
+"""How long an all-reduce takes between ranks, by latency and bandwidth. Pure.
+
+A ring of N ranks passes N - 1 parts of a message on, each of 1 / N of it, in one pass. An all-reduce is two passes, so
+it takes `2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency` (Patarasuk and Yuan 2009, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations").
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from unsloth_multigpu.errors import ConfigError
+
+_GIGA = 1e9
+_MICRO = 1e-6
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest connection of a ring of ranks.
+
+    Args:
+        name: As on the command line.
+        bytes_per_s: That a rank sends while it receives as many.
+        latency_s: Of one message between neighbours.
+        source: Where both figures are from.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        """Seconds in which every rank has the sum of all ranks' `num_bytes`."""
+        passes = 2 * (num_ranks - 1)
+        return passes * num_bytes / num_ranks / self.bytes_per_s + passes * self.latency_s
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.bytes_per_s / _GIGA:.3g} GB/s: {self.source})"
+
+
+# Bandwidths are those that NCCL itself plans with, in src/graph/topo.h: SM80_NVLINK_BW (20 GB/s a link, 12 links),
+# PCI_BW (12 GB/s for generation 3 with 16 lanes, half of generation 4), NET_BW (12 GB/s for 100 Gbit/s). Latencies are
+# its hwLat of rings with the Simple protocol, in src/graph/tuning.cc.
+NVLINK = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO, "NCCL's own figures: A100, 12 NVLinks of 20 GB/s, 3.4 us")
+PCIE = Link("pcie", 24 * _GIGA, 5.7 * _MICRO, "NCCL's own figures: PCIe 4 x16 with peer access, 24 GB/s, 5.7 us")
+
+
+def parse_link(text: str) -> Link:
+    """A link by the name that a command line gives it.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    for link in (NVLINK, PCIE):
+        if text.lower() == link.name:
+            return link
+    match = re.fullmatch(r"ethernet:(\d+(?:\.\d+)?)", text.lower())
+    if match is None or not (gbit := float(match[1])):
+        raise ConfigError(
+            f"{text!r} is no link; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
+            hint="ethernet:1 is 1 Gbit/s.",
+        )
+    source = f"NCCL's own figures: 96 % of {gbit:g} Gbit/s, 14 us"
+    return Link(f"ethernet:{gbit:g}", gbit * 0.12 * _GIGA, 14.0 * _MICRO, source)
+
+
+def fit_link(
+    name: str, small: tuple[float, float], large: tuple[float, float], num_ranks: int, source: str = "measured here"
+) -> Link:
+    """The link by which all-reduces of two sizes took as long as they did.
+
+    Args:
+        name: Of the link.
+        small: Bytes of the smaller message, and its seconds.
+        large: The same of the larger one.
+        num_ranks: That took part, at least 2.
+        source: Where the figures are from.
+    """
+    per_byte = (large[1] - small[1]) / (large[0] - small[0])
+    if per_byte <= 0:  # Noise: the smaller one took longer.
+        per_byte = large[1] / large[0]
+    latency_s = max(0.0, small[1] - per_byte * small[0]) / (2 * (num_ranks - 1))
+    return Link(name, 2 * (num_ranks - 1) / num_ranks / per_byte, latency_s, source)
