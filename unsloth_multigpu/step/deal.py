@@ -89,8 +89,8 @@ def balance_step(
         sizes: Rows of each micro-batch that the one-process run would do in this step.
         balance: What micro-batches cost, and how fast the ranks are.
         regroup: See `deal_step`. False keeps the number of rows of each micro-batch, for losses that are means over
-            independent rows. A step whose micro-batches are of unequal `sizes`, or do not divide evenly among the ranks,
-            is then dealt in order.
+            independent rows. A step whose micro-batches have unequal `sizes`, or do not divide by the ranks, is then
+            dealt in order.
         is_lockstep: Ranks wait for each other in every micro-batch, see `plan.lockstep_time`.
 
     Returns:

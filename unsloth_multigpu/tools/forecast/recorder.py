@@ -16,6 +16,7 @@ from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.part import Override
 from unsloth_multigpu.step.balance import throughput
 from unsloth_multigpu.step.cost import CostModel, fit_cost
+from unsloth_multigpu.step.deal import Balance, Plan, balance_step, deal_step
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import AUTO, WHOLE
 from unsloth_multigpu.step.measure import Lap, attention_of, moment
@@ -92,7 +93,8 @@ class Recorder(FirstSteps):
         number = len(self._lengths)
         tried = [n for n in _TRIED if n <= len(samples)]
         num_ranks = 1 if number <= WARM_UP_STEPS else tried[number % len(tried)]
-        return functools.partial(_of_all_ranks, lengths, sizes, num_ranks, balancer.balance)
+        regroup = self._steps.reduction.is_token_normalised
+        return functools.partial(_of_all_ranks, lengths, sizes, num_ranks, balancer.balance, regroup=regroup)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._ends.append(moment(self._trainer.args.device))
@@ -161,6 +163,16 @@ class Recorder(FirstSteps):
         each = max(1, round(sum(n for _, _, n, _ in self._laps) / max(1, num_samples)))
         numbers = range(1 + max(k for k, *_ in self._laps))
         self._lengths = [[each] * sum(len(p) for k, p, _, _ in self._laps if k == number) for number in numbers]
+
+
+def _of_all_ranks(
+    lengths: Sequence[int], sizes: Sequence[int], num_ranks: int, balance: Balance | None, *, regroup: bool
+) -> Plan:
+    """The pieces of all ranks as those of one. One rank has the script's own micro-batches."""
+    if balance is None or num_ranks == 1:
+        return deal_step(sizes, 1, regroup=False)
+    plan = balance_step(lengths, sizes, dataclasses.replace(balance, speeds=(1.0,) * num_ranks), regroup=regroup)
+    return [[piece for share in plan for piece in share if not piece.is_filler]]
 
 
 def _refuse_what_is_not_known(trainer: TrainerLike) -> None:
