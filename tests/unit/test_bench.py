@@ -569,7 +569,7 @@ def test_rest_of_a_benchmark_is_told_when_it_is_known(capsys, monkeypatch) -> No
                 pass
     assert capsys.readouterr().err.splitlines() == [
         "bench: 2 runs, one after the other: ours in each of 2 round(s); the first tells how long they take",
-        "bench: 1 of 2, round 1/2  ours                     60.0 s with start-up, about 1 min left",
+        "bench: 1 of 2, round 1/2  ours                     60.0 s with start-up, about 1 min 00 s left",
         "bench: 2 of 2, round 2/2  ours                    100.0 s with start-up",
     ]
 
