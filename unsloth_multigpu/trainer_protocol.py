@@ -40,7 +40,6 @@ class ArgumentsLike(Protocol):
     per_device_train_batch_size: int
     process_index: int
     push_to_hub: bool
-    save_on_each_node: bool
     eval_strategy: str
     eval_on_start: bool
     save_strategy: Any  # SaveStrategy, equal to its text
@@ -69,7 +68,6 @@ class StateLike(Protocol):
     epoch: float  # None before the first training
     global_step: int
     max_steps: int
-    num_input_tokens_seen: int
     stateful_callbacks: dict[str, Any]
 
     def save_to_json(self, json_path: str) -> None: ...
@@ -137,7 +135,6 @@ class TrainerLike(Protocol):
     callback_handler: CallbackHandlerLike
     compute_loss_func: Callable[..., Any] | None
     control: ControlLike
-    current_flos: float
     current_gradient_accumulation_steps: int
     data_collator: Any
     eval_dataset: Any
@@ -146,7 +143,6 @@ class TrainerLike(Protocol):
     is_fsdp_enabled: bool
     is_in_train: bool
     label_smoother: Any
-    lr_scheduler: Any
     model: Any
     model_accepts_loss_kwargs: bool
     model_wrapped: Any
@@ -158,7 +154,6 @@ class TrainerLike(Protocol):
     def _prepare_inputs(self, inputs: Any) -> Any: ...
     def add_callback(self, callback: Any) -> None: ...
     def create_optimizer(self) -> Any: ...
-    def floating_point_ops(self, inputs: Any) -> Any: ...
     # The methods of the table.
     def get_train_dataloader(self) -> Any: ...
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any: ...

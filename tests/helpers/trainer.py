@@ -164,8 +164,6 @@ class FakeTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint): ...
 
-    def store_flos(self): ...
-
     def event(self, name, **kwargs):
         """Calls the callbacks."""
         self.callback_handler.call_event(name, self.args, self.state, self.control, **kwargs)
