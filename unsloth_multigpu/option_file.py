@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import brief
+from unsloth_multigpu.option_type import brief
 
 _NAME = "unsloth_multigpu"
 _FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."

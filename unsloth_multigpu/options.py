@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.row import CommandOption, Option, Scope, options_of, take_values, unknown_option
+from unsloth_multigpu.option_type import CommandOption, Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"

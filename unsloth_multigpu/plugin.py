@@ -155,7 +155,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
 
 def _refuse_unsteered_training() -> None:
     """In a helper, where this call does nothing: should it turn out to be a rank, it does not train by itself."""
-    from unsloth_multigpu.hooks.trainer import unsteered_train_patch
+    from unsloth_multigpu.hooks.trainer_patches import unsteered_train_patch
 
     def is_lone() -> bool:
         try:
@@ -188,7 +188,7 @@ def _open_here(
         if needs_supervisor(config, num_ranks):
             if shell is not None:
                 refuse_in_notebook(config)
-                from unsloth_multigpu.notebook.start import open_notebook
+                from unsloth_multigpu.notebook.kernel_start import open_notebook
 
                 return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)
             # What is compared with another run is not resumed.

@@ -1,4 +1,4 @@
-"""What a rank runs, and how its session depends on that. Here: a script. Cells are in `notebook.program`."""
+"""What a rank runs, and how its session depends on that. Here: a script. Cells are in `notebook.cell_program`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.notebook.program import WorkerProgram
+    from unsloth_multigpu.notebook.cell_program import WorkerProgram
     from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
 

@@ -15,12 +15,12 @@ from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -306,8 +306,8 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
-    from unsloth_multigpu.hooks.trainer import trainer_patches
-    from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
+    from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
 
     config, identity = session.config, session.identity
     device_type = _claim_device(session)

@@ -127,7 +127,7 @@ def supervise(
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
     if config.shard == "auto":
-        from unsloth_multigpu.shard.choice import choose
+        from unsloth_multigpu.shard.shard_choice import choose
 
         # By the environment the ranks are told.
         os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import Option, brief, did_you_mean, either, options_of, take_values
+from unsloth_multigpu.option_type import Option, brief, did_you_mean, either, options_of, take_values
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.helpers.federated import app, arrays, message_to
 from tests.helpers.run import ROOT, orphans, start, wait_until
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.device import SlotDevice
+from unsloth_multigpu.federated.client_device import SlotDevice
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.wire.process import is_alive
 
@@ -271,7 +271,7 @@ import os
 import time
 from flwr.clientapp import ClientApp
 from tests.helpers.federated import message_to, train
-from unsloth_multigpu.federated.device import SlotDevice
+from unsloth_multigpu.federated.client_device import SlotDevice
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 
 CALLS = 0

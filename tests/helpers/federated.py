@@ -74,7 +74,7 @@ def kill(is_again: bool) -> int:
 
 
 def lose_device_once(is_again: bool) -> int:
-    from unsloth_multigpu.federated import worker
+    from unsloth_multigpu.federated import client_worker as worker
 
     def check_device(kind: str) -> None:
         raise RuntimeError("gone")

@@ -11,7 +11,7 @@ import torch
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of, only
 from unsloth_multigpu.group.precision import sum_dtype
-from unsloth_multigpu.notebook.refusal import read_state
+from unsloth_multigpu.notebook.kernel_refusal import read_state
 from unsloth_multigpu.tools.doctor.findings import driver_rows
 
 

@@ -20,13 +20,11 @@ from unsloth_multigpu import start
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import arm as bench_arm
-from unsloth_multigpu.tools.bench import command as bench
-from unsloth_multigpu.tools.bench import worker
+from unsloth_multigpu.tools.bench import bench_command as bench
+from unsloth_multigpu.tools.bench import bench_worker as worker
 from unsloth_multigpu.tools.bench.arm import ARMS, STRATEGIES, Arm, arm_environment, part_available
-from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.meter import Meter
-from unsloth_multigpu.tools.bench.option import BenchOptions
-from unsloth_multigpu.tools.bench.result import (
+from unsloth_multigpu.tools.bench.bench_option import BenchOptions
+from unsloth_multigpu.tools.bench.bench_result import (
     MeasuredStep,
     RankRecord,
     Spread,
@@ -34,8 +32,10 @@ from unsloth_multigpu.tools.bench.result import (
     ratios,
     summarize,
 )
-from unsloth_multigpu.tools.bench.run import run_arm
-from unsloth_multigpu.tools.bench.table import epoch_row, result_row
+from unsloth_multigpu.tools.bench.bench_run import run_arm
+from unsloth_multigpu.tools.bench.bench_table import epoch_row, result_row
+from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
+from unsloth_multigpu.tools.bench.meter import Meter
 
 COLD = BenchOptions(warmup=0)
 
@@ -375,7 +375,7 @@ def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatc
         # An infinite norm: no JSON has it.
         return [rank(r, *[step()] * 5, norms=[math.inf] * 5) for r in range(arm.num_processes(options))]
 
-    monkeypatch.setattr("unsloth_multigpu.tools.bench.run.run_arm", run)
+    monkeypatch.setattr("unsloth_multigpu.tools.bench.bench_run.run_arm", run)
     file = tmp_path / "bench.json"
     options = ["--device", "cpu", "--arms", "one_process,ours,torchrun", "--repeats", "3", "--json", str(file)]
     assert main.main(["bench", *options]) == 1

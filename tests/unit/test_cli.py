@@ -21,16 +21,20 @@ import torch.distributed as dist
 from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
 from unsloth_multigpu.accelerator import HIDDEN
-from unsloth_multigpu.cli import main, script
+from unsloth_multigpu.cli import main
+from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools import allreduce, probe, program
-from unsloth_multigpu.tools.doctor import command as doctor
-from unsloth_multigpu.tools.doctor import device, findings, seam
+from unsloth_multigpu.tools import allreduce, probe
+from unsloth_multigpu.tools import script_program as program
+from unsloth_multigpu.tools.doctor import device_check as device
+from unsloth_multigpu.tools.doctor import doctor_command as doctor
+from unsloth_multigpu.tools.doctor import findings
+from unsloth_multigpu.tools.doctor import seam_page as seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
-from unsloth_multigpu.tools.forecast import command as forecast
-from unsloth_multigpu.tools.verify import command as verify
+from unsloth_multigpu.tools.forecast import forecast_command as forecast
+from unsloth_multigpu.tools.verify import verify_command as verify
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
 
@@ -71,7 +75,7 @@ def run(*arguments: str) -> None:
         main.main(["run", *arguments])
 
 
-RANK = [sys.executable, "-m", "unsloth_multigpu.cli.script"]
+RANK = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner"]
 
 
 @pytest.mark.parametrize(

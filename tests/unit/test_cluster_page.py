@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from unsloth_multigpu.cli.main import split_program
+from unsloth_multigpu.option_type import flag, options_of
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
-from unsloth_multigpu.row import flag, options_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "cluster").iterdir())

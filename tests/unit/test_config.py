@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.logs import Console
+from unsloth_multigpu.option_type import options_of
 from unsloth_multigpu.options import (
     ENV_CONFIG,
     ENV_PREFIX,
@@ -23,7 +24,6 @@ from unsloth_multigpu.options import (
     MultiGPUConfig,
     from_keywords,
 )
-from unsloth_multigpu.row import options_of
 from unsloth_multigpu.strategy import DDP, STRATEGIES, AllReduce, DiLoCo
 
 # Option -> (text of its variable, value).

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.hooks.unsloth import local_device_map, offload_patches, placement_patches
+from unsloth_multigpu.hooks.unsloth_patches import local_device_map, offload_patches, placement_patches
 
 HERE = {"": 1}
 

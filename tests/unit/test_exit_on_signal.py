@@ -14,7 +14,7 @@ from unsloth_multigpu.wire.process import exit_on_signal, find_marked
 
 ASKS = """
 import os, sys
-from unsloth_multigpu.shard.probe import Question, ask
+from unsloth_multigpu.shard.script_probe import Question, ask
 question = Question((("ddp", 1),))
 ask([sys.executable, "-c", "import time; open('begun', 'w').close(); time.sleep(600)"], os.environ, question)
 """

@@ -20,10 +20,12 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import device, pool, worker
-from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
+from unsloth_multigpu.federated import client_device as device
+from unsloth_multigpu.federated import client_worker as worker
+from unsloth_multigpu.federated import pool
+from unsloth_multigpu.federated.client_device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
-from unsloth_multigpu.federated.report import ClientRecord
+from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.federated.slot import Task
 from unsloth_multigpu.wire.frames import Frames
 

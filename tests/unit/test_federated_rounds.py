@@ -29,10 +29,10 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.checkpoint import rounds_in
-from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.federated_option import FitOptions
+from unsloth_multigpu.federated.flower_strategy import describe, make_strategy
 from unsloth_multigpu.federated.reply import CHANGED, client_of, name_of
-from unsloth_multigpu.federated.report import ClientRecord, FederatedResult
-from unsloth_multigpu.federated.strategy import describe, make_strategy
+from unsloth_multigpu.federated.round_report import ClientRecord, FederatedResult
 from unsloth_multigpu.federated.training import LimitedGrid, Start, Training
 
 Reply = tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]

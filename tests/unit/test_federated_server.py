@@ -25,9 +25,9 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training
-from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.federated_option import FitOptions
 from unsloth_multigpu.federated.reply import judge
-from unsloth_multigpu.federated.report import (
+from unsloth_multigpu.federated.round_report import (
     DeviceReport,
     FederatedReport,
     RoundReport,

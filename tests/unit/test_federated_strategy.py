@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
 )
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.strategy import (
+from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
     describe,

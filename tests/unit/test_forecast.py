@@ -14,8 +14,8 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, Workload, advise, estimate
-from unsloth_multigpu.tools.forecast.recorder import _refuse_what_is_not_known
-from unsloth_multigpu.tools.forecast.tool import Measure
+from unsloth_multigpu.tools.forecast.forecast_recorder import _refuse_what_is_not_known
+from unsloth_multigpu.tools.forecast.forecast_tool import Measure
 from unsloth_multigpu.tools.link import NVLINK, PCIE, Link, fit_link, parse_link
 
 GIB = 2**30

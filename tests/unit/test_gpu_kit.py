@@ -34,7 +34,7 @@ from tests.gpu.step import (
 )
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli.parser import make_parser
-from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
 

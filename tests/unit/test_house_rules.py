@@ -31,7 +31,7 @@ LAYERS = {
     "errors": 0,
     "logs": 0,
     "versions": 0,
-    "row": 0,
+    "option_type": 0,
     "option_file": 0,
     "strategy": 0,
     "options": 0,
@@ -260,10 +260,10 @@ def test_module_respects_the_layers(path: Path) -> None:
         ("train.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
         ("train.trainer", "from unsloth_multigpu import enable_multi_gpu"),
         ("train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
-        ("hooks.trainer", "import unsloth_multigpu.train.trainer"),
-        ("hooks.trainer", "from . import saving"),
-        ("notebook.start", "from unsloth_multigpu.notebook.recovery import Trainings"),
-        ("notebook.start", "def f():\n    from unsloth_multigpu.plugin import active_session"),
+        ("hooks.trainer_patches", "import unsloth_multigpu.train.trainer"),
+        ("hooks.trainer_patches", "from . import saving"),
+        ("notebook.kernel_start", "from unsloth_multigpu.notebook.recovery import Trainings"),
+        ("notebook.kernel_start", "def f():\n    from unsloth_multigpu.plugin import active_session"),
         ("plugin", "import importlib\nx = importlib.import_module('datasets')"),
         ("plugin", "from unsloth_multigpu.launch.launcher import DDPLauncher"),
         ("plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
@@ -286,10 +286,13 @@ def test_layer_check_catches_a_planted_violation(module: str, source: str) -> No
             "import torch\nfrom .replicas import ReplicaProof\ndef f():\n    from transformers import set_seed",
         ),
         (
-            "hooks.trainer",
+            "hooks.trainer_patches",
             "if TYPE_CHECKING:\n    import torch\n    from unsloth_multigpu.group.manager import DDPManager",
         ),
-        ("cli.main", "def f():\n    from unsloth_multigpu.cli import script\n    from unsloth_multigpu import plugin"),
+        (
+            "cli.main",
+            "def f():\n    from unsloth_multigpu.cli import script_runner\n    from unsloth_multigpu import plugin",
+        ),
         ("plugin", "from unsloth_multigpu.session import Session"),
         ("train.trainer", "from unsloth_multigpu.step.feed import StepFeed"),
         ("launch.a_file_of_tomorrow", "import torch"),
@@ -351,12 +354,12 @@ def test_module_names_no_other_tool(path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from unsloth_multigpu.tools.verify.run import ScriptRuns", "tools.forecast.command"),
-        ("def f():\n    from unsloth_multigpu.tools import verify", "tools.program"),
+        ("from unsloth_multigpu.tools.verify.run import ScriptRuns", "tools.forecast.forecast_command"),
+        ("def f():\n    from unsloth_multigpu.tools import verify", "tools.script_program"),
         ("import unsloth_multigpu.tools.verify", "cli.main"),
-        ("from ..verify.run import ScriptRuns", "tools.forecast.command"),
-        ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.command"),
-        ("ToolRequest('unsloth_multigpu.tools.verify.tool:Verify')", "launch.rank"),
+        ("from ..verify.run import ScriptRuns", "tools.forecast.forecast_command"),
+        ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
+        ("ToolRequest('unsloth_multigpu.tools.verify.verify_tool:Verify')", "launch.rank"),
     ],
 )
 def test_tool_check_catches_a_planted_violation(source: str, module: str) -> None:
@@ -366,10 +369,10 @@ def test_tool_check_catches_a_planted_violation(source: str, module: str) -> Non
 
 @pytest.mark.parametrize(
     "source",
-    ["from unsloth_multigpu.tools.program import run_program", "from unsloth_multigpu.tools.verify import run"],
+    ["from unsloth_multigpu.tools.script_program import run_program", "from unsloth_multigpu.tools.verify import run"],
 )
 def test_tool_check_lets_the_allowed_pass(source: str) -> None:
-    assert tool_violations(source, "tools.verify.command") == []
+    assert tool_violations(source, "tools.verify.verify_command") == []
 
 
 # `accelerator` alone knows which kinds there are. "cuda" stands for itself where something is of CUDA only.
@@ -406,6 +409,11 @@ def test_module_asks_what_accelerators_there_are(path: Path) -> None:
 def test_accelerator_check_catches_a_planted_violation(source: str) -> None:
     assert len(accelerator_violations(source, "launch.rank")) == 1
     assert accelerator_violations(source, "accelerator") == []
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = [path.name for path in MODULES if path.name != "__init__.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_texts_hold_no_emoji() -> None:

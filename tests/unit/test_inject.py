@@ -19,12 +19,12 @@ from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
-from unsloth_multigpu.tools.chaos import run as chaos_run
-from unsloth_multigpu.tools.chaos.command import Judge
+from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
+from unsloth_multigpu.tools.chaos.chaos_command import Judge
+from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples, show
+from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.inject import _ACTIONS
-from unsloth_multigpu.tools.chaos.result import FaultRow, RunTrace, compare_samples, show
-from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.process import is_alive

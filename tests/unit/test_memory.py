@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memory, size_of
 
 CPU = torch.device("cpu")
 

@@ -23,9 +23,9 @@ from unsloth_multigpu.shard.memory import (
     fits,
     forecast_of,
 )
-from unsloth_multigpu.shard.probe import Answer
-from unsloth_multigpu.tools.plan.command import parse_memory, show
-from unsloth_multigpu.tools.program import parse_numbers
+from unsloth_multigpu.shard.script_probe import Answer
+from unsloth_multigpu.tools.plan.plan_command import parse_memory, show
+from unsloth_multigpu.tools.script_program import parse_numbers
 
 TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True, rows=4, tokens=2048, accumulation=16)
 # Twice the weights while it is loaded.

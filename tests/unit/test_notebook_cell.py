@@ -14,7 +14,7 @@ from unsloth_multigpu.notebook.cell import (
     parse_ranks,
     split_at,
 )
-from unsloth_multigpu.notebook.refusal import check_earlier_cells
+from unsloth_multigpu.notebook.kernel_refusal import check_earlier_cells
 
 CALL = "ump.enable_multi_gpu()"
 

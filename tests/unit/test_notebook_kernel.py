@@ -23,14 +23,14 @@ from unsloth_multigpu.errors import (
     LaunchError,
     SetupError,
 )
-from unsloth_multigpu.notebook import process
+from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.group import _connections, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.notebook.kernel_refusal import KernelState, line_of_cell, refuse
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
-from unsloth_multigpu.notebook.process import Channel
-from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.worker import Worker
+from unsloth_multigpu.notebook.worker_process import Channel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
@@ -62,7 +62,7 @@ def test_reader_that_does_not_read_ends_the_wait():
 PROGRAM = """
 import os, socket, struct, json, sys, time
 sys.path[:0] = [{root!r}]
-from unsloth_multigpu.notebook.process import Channel
+from unsloth_multigpu.notebook.worker_process import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 channel.send("ready", failures=[], stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
 print("hello from the worker", flush=True)
@@ -299,7 +299,7 @@ def test_worker_that_cannot_listen_ends():
     """Its main thread would wait for orders forever, and the kernel for the end of the cell."""
     code = (
         "import socket, sys\n"
-        "from unsloth_multigpu.notebook.process import Channel\n"
+        "from unsloth_multigpu.notebook.worker_process import Channel\n"
         "from unsloth_multigpu.notebook.value import Receiver\n"
         "from unsloth_multigpu.notebook.worker import Worker\n"
         "ours, theirs = socket.socketpair()\n"

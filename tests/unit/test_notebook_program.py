@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
+from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
@@ -36,7 +36,7 @@ def receiver() -> Receiver:
 
 @pytest.fixture
 def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram:
-    monkeypatch.setattr("unsloth_multigpu.notebook.program.open_session", opener)
+    monkeypatch.setattr("unsloth_multigpu.notebook.cell_program.open_session", opener)
     return WorkerProgram(receiver)
 
 
@@ -72,7 +72,7 @@ def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram, monke
     def fail(*_: Any, **__: Any) -> Session:
         raise SetupError("no card", hint="Look.")
 
-    monkeypatch.setattr("unsloth_multigpu.notebook.program.open_session", fail)
+    monkeypatch.setattr("unsloth_multigpu.notebook.cell_program.open_session", fail)
     with pytest.raises(SetupError):
         worker.open_session(MultiGPUConfig(), RANK_1, Console(), RunContext())
     assert worker.session is None

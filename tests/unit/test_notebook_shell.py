@@ -18,8 +18,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.notebook.kernel_share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.magic import prefix_output
-from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.notebook.worker_shell import WorkerShell

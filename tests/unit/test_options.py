@@ -15,8 +15,8 @@ import pytest
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option_type import Option, Scope, flag, options_of
 from unsloth_multigpu.options import ENV_PREFIX, EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.row import Option, Scope, flag, options_of
 from unsloth_multigpu.strategy import (
     DDP,
     STRATEGIES,
@@ -27,7 +27,7 @@ from unsloth_multigpu.strategy import (
     Strategy,
     read_strategy,
 )
-from unsloth_multigpu.tools.doctor.options import options_markdown
+from unsloth_multigpu.tools.doctor.options_page import options_markdown
 
 ROOT = Path(__file__).parents[2]
 TABLE = options_of(MultiGPUConfig)

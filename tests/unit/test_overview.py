@@ -29,8 +29,8 @@ from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline, last_line
 from unsloth_multigpu.step.comparison import Comparison, Difference
-from unsloth_multigpu.tools.top.command import choose_run
-from unsloth_multigpu.tools.top.table import render
+from unsloth_multigpu.tools.top.top_command import choose_run
+from unsloth_multigpu.tools.top.top_table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
@@ -232,7 +232,7 @@ def test_top_names_what_there_is(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as alone:
-        alone.setattr("unsloth_multigpu.tools.top.command.find_runs", list)
+        alone.setattr("unsloth_multigpu.tools.top.top_command.find_runs", list)
         assert main(["top", "--once"]) == SetupError.exit_code
         assert "No job of yours runs on this machine." in capsys.readouterr().err
     pages(run, TEN_STEPS, TEN_STEPS)
@@ -313,7 +313,7 @@ def test_narrow_terminal_has_fewer_columns_and_whole_ones(run: Run) -> None:
 
 
 def test_command_is_shown_as_it_was_typed() -> None:
-    own = [sys.executable, "-m", "unsloth_multigpu.cli.script", "my dir/train.py", "--lr", "1"]
+    own = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner", "my dir/train.py", "--lr", "1"]
     assert (job_of(own), shown_command(own)) == ("train.py", "python 'my dir/train.py' --lr 1")
     assert job_of([sys.executable, "-m", "package.train", "--lr"]) == "package.train"
     assert job_of([sys.executable]) == "python"

@@ -18,10 +18,10 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import errors, plugin, session, start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools.verify.tool import ReceiptRequest
+from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
 from unsloth_multigpu.wire.identity import RankIdentity
 
 ROOT = Path(__file__).parents[2]

@@ -19,15 +19,16 @@ from unsloth_multigpu import session
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
-from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.step.sketch import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
-from unsloth_multigpu.tools.verify import command, comparison
 from unsloth_multigpu.tools.verify import page as table
-from unsloth_multigpu.tools.verify import recorder as receipt
-from unsloth_multigpu.tools.verify.tool import ReceiptRequest, Verify
+from unsloth_multigpu.tools.verify import run_comparison as comparison
+from unsloth_multigpu.tools.verify import verify_command as command
+from unsloth_multigpu.tools.verify import verify_recorder as receipt
+from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest, Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 

@@ -3,7 +3,7 @@
 import pytest
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS

@@ -68,14 +68,14 @@ ALLOWED = {
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},
-    "federated/worker.py": {
+    "federated/client_worker.py": {
         "socket.socket",
         "cloudpickle.loads",
         "pickle.dumps",
         "pickle.loads",
         "pickle.HIGHEST_PROTOCOL",
     },
-    "notebook/process.py": {"socket.socket"},
+    "notebook/worker_process.py": {"socket.socket"},
     "notebook/worker.py": {"socket.socket"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
@@ -103,7 +103,7 @@ EVALUATE = {
     "subprocess.getstatusoutput",
     "tempfile.mktemp",
 }
-MAY_EVALUATE = {"cli/script.py": {"exec"}}  # The program that the user has named on the command line.
+MAY_EVALUATE = {"cli/script_runner.py": {"exec"}}  # The program that the user has named on the command line.
 # Torch's way to let nodes meet, which unpickles what it finds in the store.
 PICKLED_RENDEZVOUS = {"c10d_rendezvous_backend", "DynamicRendezvousHandler", "get_rendezvous_handler"}
 

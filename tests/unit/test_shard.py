@@ -13,7 +13,7 @@ import torch
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.engine import Engine, check_versions
+from unsloth_multigpu.group.shard_engine import Engine, check_versions
 from unsloth_multigpu.group.shards import (
     is_entered_below,
     tried_pass,
@@ -22,10 +22,10 @@ from unsloth_multigpu.group.shards import (
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.shard import choice
+from unsloth_multigpu.shard import shard_choice as choice
 from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of
 from unsloth_multigpu.shard.optimizer import trains_parts
-from unsloth_multigpu.shard.probe import Answer
+from unsloth_multigpu.shard.script_probe import Answer
 from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -140,7 +140,7 @@ def test_model_of_which_nothing_is_sharded_is_refused() -> None:
 
 def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_versions("torch", "no-such-library")
-    monkeypatch.setattr("unsloth_multigpu.group.engine.version", lambda _: "2.6.0")
+    monkeypatch.setattr("unsloth_multigpu.group.shard_engine.version", lambda _: "2.6.0")
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
 

@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
+from unsloth_multigpu.option_type import Scope, options_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.row import Scope, options_of
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece
 from unsloth_multigpu.step.feed import StepFeed

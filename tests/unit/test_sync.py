@@ -14,8 +14,8 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.strategies.exchange import Exchange, make_sync
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
+from unsloth_multigpu.strategies.strategy_exchange import Exchange, make_sync
 from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.train.loop import Loop

@@ -22,7 +22,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.memory import is_out_of_memory
+from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unsloth_multigpu.row import CommandOption, flag
+from unsloth_multigpu.option_type import CommandOption, flag
 
 # Name -> what it is; a plain tuple has the type of the value, bool for a switch, and what it means.
 OptionTable = Mapping[str, "CommandOption | tuple[type[Any], str]"]

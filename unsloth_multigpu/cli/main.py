@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.cli.parser import make_parser, usage_of
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
+from unsloth_multigpu.option_type import CommandOption, flag
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.row import CommandOption, flag
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import read_identity
 
-RANK_MODULE = "unsloth_multigpu.cli.script"
+RANK_MODULE = "unsloth_multigpu.cli.script_runner"
 _CONFIG_HELP = (
     "YAML file with options of a run by their names, one `name: value` in a line; also the variable "
     "UNSLOTH_MULTIGPU_CONFIG. Options here and variables win over it, it wins over [tool.unsloth_multigpu] in the "

@@ -21,8 +21,8 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.federated.report import RoundReport, round_from_dict
-from unsloth_multigpu.federated.strategy import has_state, layers_of
+from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
+from unsloth_multigpu.federated.round_report import RoundReport, round_from_dict
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.lock import try_lock
 

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.device import slot_environment
+from unsloth_multigpu.federated.client_device import slot_environment
 from unsloth_multigpu.federated.placement import Placement, choose_client
 from unsloth_multigpu.federated.slot import Slot, SlotEnded, Task
 from unsloth_multigpu.logs import get_logger

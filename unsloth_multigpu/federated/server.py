@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from unsloth_multigpu.errors import SetupError, VersionError
-from unsloth_multigpu.federated.option import FitOptions, check_options
-from unsloth_multigpu.federated.report import FederatedResult
+from unsloth_multigpu.federated.federated_option import FitOptions, check_options
+from unsloth_multigpu.federated.round_report import FederatedResult
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
 from unsloth_multigpu.wire.identity import read_identity
@@ -94,7 +94,7 @@ def create_multigpu_flower_server(
     )
 
     def make_grid(num_clients: int) -> ProcessGrid:
-        from unsloth_multigpu.federated.device import choose_devices
+        from unsloth_multigpu.federated.client_device import choose_devices
         from unsloth_multigpu.federated.grid import ProcessGrid
 
         # One on each device, then a second on each: max_workers cuts off the last ones.

@@ -12,8 +12,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.option import FitOptions
-from unsloth_multigpu.federated.strategy import nodes_needed
+from unsloth_multigpu.federated.federated_option import FitOptions
+from unsloth_multigpu.federated.flower_strategy import nodes_needed
 from unsloth_multigpu.federated.training import LimitedGrid, ServerPlan, Training, save_model
 from unsloth_multigpu.logs import Console, get_logger
 

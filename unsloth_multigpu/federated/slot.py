@@ -17,8 +17,8 @@ from typing import Any
 from flwr.app import Context, Error, Message
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.federated.device import SlotDevice
-from unsloth_multigpu.federated.report import ClientRecord
+from unsloth_multigpu.federated.client_device import SlotDevice
+from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import Child, read_tail
 from unsloth_multigpu.wire.folder import make_log
@@ -33,7 +33,7 @@ STACK_SIGNAL = signal.SIGUSR2
 # The slot imports the user's modules and this package from where this process finds them.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[3])
-from unsloth_multigpu.federated.worker import main
+from unsloth_multigpu.federated.client_worker import main
 main()"""
 # Time for a process to write its stacks after the signal. A stopped process writes none.
 _STACK_S = 0.2

@@ -32,16 +32,8 @@ from unsloth_multigpu.federated.apps import (
 )
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
-from unsloth_multigpu.federated.option import FitOptions
-from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
-from unsloth_multigpu.federated.report import (
-    FederatedReport,
-    FederatedResult,
-    RoundReport,
-    device_reports,
-    write_rounds,
-)
-from unsloth_multigpu.federated.strategy import (
+from unsloth_multigpu.federated.federated_option import FitOptions
+from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
     describe,
@@ -49,6 +41,14 @@ from unsloth_multigpu.federated.strategy import (
     is_weighted_mean,
     quiet_flower,
     weight_key,
+)
+from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
+from unsloth_multigpu.federated.round_report import (
+    FederatedReport,
+    FederatedResult,
+    RoundReport,
+    device_reports,
+    write_rounds,
 )
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import get_logger

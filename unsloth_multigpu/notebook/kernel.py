@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
-from unsloth_multigpu.notebook.process import WorkerProcess, died
+from unsloth_multigpu.notebook.worker_process import WorkerProcess, died
 
 _WAIT_S = 0.05
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from unsloth_multigpu.notebook.cell import log_header
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.process import WorkerProcess
-from unsloth_multigpu.notebook.share import read_ranks
+from unsloth_multigpu.notebook.kernel_share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
+from unsloth_multigpu.notebook.worker_process import WorkerProcess
 from unsloth_multigpu.overview import Overview, columns_of
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.wire.run import Run

@@ -14,8 +14,8 @@ from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.cell import names_broken_group
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.notebook.kernel_share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.magic import RankMagics
-from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import PatchRegistry

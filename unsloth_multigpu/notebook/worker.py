@@ -19,13 +19,13 @@ from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
+from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.extension import run_lines
+from unsloth_multigpu.notebook.kernel_share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
-from unsloth_multigpu.notebook.process import Channel
-from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.notebook.worker_process import Channel
 from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry

@@ -7,8 +7,8 @@ import sys
 import traceback
 from typing import Any
 
-from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.share import read_ranks
+from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
+from unsloth_multigpu.notebook.kernel_share import read_ranks
 from unsloth_multigpu.notebook.value import Receiver
 
 _IPythonShell: Any = object

@@ -16,8 +16,8 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.group.model import inner_name
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.row import Scope
 
 logger = get_logger(__name__)
 

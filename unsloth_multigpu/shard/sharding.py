@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.engine import Engine, check_versions
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shard_engine import Engine, check_versions
 from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig

@@ -41,8 +41,8 @@ from unsloth_multigpu.step.loss import (
     whole_ways,
 )
 from unsloth_multigpu.step.measure import Lap, moment
-from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
+from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.own_code import name_of, own_code
 from unsloth_multigpu.step.sketch import difference, mean_of, names_of, rounding_bound, sketch
 from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state

@@ -18,7 +18,7 @@ from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded, no
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memory, size_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
 

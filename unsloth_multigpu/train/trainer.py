@@ -12,17 +12,17 @@ from typing import Any
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.engine import Engine, find_engine
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
+from unsloth_multigpu.group.shard_engine import Engine, find_engine
 from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
@@ -96,7 +96,7 @@ class DDPTrainer:
         self.exchange: GradientExchange | None = None
         self._resume: Resume | None = None
         if identity.world_size > 1 and not isinstance(self.config.strategy, DDP):
-            from unsloth_multigpu.strategies.exchange import Exchange
+            from unsloth_multigpu.strategies.strategy_exchange import Exchange
 
             self.exchange = Exchange(trainer, manager)
         self._lead = lead = Lead(manager, beat)

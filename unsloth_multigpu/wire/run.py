@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.process import read_begin_ticks, read_state
 
 State = Literal["running", "stopped", "over"]
 _FILE = "run.json"
-_SCRIPT_MODULE = "unsloth_multigpu.cli.script"
+_SCRIPT_MODULE = "unsloth_multigpu.cli.script_runner"
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ class BenchCommand(Command):
     )
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.bench.command import bench_table
+        from unsloth_multigpu.tools.bench.bench_command import bench_table
 
         return bench_table()
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.bench.command import run_bench
+        from unsloth_multigpu.tools.bench.bench_command import run_bench
 
         return run_bench(options)
 

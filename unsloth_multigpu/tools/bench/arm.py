@@ -11,14 +11,14 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option_type import flag
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
-from unsloth_multigpu.row import flag
-from unsloth_multigpu.tools.bench.option import ARMS as ARMS_OPTION
-from unsloth_multigpu.tools.bench.option import STRATEGIES as STRATEGIES_OPTION
-from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import ARMS as ARMS_OPTION
+from unsloth_multigpu.tools.bench.bench_option import STRATEGIES as STRATEGIES_OPTION
+from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
-WORKER = "unsloth_multigpu.tools.bench.worker"
+WORKER = "unsloth_multigpu.tools.bench.bench_worker"
 # Other arms are compared with these, in columns of the table.
 REFERENCE, TORCHRUN, DDP = BASELINES = ("one_process", "torchrun", "ddp")
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from unsloth_multigpu.tools.bench.option import MAX_TEST_ROWS, BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import MAX_TEST_ROWS, BenchOptions
 
 # This many standard deviations are between median and maximum. With lognormal:150:1024, 60 % of what random batches of
 # 8 compute is padding, as in instruction data.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.row import CommandOption
 
 _LIMIT_S = 120.0
 
@@ -33,9 +33,9 @@ class DoctorCommand(Command):
         }
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.doctor.command import run_doctor
-        from unsloth_multigpu.tools.doctor.options import options_markdown
-        from unsloth_multigpu.tools.doctor.seam import seams_markdown
+        from unsloth_multigpu.tools.doctor.doctor_command import run_doctor
+        from unsloth_multigpu.tools.doctor.options_page import options_markdown
+        from unsloth_multigpu.tools.doctor.seam_page import seams_markdown
 
         asked = [name for name in ("json", "seams", "options") if getattr(options, name)]
         if len(asked) > 1:

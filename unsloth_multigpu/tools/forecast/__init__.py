@@ -22,12 +22,12 @@ class ForecastCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.forecast.command import OWN_OPTIONS
+        from unsloth_multigpu.tools.forecast.forecast_command import OWN_OPTIONS
 
         return OWN_OPTIONS
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.forecast.command import run_forecast
+        from unsloth_multigpu.tools.forecast.forecast_command import run_forecast
 
         return run_forecast(options, program)
 

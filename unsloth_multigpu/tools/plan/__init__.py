@@ -22,12 +22,12 @@ class PlanCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.plan.command import OWN_OPTIONS
+        from unsloth_multigpu.tools.plan.plan_command import OWN_OPTIONS
 
         return OWN_OPTIONS
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.plan.command import run_plan
+        from unsloth_multigpu.tools.plan.plan_command import run_plan
 
         return run_plan(options, program)
 

@@ -30,7 +30,7 @@ class TopCommand(Command):
         parser.add_argument("--json", action="store_true", help="With --once: print one JSON object. [a table]")
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.top.command import run_top
+        from unsloth_multigpu.tools.top.top_command import run_top
 
         return run_top(options.run_name, once=options.once, as_json=options.json)
 

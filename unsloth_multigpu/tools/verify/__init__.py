@@ -24,12 +24,12 @@ class VerifyCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.verify.command import OWN_OPTIONS
+        from unsloth_multigpu.tools.verify.verify_command import OWN_OPTIONS
 
         return {**OWN_OPTIONS, **command_options("verify")}
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
-        from unsloth_multigpu.tools.verify.command import run_verify
+        from unsloth_multigpu.tools.verify.verify_command import run_verify
 
         return run_verify(options, program)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.step.comparison import times_in_words
-from unsloth_multigpu.tools.verify.comparison import compared_nothing, is_compared
+from unsloth_multigpu.tools.verify.run_comparison import compared_nothing, is_compared
 
 
 def show(screen: Screen, receipt: Mapping[str, Any], num_threads: str | None = None) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.row import CommandOption
+from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, in_gib, usable_bytes, would_do
-from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Question, ask
+from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Question, ask
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.program import command_of, parse_numbers
+from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB
 
 SCHEMA_VERSION = 2

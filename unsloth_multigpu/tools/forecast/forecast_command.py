@@ -14,16 +14,16 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.step.comparison import times_in_words
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
-from unsloth_multigpu.tools.forecast.tool import MeasureRequest
+from unsloth_multigpu.tools.forecast.forecast_tool import MeasureRequest
 from unsloth_multigpu.tools.link import PCIE, Link, fit_link, parse_link
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import Probe
-from unsloth_multigpu.tools.program import (
+from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
     check_ranks,
@@ -285,7 +285,7 @@ def _no_answer(code: int, log: Path) -> SetupError:
         )
     return SetupError(
         f"The script ended with exit code {code}; there is no forecast.{shown}",
-        hint="`python -m unsloth_multigpu.cli.script train.py` runs it as this command does.",
+        hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
     )
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.tools.bench.arm import Arm, find_arm
+from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.turn import Turn
-from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
+from unsloth_multigpu.tools.bench.unsloth_arm import load_model, make_trainer
 
 if TYPE_CHECKING:
     import torch

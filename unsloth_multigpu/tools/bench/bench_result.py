@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE
-from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from unsloth_multigpu.step.measure import Lap, attention_of, moment
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
-from unsloth_multigpu.tools.forecast.tool import MeasureRequest
+from unsloth_multigpu.tools.forecast.forecast_tool import MeasureRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 # Steps that are not timed: libraries compile, caches fill.

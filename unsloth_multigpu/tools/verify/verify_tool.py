@@ -12,7 +12,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.verify.recorder import Recorder
+    from unsloth_multigpu.tools.verify.verify_recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ReceiptRequest:
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
-        return ToolRequest("unsloth_multigpu.tools.verify.tool:Verify", asdict(self)).variables()
+        return ToolRequest("unsloth_multigpu.tools.verify.verify_tool:Verify", asdict(self)).variables()
 
 
 class Verify(FirstStepsTool):
@@ -52,7 +52,7 @@ class Verify(FirstStepsTool):
         return self.alone(config, self.request.num_gpus, verify_every=1, **compared)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        from unsloth_multigpu.tools.verify.recorder import Recorder
+        from unsloth_multigpu.tools.verify.verify_recorder import Recorder
 
         self._recorder = Recorder(trainer, self.request, session.identity.rank, session.config, steps)
         return self._recorder

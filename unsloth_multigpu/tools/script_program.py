@@ -16,7 +16,7 @@ from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
 
 DEFAULT_LIMIT_S = 3600.0
-_RANK_MODULE = "unsloth_multigpu.cli.script"
+_RANK_MODULE = "unsloth_multigpu.cli.script_runner"
 # The supervisor gives its ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from unsloth_multigpu.option_type import Option, Scope, flag, options_of
 from unsloth_multigpu.options import GROUPS, MultiGPUConfig, variable
-from unsloth_multigpu.row import Option, Scope, flag, options_of
 from unsloth_multigpu.strategy import STRATEGIES, Strategy
 from unsloth_multigpu.text_table import markdown_table
 

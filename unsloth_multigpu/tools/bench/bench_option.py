@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import CommandOption, did_you_mean, flag
+from unsloth_multigpu.option_type import CommandOption, did_you_mean, flag
 
 # What is compared: the names of the options that say of which, too.
 ARMS, STRATEGIES = "arms", "strategies"

@@ -1,4 +1,4 @@
-"""A rank of a script that has no line of its own: `python -m unsloth_multigpu.cli.script train.py --args`.
+"""A rank of a script that has no line of its own: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
 
 Also each process of a script that `unsloth-multigpu verify` runs, which may have its own.
 """
@@ -110,7 +110,7 @@ def _module_file(name: str) -> Path | None:
 
 def _hold_unfollowed_training() -> None:
     """A call of the line is in the source, but that does not say that it is reached."""
-    from unsloth_multigpu.hooks.trainer import followed_train_patch
+    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.patching import PatchRegistry
     from unsloth_multigpu.plugin import is_multi_gpu_enabled
 

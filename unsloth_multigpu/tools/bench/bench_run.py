@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from unsloth_multigpu.cli.screen import Progress, left_s
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.row import flag
+from unsloth_multigpu.option_type import flag
 from unsloth_multigpu.tools.bench.arm import Arm, arm_environment, find_arm
-from unsloth_multigpu.tools.bench.option import ARMS, STRATEGIES, BenchOptions
-from unsloth_multigpu.tools.bench.result import RankRecord
+from unsloth_multigpu.tools.bench.bench_option import ARMS, STRATEGIES, BenchOptions
+from unsloth_multigpu.tools.bench.bench_result import RankRecord
 from unsloth_multigpu.tools.bench.turn import run_together
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end

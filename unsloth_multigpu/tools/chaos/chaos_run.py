@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_multigpu.cli.script import has_own_line
+from unsloth_multigpu.cli.script_runner import has_own_line
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
 from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill

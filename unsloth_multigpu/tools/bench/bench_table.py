@@ -10,9 +10,9 @@ from pathlib import Path
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE, find_arm
+from unsloth_multigpu.tools.bench.bench_option import LEARNING_RATE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
 from unsloth_multigpu.tools.bench.data import make_rows
-from unsloth_multigpu.tools.bench.option import LEARNING_RATE, UNSLOTH, BenchOptions
-from unsloth_multigpu.tools.bench.result import ArmResult, Spread
 from unsloth_multigpu.versions import installed_version
 
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")

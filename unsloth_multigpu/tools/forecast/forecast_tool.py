@@ -14,7 +14,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.forecast.recorder import Recorder
+    from unsloth_multigpu.tools.forecast.forecast_recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MeasureRequest:
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
-        return ToolRequest("unsloth_multigpu.tools.forecast.tool:Measure", asdict(self)).variables()
+        return ToolRequest("unsloth_multigpu.tools.forecast.forecast_tool:Measure", asdict(self)).variables()
 
 
 class Measure(FirstStepsTool):
@@ -60,7 +60,7 @@ class Measure(FirstStepsTool):
         return self.alone(config, self.request.num_gpus)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        from unsloth_multigpu.tools.forecast.recorder import Recorder
+        from unsloth_multigpu.tools.forecast.forecast_recorder import Recorder
 
         self._recorder = Recorder(trainer, self.request, session.identity.rank, steps)
         return self._recorder

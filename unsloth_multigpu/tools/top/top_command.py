@@ -9,7 +9,7 @@ from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.overview import Overview
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.top.table import render
+from unsloth_multigpu.tools.top.top_table import render
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration

@@ -15,13 +15,20 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
-from unsloth_multigpu.row import CommandOption
+from unsloth_multigpu.tools.chaos.chaos_result import (
+    ROUNDING,
+    FaultRow,
+    RunTrace,
+    compare_samples,
+    compare_weights,
+    show,
+)
+from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.result import ROUNDING, FaultRow, RunTrace, compare_samples, compare_weights, show
-from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.program import check_is_no_rank
+from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal

@@ -10,7 +10,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 from unsloth_multigpu.shard.memory import Mode, decide
-from unsloth_multigpu.shard.probe import Question, ask
+from unsloth_multigpu.shard.script_probe import Question, ask
 
 logger = get_logger(__name__)
 

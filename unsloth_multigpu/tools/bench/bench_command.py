@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from unsloth_multigpu.cli.screen import Progress
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.row import CommandOption
-from unsloth_multigpu.tools.bench import option
+from unsloth_multigpu.option_type import CommandOption
+from unsloth_multigpu.tools.bench import bench_option as option
 from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, STRATEGIES, choose_names, part_available
-from unsloth_multigpu.tools.bench.option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
-from unsloth_multigpu.tools.bench.run import run_rounds
-from unsloth_multigpu.tools.bench.unsloth import made_model
+from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
+from unsloth_multigpu.tools.bench.bench_run import run_rounds
+from unsloth_multigpu.tools.bench.unsloth_arm import made_model
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.bench.result import RankRecord
+    from unsloth_multigpu.tools.bench.bench_result import RankRecord
 
 
 def bench_table() -> dict[str, CommandOption]:
@@ -73,8 +73,8 @@ def _publish(
     file: str | None, options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]
 ) -> None:
     """Prints the table, and writes the file that was asked for."""
-    from unsloth_multigpu.tools.bench.result import summarize
-    from unsloth_multigpu.tools.bench.table import conditions, show_results
+    from unsloth_multigpu.tools.bench.bench_result import summarize
+    from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
 
     results = summarize(runs, options)
     device = next(iter(runs.values()))[0][0].device

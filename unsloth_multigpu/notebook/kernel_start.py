@@ -18,15 +18,15 @@ from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import is_python, split_at
+from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.extension import extension_lines
 from unsloth_multigpu.notebook.kernel import Kernel
+from unsloth_multigpu.notebook.kernel_refusal import check_earlier_cells, check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.notebook.process import WorkerProcess
-from unsloth_multigpu.notebook.program import KernelProgram
-from unsloth_multigpu.notebook.refusal import check_earlier_cells, check_kernel, line_of_cell
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.notebook.worker_process import WorkerProcess
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
 
 
 @contextlib.contextmanager
@@ -43,8 +43,8 @@ def _write_model(options: BenchOptions, folder: Path) -> None:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
+    from unsloth_multigpu.tools.bench.bench_worker import make_model
     from unsloth_multigpu.tools.bench.data import make_rows
-    from unsloth_multigpu.tools.bench.worker import make_model
 
     max_length = max(map(len, make_rows(options)))
     model = make_model(dataclasses.replace(options, train="full"), max_length)

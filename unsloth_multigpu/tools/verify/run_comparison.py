@@ -1,7 +1,6 @@
 """Do one process and several ranks train the same? A decision over what both runs have left.
 
-A run is what `read_run` makes of the files that `tools.verify.recorder` writes. What is found is a part of the receipt,
-in plain values.
+A run is what `read_run` makes of the files that `verify_recorder` writes. What is found is a part of the receipt.
 """
 
 from __future__ import annotations

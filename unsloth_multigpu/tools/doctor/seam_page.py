@@ -49,9 +49,9 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.shard import shard_patches
-    from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
-    from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
-    from unsloth_multigpu.notebook.share import notebook_patches
+    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
+    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
+    from unsloth_multigpu.notebook.kernel_share import notebook_patches
 
     return [
         followed_train_patch(lambda: False),

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, MultiGPUError, SetupError
+from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
-from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.program import (
+from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
     check_ranks,
@@ -29,7 +29,7 @@ from unsloth_multigpu.tools.program import (
     thread_variables,
 )
 from unsloth_multigpu.tools.tail import last_lines
-from unsloth_multigpu.tools.verify.tool import ReceiptRequest
+from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
@@ -200,7 +200,7 @@ def _is_receipt(file: Path) -> bool:
 
 
 def _read(folder: Path, program: Sequence[str]) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.comparison import read_run
+    from unsloth_multigpu.tools.verify.run_comparison import read_run
 
     record = read_run(folder)
     if record is None:
@@ -214,7 +214,7 @@ def _read(folder: Path, program: Sequence[str]) -> dict[str, Any]:
 
 
 def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.comparison import compare, is_compared
+    from unsloth_multigpu.tools.verify.run_comparison import compare, is_compared
 
     facts = [{name: value for name, value in run["facts"].items() if name != "versions"} for run in (one, many)]
     found = compare(one, many)

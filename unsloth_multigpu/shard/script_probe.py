@@ -93,7 +93,7 @@ def ask(
     with exit_on_signal(), private_dir() as folder:
         outcome, log = folder / "forecast.json", folder / "forecast.log"
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
-        request = ToolRequest("unsloth_multigpu.shard.probe:Probe", values)
+        request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         with log.open("wb") as output:
             code = run_to_end(
