@@ -97,7 +97,6 @@ def test_batch_options_change_the_number_of_steps(tmp_path):
     expected = {
         "UNSLOTH_MULTIGPU_GLOBAL_BATCH=scale": 3,
         "UNSLOTH_MULTIGPU_BATCH_SIZE_PER_GPU=3": 4,
-        "UNSLOTH_MULTIGPU_SEED_PER_RANK=0": 6,
     }
     run = run_python([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=BARE)
     assert run.code == 0, run.err

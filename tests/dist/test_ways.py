@@ -33,7 +33,7 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
         assert ours[name]["behind train()"] == [True, 2]
     assert ours["replaced"]["error"] == "PatchError"
     assert "scripts/ways.py" in ours["replaced"]["text"]
-    assert "Let it keep the function that it found there and call it" in ours["replaced"]["text"]
+    assert "Let it call the function that it found there" in ours["replaced"]["text"]
     assert "does not come by Trainer.train and is not steered" in run.err
     # Such a loop has the batches of one process on each rank.
     assert wanted["own"] == ours["own"] == {"aside": 7, "in its loop": 7}

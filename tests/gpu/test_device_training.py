@@ -26,9 +26,8 @@ AGAIN = {
 }
 
 
-# Of a killed rank and of other numbers of ranks there are tests of devices alone, here and in test_nccl.py.
-@pytest.mark.thorough
-@pytest.mark.parametrize("file", AGAIN)
+# Of a killed rank and of other numbers of ranks there are tests of devices alone, in test_nccl.py.
+@pytest.mark.parametrize("file", [pytest.param("test_resume.py", marks=pytest.mark.thorough), "test_strategies.py"])
 def test_what_holds_for_cpu_ranks_holds_on_devices(file: str) -> None:
     plugin = ("-p", "tests.helpers.on_device", "-p", "no:cacheprovider", "-n", "0", "-q", "-m", "")
     run = subprocess.run(

@@ -34,7 +34,8 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
         )
     arguments = list(orig_argv[1:])
     main_file = getattr(main, "__file__", None)
-    if main_file is None and any(re.match(r"-[A-Za-z]*c", argument) for argument in arguments):
+    # Code of -c has no file, nor has yet a script that a module of this package runs.
+    if main_file is None and any(re.match(r"-[A-Za-z]*[cm]", argument) for argument in arguments):
         return [executable, *arguments]
     # Pipes and streams are empty when they are read a second time.
     if main_file in (None, "<stdin>") or Path(main_file).resolve().parts[1:2] in (("dev",), ("proc",)):
