@@ -103,7 +103,7 @@ class FakeTrainer:
         )
         self.control = SimpleNamespace(**dict.fromkeys(FLAGS, False))
         self.accelerator, self.callback_handler = FakeAccelerator(), FakeCallbackHandler()
-        self.optimizer = self.lr_scheduler = self.compute_loss_func = None
+        self.optimizer = self.compute_loss_func = None
         self.train_dataset, self.eval_dataset = [], None
         self.model_accepts_loss_kwargs = True
         self.is_fsdp_enabled = self.is_deepspeed_enabled = self.is_in_train = False
