@@ -27,9 +27,6 @@ class FakeCallbackHandler:
         for callback in self.callbacks:
             getattr(callback, event)(args, state, control, **kwargs)
 
-    def on_train_begin(self, args, state, control):
-        self.call_event("on_train_begin", args, state, control)
-
     def on_save(self, args, state, control):
         self.call_event("on_save", args, state, control)
 

@@ -76,7 +76,8 @@ def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
     node(node_rank=0, timeout_s=5.0)
     with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint="):
         node(node_rank=0)
-    node(node_rank=1)
+    first = node(node_rank=1)
+    wait_until(lambda: first._node == 1, 20, "the place of the first")
     with pytest.raises(LaunchError, match="node_rank=1 is taken, or more than nnodes=2 nodes are in the run 'job'"):
         node(node_rank=1).meet(0, lambda: False)
 

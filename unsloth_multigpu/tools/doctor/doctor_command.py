@@ -71,8 +71,8 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
-        seams = stack.enter_context(Probe(f"{_HERE}.seam", folder, limit_s))
-        probe = stack.enter_context(Probe(f"{_HERE}.device", folder, limit_s))
+        seams = stack.enter_context(Probe(f"{_HERE}.seam_page", folder, limit_s))
+        probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
         yield "looks for devices, and copies between them", found.version_rows()
         devices = probe.outcome()
         yield "", [*found.driver_rows(devices), *found.device_rows(devices)]
