@@ -12,7 +12,7 @@ class ForecastCommand(Command):
     """`unsloth-multigpu forecast`."""
 
     name = "forecast"
-    help = "forecast the time of a script on 2 to 1,024 GPUs from some steps on one"
+    help = "forecast the time of a script on several GPUs from some steps on one"
     description = (
         "Runs the script up to the first steps of its first train() on one rank, and prints how long the training "
         "would take on other numbers of GPUs, how much of it is waiting and sending, up to how many GPUs are useful, "
