@@ -48,6 +48,9 @@ class FakeManager:
     def publish(self, key: str, value: str = "") -> None:
         self._store[key] = value
 
+    def delete(self, key: str) -> None:
+        del self._store[key]
+
     def is_published(self, key: str) -> bool:
         return key in self._store
 
@@ -336,6 +339,13 @@ def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks:
     for path in ("d", "e"):
         ranks.saver(0)("model", path)
     assert waits == [True] * 5
+
+
+def test_keys_of_saves_are_deleted_when_all_ranks_have_read_them(ranks: Ranks) -> None:
+    for path in ("a", "b", "c", "d"):
+        for rank in (0, 1):
+            ranks.saver(rank)("model", path)
+    assert set(ranks.store) == {"saves/at/0", "saves/at/1", "saves/3"}
 
 
 def test_file_that_a_late_rank_has_removed_is_an_error(ranks: Ranks, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ The script runs on every rank, and so does `if exists(folder): rmtree(folder)` b
 seconds before it writes: a rank that comes late has removed by then what it removes. It is no barrier: an export may
 take longer than a collective may, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/N` is rank 0's save number N: what it saves and, once it has, how that ended. `saves/at/R` says
-where rank R is.
+In the store, `saves/N` is rank 0's save number N: what it saves and, once it has, how that ended. Rank 0 deletes it
+when all ranks have read it. `saves/at/R` says where rank R is.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ class _Place(NamedTuple):
         what: The saver that it has come to last, and its path.
         number: How often it has come to it.
         waits: True until it leaves that saver.
+        num_read: How many of rank 0's saves it has read, to their end.
     """
 
     what: str = ""
     number: int = 0
     waits: bool = False
+    num_read: int = 0
 
 
 class Saves:
@@ -69,6 +71,7 @@ class Saves:
         self._at = _Place()
         self._counts: Counter[str] = Counter()
         self._num_saves = 0
+        self._num_deleted = 0  # On rank 0: of its saves, those whose key is no longer in the store.
         self._is_told = False  # On rank 0: the others know of the save that it visits.
         self._is_late = False  # On another rank: rank 0 had begun the save when this rank came to it.
         # Of rank 0's saves that this rank has read: what was saved, and how it ended (None while it lasts).
@@ -111,6 +114,7 @@ class Saves:
             save: Writes.
         """
         self._wait_for_others()
+        self._delete_read()
         self._publish(None)
         try:
             result = save()
@@ -246,13 +250,21 @@ class Saves:
         return _Place() if told is None else _Place(*json.loads(told))
 
     def _tell(self, at: _Place) -> None:
-        self._at = at
-        self._manager.publish(_AT.format(self._rank), json.dumps(at))
+        num_read = len(self._read) - (bool(self._read) and self._read[-1][1] is None)
+        self._at = at._replace(num_read=num_read)
+        self._manager.publish(_AT.format(self._rank), json.dumps(self._at))
 
     def _publish(self, outcome: dict[str, Any] | None) -> None:
         """Tells the others how rank 0's save has ended, None = it has begun."""
         self._is_told = True
         self._manager.publish(f"saves/{self._num_saves - 1}", json.dumps([self._at.what, outcome]))
+
+    def _delete_read(self) -> None:
+        """Deletes the keys that no rank will read again."""
+        num_read = min(self._place_of(rank).num_read for rank in range(1, self._manager.identity.world_size))
+        while self._num_deleted < num_read:
+            self._manager.delete(f"saves/{self._num_deleted}")
+            self._num_deleted += 1
 
     def _read_store(self) -> bool:
         """Reads what rank 0 has saved meanwhile, and how; True if there is something new. Does not wait."""
