@@ -39,7 +39,7 @@ EXACT = [
     "class_weights:21x1x4",
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
-    *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
+    *("grows:22x4x1", "curriculum:24x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {
@@ -49,9 +49,10 @@ SAID = {
     **{f"{k}:{SHARED}": (1, KEEP_WHOLE.format(2)) for k in ("contrastive", "reads_padding", "flooded", "questions")},
     **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("mixes_in_place", "selects")},
     "gathers_by_torch:24x4x2": (1, ""),
+    "counted_rows:24x4x1": (2, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
-NOISY, TIGHT, REFUSED = "noisy:24x4x2", "tight:24x4x1", "fewer_batches:22x4x2"
+NOISY, TIGHT, HEARS, REFUSED = "noisy:24x4x2", "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"
 # Three ranks share by the same code; a part of the jobs is enough.
 ON_THREE = [
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "weighted_rows", "contrastive")),
@@ -79,7 +80,7 @@ def train(folder, num_ranks, names, num_random=0):
 
 
 def done(folder, num_ranks):
-    names = [*EXACT, *SAID, NOISY, TIGHT]
+    names = [*EXACT, *SAID, NOISY, TIGHT, HEARS]
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
     return train(folder, num_ranks, [*names, REFUSED] if num_ranks > 1 else names, NUM_RANDOM)
@@ -153,6 +154,14 @@ def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_
     (warning,) = warnings(folder, TIGHT)
     assert f"not compared with one process: {why}; it is not known how Tight" in warning
     assert difference(folder, TIGHT) < 1e-5  # Its rows have equal weights, so that what is taken for it is right.
+
+
+def test_callback_that_would_hear_of_micro_batches_is_named(folder):
+    assert warnings(folder, HEARS) == [
+        "Counts.on_substep_end is not called: a step is one item of the loop, with all its micro-batches. Use on_step_end "
+        "or on_pre_optimizer_step, or gradient_accumulation_steps=1."
+    ]
+    assert facts_of(folder, HEARS)["inexact"].startswith("Counts.on_substep_end is not called")
 
 
 def test_first_step_is_said_to_be_equal_with_its_time(folder):

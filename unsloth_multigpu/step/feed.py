@@ -31,7 +31,7 @@ from unsloth_multigpu.step.loss import (
 )
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
-from unsloth_multigpu.step.own_code import is_scripts_own, name_of
+from unsloth_multigpu.step.own_code import is_library, is_scripts_own, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
@@ -258,6 +258,8 @@ class StepFeed(Part):
         if self._is_shared:
             dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
+        if self._is_shared and self.num_accumulated > 1:
+            self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
         logger.info("samples per step: %s%s%s", how, whole, dealt)
         self.metrics.begin(loader, self.num_accumulated)
@@ -290,6 +292,18 @@ class StepFeed(Part):
         if hidden := hidden_at_first(self._trainer, self.passes.compute_loss):
             self.tell(hidden, f"The loss of a micro-batch cannot be shared exactly. {name}: {hidden}.", "", ways)
         return False
+
+    def _tell_of_micro_batches(self) -> None:
+        """Callbacks hear of whole steps alone: a rank does not compute each micro-batch of one.
+
+        Raises:
+            SetupError: A callback of the script would hear of micro-batches, and `inexact="raise"`.
+        """
+        for callback in self._trainer.callback_handler.callbacks:
+            if not is_library(type(callback).on_substep_end.__module__):
+                what = f"{type(callback).__name__}.on_substep_end is not called: a step is one item of the loop"
+                ways = "Use on_step_end or on_pre_optimizer_step, or gradient_accumulation_steps=1."
+                self.tell(what, f"{what}, with all its micro-batches.", "", ways)
 
     def tell(self, cause: str, what: str, so: str, ways: str) -> None:
         """Warns that this is not exactly the training of one process, or refuses it.

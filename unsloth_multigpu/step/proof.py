@@ -177,9 +177,9 @@ class StepProof:
             raise NotPossibleError(f"grad_compression={config.grad_compression!r} sends less than the gradient")
         assert loader is not None
         batches = loader.one_process
-        with kept_objects(batches.collate_fn, batches.dataset), _without_optimizer():
+        with kept_objects(batches.collate_fn, batches.dataset) as begin_again, _without_optimizer():
             with self._feed.accumulation_of_script():
-                rows = StepRows(loader.dataset, step, self._seed)
+                rows = StepRows(loader.dataset, step, self._seed, begin_again)
             # How long a micro-batch takes decides how many are compared, on all ranks alike.
             seconds = self._tried(model, rows, 1)[2]
             num_compared = _affordable(base.num_references, base.num_ranks, seconds)

@@ -96,6 +96,31 @@ class CountingCollator:
         return collate_classes(rows)
 
 
+class Curriculum:
+    """Rows are cut shorter in the first steps."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, rows):
+        self.num_calls += 1
+        return collate_classes([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+
+
+class Counted(torch.utils.data.Dataset):
+    """Rows that grow with the number of those that were read."""
+
+    def __init__(self, rows):
+        self.rows, self.num_read = rows, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return {**self.rows[index], "input_ids": self.rows[index]["input_ids"][: 2 + self.num_read // 6]}
+
+
 def scores(model, inputs):
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
 
@@ -284,12 +309,13 @@ def router():
 
 @dataclass(frozen=True)
 class Kind:
-    """`collate` makes the collator."""
+    """`collate` makes the collator, `dataset` what the rows are in."""
 
     trainer: type[Trainer] = Trainer
     model: Callable[[], torch.nn.Module] = classifier
     collate: Callable[[], Any] = lambda: collate_classes
     settings: dict[str, Any] = field(default_factory=dict)
+    dataset: Callable[[list[dict[str, Any]]], Any] = lambda rows: rows
 
 
 KINDS = {
@@ -325,4 +351,6 @@ KINDS = {
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),
     "counting": Kind(OwnLoss, collate=CountingCollator),
+    "curriculum": Kind(OwnLoss, collate=Curriculum),
+    "counted_rows": Kind(dataset=Counted),
 }

@@ -3,7 +3,7 @@
 import torch
 from own_losses import Kind, OwnLoss, collate_tokens, llama, scores
 from torch.nn import functional
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 
 class Counter(OwnLoss):
@@ -52,6 +52,25 @@ class Hooked(OwnLoss):
     def create_optimizer(self, *arguments):
         self.model.classifier.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
         return super().create_optimizer(*arguments)
+
+
+class HearsOfMicroBatches(OwnLoss):
+    """A callback counts them."""
+
+    num_calls = 0
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        outer = self
+
+        class Counts(TrainerCallback):
+            def on_substep_end(self, args, state, control, **kwargs):
+                outer.num_calls += 1
+
+        self.add_callback(Counts())
+
+    def factor(self):
+        return 1.0 + self.num_calls
 
 
 class DividedMean(OwnLoss):
@@ -169,6 +188,7 @@ KINDS = {
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "hooked": Kind(Hooked),
+    "hears": Kind(HearsOfMicroBatches),
     "divided_mean": Kind(DividedMean),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
