@@ -18,7 +18,6 @@ from unsloth_multigpu.group.replicas import STREAM
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
-from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import (
     AUTO,
@@ -29,7 +28,6 @@ from unsloth_multigpu.step.loss import (
     hidden_at_first,
     whole_ways,
 )
-from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.own_code import is_library, is_scripts_own, name_of
 from unsloth_multigpu.step.passes import StepPasses
@@ -53,6 +51,9 @@ class StepFeed(Part):
 
     Attributes:
         passes: Computes the steps.
+        balancer: Plans them.
+        metrics: Puts the metrics of the ranks together.
+        num_accumulated: Micro-batches of a step in one process.
         proof: Compares the first ones with one process.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
         inexact: Why the training is not exactly that of one process; None where it is.
@@ -68,7 +69,8 @@ class StepFeed(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._trainer = trainer
         self._manager = manager
-        self.passes = StepPasses(trainer, manager, beat)
+        self.passes = passes = StepPasses(trainer, manager, beat)
+        self.balancer, self.metrics, self.num_accumulated = passes.balancer, passes.metrics, passes.num_accumulated
         self.proof = StepProof(trainer, manager, self, beat)
         self.loader: StepLoader | None = None
         self.inexact: Inexact | None = None
@@ -110,24 +112,9 @@ class StepFeed(Part):
     # What others ask.
 
     @property
-    def balancer(self) -> Balancer:
-        """Plans the steps."""
-        return self.passes.balancer
-
-    @property
-    def metrics(self) -> Metrics:
-        """Puts the metrics of the ranks together."""
-        return self.passes.metrics
-
-    @property
     def reduction(self) -> LossReduction:
         """How the loss is reduced, as far as it is known."""
         return self.passes.reduction
-
-    @property
-    def num_accumulated(self) -> int:
-        """Micro-batches of a step in one process."""
-        return self.passes.num_accumulated
 
     @property
     def current(self) -> MicroBatch | None:
@@ -246,9 +233,9 @@ class StepFeed(Part):
             shape: Without these decisions.
         """
         trainer, passes = self._trainer, self.passes
-        reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
+        passes.reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
         # Ranks with different decisions would deal differently.
-        passes.reduction = LossReduction.from_text(self._manager.gather_texts(reduction.to_text())[0])
+        self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -80,16 +79,6 @@ class LossReduction:
     def is_counted(self) -> bool:
         """What parts count is read from their inputs; rows are known from the plan, and sums count nothing."""
         return self.mean_over not in (ROWS, SUM)
-
-    def to_text(self) -> str:
-        """For sending; `from_text` reads it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> LossReduction:
-        """The reduction that `to_text` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "class_weights": tuple(values["class_weights"])})
 
     def count(self, inputs: Any) -> float:
         """What a part of a micro-batch counts among the other parts.

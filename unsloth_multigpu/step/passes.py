@@ -126,19 +126,12 @@ class StepPasses:
         """Finds out what parts of micro-batches count, by the reduction that is known. Collective."""
         if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
             return
-        if self.reduction.is_counted:
-            self.weigh(step, self.reduction)
+        if not self.reduction.is_counted:
+            for micro_batch in step.micro_batches:
+                micro_batch.share = micro_batch.piece.share
             return
-        for micro_batch in step.micro_batches:
-            micro_batch.share = micro_batch.piece.share
-
-    def weigh(self, step: Step, reduction: LossReduction) -> list[list[float]]:
-        """A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows. Collective.
-
-        Returns:
-            What the parts of each micro-batch count on each rank.
-        """
-        weights = [0.0 if m.piece.is_filler else reduction.count(m.inputs) for m in step.micro_batches]
+        # A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows.
+        weights = [0.0 if m.piece.is_filler else self.reduction.count(m.inputs) for m in step.micro_batches]
         mine = [0.0] * step.num_references
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             mine[micro_batch.piece.reference] += weight
@@ -146,7 +139,6 @@ class StepPasses:
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
-        return ranks
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
         """The passes of a step, for the training: its loss times the ranks. Gradients meet in the last backward.

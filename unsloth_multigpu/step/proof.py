@@ -96,6 +96,8 @@ class StepProof:
         self._is_over = False
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
+        # What was said to draw.
+        self._drawn: set[str] = set()
         self.first: Comparison | None = None
         self.last: Comparison | None = None
         self.is_alone = False
@@ -309,13 +311,8 @@ class StepProof:
         """The step as the ranks share it, by the first reduction that gives the gradient of one process. Collective."""
         feed, before = self._feed, self._feed.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
-        tables: list[Any] = []
         for reduction in self._reductions(rows, still):
             feed.passes.reduction = reduction
-            table = self._table(rows, reduction)
-            if table in tables:
-                continue
-            tables.append(table)
             found.append((*self._dealt_once(model, rows, one), reduction))
             if self._is_within(found[-1][0]):
                 return found[-1][0], found[-1][1]
@@ -352,19 +349,6 @@ class StepProof:
         names = possible_means(whole[0], len(weights))
         return [name for name in names if all(count_of(b, name, weights) is not None for b in [*whole, *parts])]
 
-    def _table(self, rows: StepRows, reduction: LossReduction) -> Any:
-        """What the parts of each micro-batch count on each rank: two reductions with the same are one. Collective."""
-        if reduction.is_token_normalised or not reduction.is_counted:
-            return reduction.mean_over
-        if not self._feed.passes.shares_micro_batches(rows.sizes):
-            return reduction.mean_over
-        with self._pass():
-            step = rows.as_dealt()
-            self._feed.passes.counted(step)
-            ranks = self._feed.passes.weigh(step, reduction)
-        totals = [sum(counts) or 1.0 for counts in zip(*ranks, strict=True)]
-        return [[round(count / total, 12) for count, total in zip(row, totals, strict=True)] for row in ranks]
-
     def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
         """One pass as the ranks share the step, and how far its gradient is from the sketch `one`. Collective."""
         manager, trainer = self._manager, self._trainer
@@ -397,7 +381,9 @@ class StepProof:
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):
-            if is_first and self._manager.identity.rank == 0:
+            is_new = is_first or not self._drawn.issuperset(found.draws)
+            self._drawn.update(found.draws)
+            if is_new and self._manager.identity.rank == 0:
                 logger.info("%s", found)
             return
         if found.unproven:
