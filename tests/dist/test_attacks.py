@@ -53,7 +53,14 @@ SAID = {
     "counted_rows:24x4x1": (2, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
-NOISY, TIGHT, HEARS, REFUSED = "noisy:24x4x2", "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"
+TIGHT, HEARS, REFUSED = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"
+# What each draws.
+DRAWING = {
+    "noisy:24x4x2": "the model or its loss",
+    "masks_at_random:24x4x1": "the collator",
+    "augmented:24x4x1": "the data set",
+    "dropout:24x4x1": "dropout",
+}
 # Three ranks share by the same code; a part of the jobs is enough.
 ON_THREE = [
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "weighted_rows", "contrastive")),
@@ -81,7 +88,7 @@ def train(folder, num_ranks, names, num_random=0):
 
 
 def done(folder, num_ranks):
-    names = [*EXACT, *SAID, NOISY, TIGHT, HEARS]
+    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS]
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
     return train(folder, num_ranks, [*names, REFUSED] if num_ranks > 1 else names, NUM_RANDOM)
@@ -143,10 +150,11 @@ def test_a_comparison_leaves_the_scripts_own_state_as_it_was(folder, job):
     assert [facts_of(folder, job, n)["num_calls"] for n in (1, 2)] == [12, 6]
 
 
-def test_random_numbers_of_a_loss_are_equal_in_the_comparison_and_said_to_be_others_in_the_training(folder):
-    (line,) = [text for _, text in facts_of(folder, NOISY)["said"] if text.startswith("first step: ")]
-    assert line.endswith("; drawn anew on each rank: the model or its loss")
-    assert facts_of(folder, NOISY)["first_step"]["is_exact"]
+@pytest.mark.parametrize("job", DRAWING)
+def test_random_numbers_are_equal_in_the_comparison_and_said_to_be_others_in_the_training(folder, job):
+    (line,) = [text for _, text in facts_of(folder, job)["said"] if text.startswith("first step: ")]
+    assert line.endswith(f"; drawn anew on each rank: {DRAWING[job]}")
+    assert facts_of(folder, job)["first_step"]["is_exact"]
 
 
 def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_lost(folder):

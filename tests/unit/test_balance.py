@@ -191,10 +191,8 @@ def test_costs_of_unequal_ranks_are_those_of_one() -> None:
     assert ours.balance.cost.floor_tokens == 0
 
 
-@pytest.mark.parametrize("num_resumed", [0, 40])
-def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured(num_resumed: int) -> None:
+def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured() -> None:
     ours = prepared(loader())
-    ours.num_steps, ours._num_warm_up = num_resumed, num_resumed + 2
     ours.stopwatch = SimpleNamespace(lap=lambda: FakeLap(1.0))  # type: ignore[assignment]
     num_laps = []
     for _ in range(3):

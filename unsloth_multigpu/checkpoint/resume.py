@@ -36,7 +36,7 @@ class Resume(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
-        steps: What feeds the trainer; its planner continues with earlier measurements.
+        steps: What feeds the trainer.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
         context: Tells whether the ranks were started again.
@@ -132,8 +132,6 @@ class Resume(Part):
             refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
         if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
-        if self._manifest is not None:
-            self._steps.balancer.resumed = self._manifest.planner
 
     def _find(self, folder: Path, asked: Any, facts: dict[str, Any], restarted_run: str | None) -> Found:
         """What to resume from, in place of what the script asks for; None = what it asks for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,7 @@ class Balancer:
     Attributes:
         balance: What plans are made from; None where samples are dealt in order.
         lengths: Tokens of each sample of the data set.
-        num_steps: That were computed, those of resumed runs included.
-        resumed: What a checkpoint holds of an earlier run's measurements, see `state_dict`.
+        num_steps: That were computed.
         stopwatch: Times the micro-batches.
     """
 
@@ -76,12 +75,10 @@ class Balancer:
         )
         self._is_settled = False
         self._regroups = True
-        self._num_warm_up = _WARM_UP_STEPS
         self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
         self.balance: Balance | None = None
         self.lengths: list[int] = []
         self.num_steps = 0
-        self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
     def prepare(self, loader: Any, reduction: LossReduction, *, is_lockstep: bool = False) -> str:
@@ -106,7 +103,6 @@ class Balancer:
             self._regroups = _may_regroup(reduction, is_asked=bool(self._asked))
             self.lengths, cost = self._read(loader)
             self.balance = Balance(cost, self._last_speeds, self._config.max_tokens_per_micro_batch)
-            self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
         self._manager.check_same(
@@ -128,7 +124,7 @@ class Balancer:
         return "balance='tokens'" if self._config.balance == "tokens" else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values: a resumed training plans with it."""
+        """What was measured, as JSON values."""
         if self.balance is None:
             return {}
         return {
@@ -136,28 +132,7 @@ class Balancer:
             "floor_tokens": self.balance.cost.floor_tokens,
             "possible_costs": self.balance.cost.possible,
             "speeds": self.balance.speeds,
-            "is_settled": self._is_settled,
-            "last_speeds": self._last_speeds,
-            "num_steps": self.num_steps,
         }
-
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict()`. Speeds belong to a number of ranks."""
-        if not state or self.balance is None:
-            return
-        speeds = self.balance.speeds
-        if len(state["speeds"]) == len(speeds):
-            speeds, self._last_speeds = tuple(state["speeds"]), tuple(state["last_speeds"])
-            self.num_steps = int(state["num_steps"])
-            self._num_warm_up = self.num_steps + _WARM_UP_STEPS
-        self._is_settled = bool(state["is_settled"])
-        cost = dataclasses.replace(
-            self.balance.cost,
-            overhead_tokens=state["overhead_tokens"],
-            floor_tokens=state["floor_tokens"],
-            possible=tuple((overhead, floor) for overhead, floor in state["possible_costs"]),
-        )
-        self.balance = dataclasses.replace(self.balance, cost=cost, speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
@@ -213,7 +188,7 @@ class Balancer:
         """Keeps the time of a micro-batch, which has just been computed."""
         # The work of pieces that were dealt in order, as in a short last step, is not known.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self.num_steps >= self._num_warm_up:
+        if lap is not None and self.num_steps >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def _measures(self) -> bool:

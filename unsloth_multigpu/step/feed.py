@@ -167,23 +167,18 @@ class StepFeed(Part):
     def _train_dataloader(self, original: Callable[[], Any]) -> Any:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps for the loop."""
         trainer = self._trainer
-        # Length-grouped samplers read it, and must see what one process has.
-        before = trainer.args.gradient_accumulation_steps
-        trainer.args.gradient_accumulation_steps = self.num_accumulated
         if self._has_loop:  # A callback asks: it gets one process's batches.
             is_alone = self._manager.identity.world_size == 1
-            try:
-                with nullcontext() if is_alone else batches_of_one_process(trainer):
-                    return original()
-            finally:
-                trainer.args.gradient_accumulation_steps = before
+            with self.accumulation_of_script(), nullcontext() if is_alone else batches_of_one_process(trainer):
+                return original()
         raw: list[Any] = []
 
         def keep_raw(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
             raw.append(loader)
             return loader
 
-        with steered(trainer.accelerator, "prepare_data_loader", keep_raw):
+        # Length-grouped samplers read the accumulation, and must see what one process has.
+        with self.accumulation_of_script(), steered(trainer.accelerator, "prepare_data_loader", keep_raw):
             returned = original()
         is_seedable = bool(raw)
         if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
@@ -194,7 +189,8 @@ class StepFeed(Part):
                 hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
                 "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
-        self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
+        with self.accumulation_of_script():
+            self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return self.loader

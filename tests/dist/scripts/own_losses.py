@@ -1,6 +1,7 @@
 """Losses and collators that scripts write: what a multi-GPU tool cannot know of a training. Used by own_code.py."""
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,26 @@ class Curriculum:
     def __call__(self, rows):
         self.num_calls += 1
         return collate_classes([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+
+
+def collate_masked(rows):
+    """Leaves out tokens at random."""
+    batch = collate_classes(rows)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 0)}
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows that begin at random."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "input_ids": row["input_ids"][random.randrange(2) :]}
 
 
 class Counted(torch.utils.data.Dataset):
@@ -352,5 +373,8 @@ KINDS = {
     "tight": Kind(Tight),
     "counting": Kind(OwnLoss, collate=CountingCollator),
     "curriculum": Kind(OwnLoss, collate=Curriculum),
+    "masks_at_random": Kind(collate=lambda: collate_masked),
+    "augmented": Kind(dataset=Augmented),
+    "dropout": Kind(model=lambda: BertForSequenceClassification(BertConfig(num_labels=3, **SIZES))),
     "counted_rows": Kind(dataset=Counted),
 }
