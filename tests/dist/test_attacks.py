@@ -40,7 +40,7 @@ EXACT = [
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
-    "curriculum:24x4x1",
+    *jobs(1, "curriculum", "curriculum_tokens"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {

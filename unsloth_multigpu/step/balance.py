@@ -27,6 +27,7 @@ from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
@@ -137,7 +138,8 @@ class Balancer:
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
             raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
-        with kept_random_state():
+        # Rows are read, and two of them collated: what these count is as it was.
+        with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
             may_read_rows = self._config.balance == "tokens"
             column = self._trainer.args.length_column_name
             found = read_lengths(loader.dataset, column, may_read_rows=may_read_rows)

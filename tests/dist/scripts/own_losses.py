@@ -100,12 +100,12 @@ class CountingCollator:
 class Curriculum:
     """Rows are cut shorter in the first steps."""
 
-    def __init__(self):
-        self.num_calls = 0
+    def __init__(self, collate=collate_classes):
+        self.collate, self.num_calls = collate, 0
 
     def __call__(self, rows):
         self.num_calls += 1
-        return collate_classes([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+        return self.collate([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
 
 
 def collate_masked(rows):

@@ -1,7 +1,7 @@
 """Methods of a Trainer that scripts override, and hooks. Used by own_code.py."""
 
 import torch
-from own_losses import Kind, OwnLoss, collate_tokens, llama, scores
+from own_losses import Curriculum, Kind, OwnLoss, collate_tokens, llama, scores
 from torch.nn import functional
 from transformers import Trainer, TrainerCallback
 
@@ -201,5 +201,6 @@ KINDS = {
     "adversarial": Kind(Adversarial),
     "mixes_in_place": Kind(MixesInPlace),
     "selects": Kind(Selects),
+    "curriculum_tokens": Kind(Trainer, llama, lambda: Curriculum(collate_tokens)),
     "grows": of_tokens(Trainer, max_steps=16),
 }
