@@ -20,6 +20,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sampler import StepSampler
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
@@ -245,7 +246,7 @@ def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: i
     if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
         batch *= manager.identity.world_size  # It was divided when the arguments were made.
     # A data set that draws random numbers gives the same rows whatever was drawn before.
-    with seeded_draws(0):
+    with seeded_draws(0), kept_objects(trainer.train_dataset):
         found = facts_of_run(trainer, config, num_accumulated)
     facts: dict[str, Any] = {
         "trainer": type(trainer).__name__,
