@@ -276,10 +276,12 @@ class StepPasses:
     def _gradient_factor(self) -> float:
         """Multiplies a step's gradient after the backward passes, in place of the losses before them.
 
-        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped.
+        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped. And
+        a script's own step may call `loss.backward()` by itself.
         """
-        is_scaled = self._trainer.accelerator.scaler is not None and not self.is_alone
-        return float(self._manager.identity.world_size) if is_scaled else 1.0
+        is_own = self.is_whole and is_scripts_own(self._trainer, "training_step")
+        is_after = (self._trainer.accelerator.scaler is not None or is_own) and not self.is_alone
+        return float(self._manager.identity.world_size) if is_after else 1.0
 
     def _undivided(self) -> AbstractContextManager[None]:
         """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""

@@ -98,6 +98,8 @@ class StepProof:
         self._seconds = 0.0
         # What was said to draw.
         self._drawn: set[str] = set()
+        # Parameters that a pass as one process has used, where DDP looks for those that are not used.
+        self._used: list[nn.Parameter] = []
         self.first: Comparison | None = None
         self.last: Comparison | None = None
         self.is_alone = False
@@ -160,6 +162,9 @@ class StepProof:
         except NotPossibleError as error:
             self._is_over = True
             return replace(base, unproven=str(error))
+        finally:
+            self._zero_used()
+            self._used = []
         self._seconds += max(row[0] for row in self._manager.gather_floats([time.monotonic() - begin_s]))
         assert found.difference is not None
         if math.isnan(found.difference.off):
@@ -283,7 +288,15 @@ class StepProof:
             finally:
                 gradient_state._set_sync_gradients(before)
             seconds = Lap(begin, moment(device)).seconds()
+            if getattr(model, "find_unused_parameters", False):
+                self._used = [p for p in model.parameters() if p.grad is not None]
             return sketch(trainer.model), still, seconds
+
+    def _zero_used(self) -> None:
+        """DDP counts what a pass by itself has used as used in the next exchange, and wants a gradient of it there."""
+        for parameter in self._used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
         """By how much one process differs from itself with other random numbers."""
@@ -356,6 +369,7 @@ class StepProof:
         with self._pass():
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
+            self._zero_used()
             manager.gather_floats([0.0])  # All ranks begin at once.
             begin = moment(trainer.args.device)
             try:

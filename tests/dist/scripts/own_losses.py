@@ -220,6 +220,18 @@ class Pooled(torch.nn.Module):
         return {"loss": functional.cross_entropy(self.head(row), labels)}
 
 
+class Branches(torch.nn.Module):
+    """Uses a layer in some micro-batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = classifier(), torch.nn.Linear(3, 3)
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return {"loss": functional.cross_entropy(self.head(logits) if labels[0] == 0 else logits, labels)}
+
+
 class ChangingWeights(Trainer):
     """Re-weighting that begins late."""
 
@@ -373,6 +385,7 @@ KINDS = {
     "tight": Kind(Tight),
     "counting": Kind(OwnLoss, collate=CountingCollator),
     "curriculum": Kind(OwnLoss, collate=Curriculum),
+    "branches": Kind(model=Branches, settings={"ddp_find_unused_parameters": True}),
     "masks_at_random": Kind(collate=lambda: collate_masked),
     "augmented": Kind(dataset=Augmented),
     "dropout": Kind(model=lambda: BertForSequenceClassification(BertConfig(num_labels=3, **SIZES))),

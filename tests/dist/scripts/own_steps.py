@@ -46,6 +46,16 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
+class OwnBackward(Trainer):
+    """Knows nothing of accelerate."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = functional.cross_entropy(scores(model, inputs), inputs["labels"])
+        loss = loss / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
 class Hooked(OwnLoss):
     """A hook on a gradient that is not linear."""
 
@@ -187,6 +197,7 @@ KINDS = {
     "counter": Kind(Counter),
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
+    "own_backward": Kind(OwnBackward),
     "hooked": Kind(Hooked),
     "hears": Kind(HearsOfMicroBatches),
     "divided_mean": Kind(DividedMean),
