@@ -41,7 +41,7 @@ EXACT = [
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
     *jobs(1, "curriculum", "curriculum_tokens"),
-    *jobs(2, "own_backward", "branches"),
+    *jobs(2, "own_backward", "own_backward_of_loss", "branches"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {

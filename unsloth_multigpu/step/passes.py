@@ -56,6 +56,8 @@ class StepPasses:
         self.metrics = Metrics(trainer, manager)
         self.reduction = LossReduction(TOKEN_SUM, SUM)
         self.is_whole = self.is_lockstep = self.in_loss = False
+        # The last micro-batch was weighed by nobody: a script's own step has called `loss.backward()` by itself.
+        self._is_own_backward = False
         self.current: MicroBatch | None = None
         self.compute_loss: Any = None
         self._count: Callable[..., Any] | None = None
@@ -218,13 +220,17 @@ class StepPasses:
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
         """One call of `training_step`; returns its weighed loss."""
-        micro_batch.is_weighed = False
+        micro_batch.is_weighed, self._is_own_backward = False, True
         loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
+        self._is_own_backward &= not micro_batch.is_weighed
         return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
 
     def _multiply_gradients(self, model: nn.Module) -> None:
-        if self._gradient_factor != 1.0:
-            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], self._gradient_factor)
+        factor = self._gradient_factor
+        if self._is_own_backward and self.is_whole and not self.is_alone:
+            factor = float(self._manager.identity.world_size)
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
 
     def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
@@ -242,6 +248,7 @@ class StepPasses:
 
     def backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.backward`: weighs what a script's own `training_step` has computed without `compute_loss`."""
+        self._is_own_backward = False
         if self.current is not None and not self.current.is_weighed:
             loss = self._weighed(loss, self.current.factor)
         return original(loss, *args, **kwargs)
@@ -276,12 +283,10 @@ class StepPasses:
     def _gradient_factor(self) -> float:
         """Multiplies a step's gradient after the backward passes, in place of the losses before them.
 
-        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped. And
-        a script's own step may call `loss.backward()` by itself.
+        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped.
         """
-        is_own = self.is_whole and is_scripts_own(self._trainer, "training_step")
-        is_after = (self._trainer.accelerator.scaler is not None or is_own) and not self.is_alone
-        return float(self._manager.identity.world_size) if is_after else 1.0
+        is_scaled = self._trainer.accelerator.scaler is not None and not self.is_alone
+        return float(self._manager.identity.world_size) if is_scaled else 1.0
 
     def _undivided(self) -> AbstractContextManager[None]:
         """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""

@@ -56,6 +56,15 @@ class OwnBackward(Trainer):
         return loss.detach()
 
 
+class OwnBackwardOfLoss(OwnBackward):
+    """Of what `compute_loss` returns."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
 class Hooked(OwnLoss):
     """A hook on a gradient that is not linear."""
 
@@ -198,6 +207,7 @@ KINDS = {
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
+    "own_backward_of_loss": Kind(OwnBackwardOfLoss),
     "hooked": Kind(Hooked),
     "hears": Kind(HearsOfMicroBatches),
     "divided_mean": Kind(DividedMean),
