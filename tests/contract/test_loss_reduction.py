@@ -85,6 +85,11 @@ def test_loss_is_known_by_its_class_alone(tmp_path, model, kind, expected):
     assert found(tmp_path, model(), kind) == expected
 
 
+def test_step_of_a_library_beside_a_loss_that_it_does_not_call_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(OwnStep, "__module__", "trl.experimental.online_dpo")
+    assert found(tmp_path, llama(), OwnStep) == UNKNOWN
+
+
 def test_label_smoothing_is_another_loss(tmp_path):
     assert found(tmp_path, llama(), label_smoothing_factor=0.1) == UNKNOWN
 

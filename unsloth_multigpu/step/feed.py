@@ -29,7 +29,7 @@ from unsloth_multigpu.step.loss import (
     whole_ways,
 )
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
-from unsloth_multigpu.step.own_code import is_library, is_scripts_own, name_of
+from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
@@ -98,7 +98,7 @@ class StepFeed(Part):
 
     def is_needed(self, seam: str) -> bool:
         # One process that is only guarded weighs nothing, and a script's own step may compute its loss by itself.
-        is_own = is_scripts_own(self._trainer, "training_step")
+        is_own = has_own_step(self._trainer)
         return seam not in ("compute_loss", "backward") or (self._is_shared and not is_own)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

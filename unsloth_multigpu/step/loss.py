@@ -13,7 +13,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.step.own_code import author_of, is_of_script, is_scripts_own, name_of
+from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
@@ -119,7 +119,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
         )
     if asked != AUTO:
         return LossReduction(asked, _MEAN_OVER[asked], rows_are_independent=asked == ROW_MEAN)
-    if is_of_script(trainer, compute_loss) or is_scripts_own(trainer, "training_step"):
+    if is_of_script(trainer, compute_loss) or has_own_step(trainer):
         return LossReduction(AUTO, is_declared=False)
     name = author_of(trainer, compute_loss)
     if trainer.label_smoother is None and not has_router_loss(trainer):

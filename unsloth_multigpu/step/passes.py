@@ -18,7 +18,7 @@ from unsloth_multigpu.step.inputs import free_rows, on_device, take
 from unsloth_multigpu.step.loss import SUM, TOKEN_SUM, LossReduction, without_effect
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import seen_alone
-from unsloth_multigpu.step.own_code import is_scripts_own
+from unsloth_multigpu.step.own_code import has_own_step
 from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -206,7 +206,7 @@ class StepPasses:
         trainer = self._trainer
         # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
         trainer.current_gradient_accumulation_steps = step.num_references
-        if is_scripts_own(trainer, "training_step"):
+        if has_own_step(trainer):
             # A script's own step divides by the accumulation that it reads here.
             trainer.args.gradient_accumulation_steps = self.num_accumulated
         try:
