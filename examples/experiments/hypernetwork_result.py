@@ -50,8 +50,8 @@ class Difference:
 
     def __str__(self) -> str:
         low, high = self.mean - self.half_width, self.mean + self.half_width
-        interval = "95 % interval" if self.num_choices == 1 else f"95 % interval, all {self.num_choices} rates at once,"
-        return f"{self.mean:+.2f} points (s.e. {self.std_error:.2f}; {interval} {low:+.2f} to {high:+.2f})"
+        interval = "95 %" if self.num_choices == 1 else f"95 %, all {self.num_choices} rates at once"
+        return f"{self.mean:+.2f} points ({interval}: {low:+.2f} to {high:+.2f})"
 
 
 @dataclass(frozen=True)
