@@ -1,6 +1,6 @@
 """What MkDocs does beside its configuration: pages from the root of the repository, and links out of docs/.
 
-The same Markdown is read on GitHub and on the site. README.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
+The same Markdown is read on GitHub and on the site. README.md, SECURITY.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
 links to sources lead to the repository where its address is known (hatch_build.py), and are plain text where it is not.
 Behind a link to a notebook stands who opens it. Behind commands.md stands what `--help` says, and behind api.md the
 docstring of every public name.
@@ -28,6 +28,7 @@ FROM_ROOT = {
     "index.md": "README.md",
     "zh.md": "README.zh-CN.md",
     "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 _SITE_PAGE_OF = {source: page for page, source in FROM_ROOT.items()}
