@@ -31,7 +31,11 @@ def page(results: dict[str, Any]) -> str:
     of_tasks = {name: figures_of(task) for name, task in results["tasks"].items()}
     parts = [HEADER.format(**results), "## Verdict", "\n".join(verdict(results, of_tasks))]
     parts += ["## Which mistake gives which symptom", "\n".join(_symptoms(results, of_tasks))]
-    parts += ["## After the last epoch", "\n".join(_ends(results, of_tasks))]
+    parts += [
+        "## Distance of the weights from DDP's",
+        "Relative, at the end, of rank 0's; in brackets between two ranks.",
+    ]
+    parts += ["\n".join(_ends(of_tasks))]
     for name, task in results["tasks"].items():
         settings = f"Learning rate {task['learning_rate']:g}, {task['num_epochs']} epochs"
         parts += [
@@ -63,31 +67,13 @@ def _halfway(of_tasks: OfTasks, name: str, middle: dict[str, int]) -> Iterator[s
     yield "-" if name == "one_process" else proofs(of_tasks, name)
 
 
-def _ends(results: dict[str, Any], of_tasks: OfTasks) -> Iterator[str]:
-    names = next(iter(of_tasks.values()))
-    yield "Loss and accuracy:\n"
-    yield from _table(
-        ["variant", *of_tasks],
-        (
-            [f.label, *(_last(of_tasks[name][variant], task) for name, task in results["tasks"].items())]
-            for variant, f in names.items()
-            if f.kind != "strategy"
-        ),
+def _ends(of_tasks: OfTasks) -> Iterator[str]:
+    rows = (
+        [f.label, *(_apart(figures[variant]) for figures in of_tasks.values())]
+        for variant, f in next(iter(of_tasks.values())).items()
+        if variant != DDP
     )
-    yield "\nRelative distance of rank 0's weights from DDP's; in brackets between two ranks, where they differ:\n"
-    yield from _table(
-        ["variant", *of_tasks],
-        (
-            [f.label, *(_apart(figures[variant]) for figures in of_tasks.values())]
-            for variant, f in names.items()
-            if variant != DDP
-        ),
-    )
-
-
-def _last(f: Figures, task: dict[str, Any]) -> str:
-    epoch = task["num_epochs"]
-    return f"{mean_at(f.losses, epoch):.3f}, {100 * mean_at(f.accuracies, epoch):.1f} %"
+    yield from _table(["variant", *of_tasks], rows)
 
 
 def _apart(f: Figures) -> str:

@@ -134,8 +134,8 @@ def _on_simulation(r: Results) -> str:
     if not r.is_exact:
         return f"**Experiment 1: DDP is NOT what one process computes from two half batches**: {size}."
     return (
-        f"**Experiment 1: two ranks that average are one process with two half batches** ({size}). Nothing else "
-        "happens between ranks, so what DDP does to accuracy can be studied in one process."
+        f"**Experiment 1: two ranks that average are one process with two half batches** ({size}), in which what DDP "
+        "does to accuracy can be studied."
     )
 
 
@@ -187,8 +187,8 @@ def _on_learning_rate(r: Results) -> str:
     verdict = "not told apart from" if not tuned.is_seen else "better than" if tuned.mean > 0 else "worse than"
     return (
         f"**Each at the best learning rate of the sweep, DDP is {verdict} batch 128**: {tuned}. That is "
-        f"{r.learning_rate(best['ddp']):g} for DDP and {r.learning_rate(best['one 128']):g} for batch 128; both were "
-        "picked on the test set, by the accuracies that are compared, and the interval does not count that. DDP at "
+        f"{r.learning_rate(best['ddp']):g} for DDP and {r.learning_rate(best['one 128']):g} for batch 128, both "
+        "picked on the test set, which the interval does not count. DDP at "
         f"twice the base rate minus batch 128 at the base rate: {r.difference('ddp, lr x 2', 'one 128')}."
     )
 
