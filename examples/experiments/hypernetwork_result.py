@@ -203,8 +203,8 @@ def _on_signals(r: Results) -> str:
         for arm in (best, widest)
     )
     return (
-        f"**A wide range of the signals {verdict} accuracy**: correlation of their deviation with accuracy {correlation:+.2f} over "
-        f"{len(runs)} runs. The most accurate and the widest condition: {'; '.join(named)}."
+        f"**A wide range of the signals {verdict} accuracy**: correlation of their deviation with accuracy "
+        f"{correlation:+.2f} over {len(runs)} runs. The most accurate and the widest condition: {'; '.join(named)}."
     )
 
 
