@@ -71,7 +71,7 @@ def _ends(of_tasks: OfTasks) -> Iterator[str]:
     rows = (
         [f.label, *(_apart(figures[variant]) for figures in of_tasks.values())]
         for variant, f in next(iter(of_tasks.values())).items()
-        if variant != DDP
+        if f.kind == "mistake"
     )
     yield from _table(["variant", *of_tasks], rows)
 
