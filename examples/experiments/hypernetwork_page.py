@@ -32,8 +32,8 @@ def to_markdown(results: Sequence[Results], facts: Mapping[str, str]) -> str:
         f"Python {facts['python']}, torch {facts['torch']}, 2 CPU ranks over gloo.\n",
         "![Accuracy of each condition, and over learning rates](hypernetwork.png)\n",
     ]
-    for result in results:
-        parts += [_headline(result), _conclusion(result)]
+    for number, result in enumerate(results):
+        parts += [_headline(result), _conclusion(result, is_short=number > 0)]
     return "\n".join([*parts, "## Accuracy\n", _arm_table(results), _sweep_table(results)])
 
 
@@ -93,8 +93,12 @@ def _headline(result: Results) -> str:
     )
 
 
-def _conclusion(result: Results) -> str:
-    return "\n".join(f"- {line}" for line in result.conclusion) + "\n"
+def _conclusion(result: Results, *, is_short: bool) -> str:
+    """All sentences, or the first one of each item; the JSON has all of every task."""
+    return (
+        "\n".join(f"- {line.partition('. ')[0].rstrip('.') + '.' if is_short else line}" for line in result.conclusion)
+        + "\n"
+    )
 
 
 def _arm_table(results: Sequence[Results]) -> str:
