@@ -233,6 +233,7 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
         assert [each.opened for each in reports(tmp_path / "report")] == [[0], [1]]
 
 
+@pytest.mark.thorough
 @needs_device
 def test_each_of_eight_ranks_opens_its_own_device(tmp_path: Path) -> None:
     variables = cards(8, report=tmp_path / "report")
