@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from safetensors.torch import load_file
 
 import unsloth_multigpu as ump
@@ -363,6 +363,27 @@ def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() ->
     # Clients 1 and 2 move to 2 and 3 and have 3 and 2 examples.
     head = training.tensors_of(trained.arrays)["head.weight"]
     torch.testing.assert_close(head, torch.full((2, 3), 12 / 5))
+
+
+@pytest.mark.usefixtures("may_make_messages")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "fedavg"},
+        {"strategy": "fedadam"},
+        {"strategy": "qfedavg", "strategy_kwargs": {"client_learning_rate": 0.5, "train_loss_key": "train_loss"}},
+        {"strategy": DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 1.0, 4)},
+    ],
+    ids=["mean", "optimizer", "differences", "clipped"],
+)
+def test_truth_values_are_aggregated(options: dict[str, Any]) -> None:
+    _, trained = run(training.ServerPlan("s", Embedding, see, **options), 4, num_rounds=2)
+    seen = training.tensors_of(trained.arrays)["seen"]
+    assert seen.dtype == torch.bool
+    # Clipped updates may be too small to turn one.
+    assert seen.tolist()[4:] == [False] * 4
+    if options["strategy"] in ("fedavg", "fedadam"):
+        assert seen.tolist()[:4] == [True] * 4
 
 
 def reply(client_id: int, reason: str = "") -> Message:
