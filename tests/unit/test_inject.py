@@ -18,8 +18,9 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
-from unsloth_multigpu.tools.chaos.chaos_result import RunTrace, compare_samples
-from unsloth_multigpu.tools.chaos.chaos_run import Scene
+from unsloth_multigpu.tools.chaos.chaos_command import Judge
+from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples
+from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.inject import _ACTIONS
 from unsloth_multigpu.train.loop import Loop
@@ -205,6 +206,21 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     plain.adjust_arguments(left)
     assert (left.output_dir, left.push_to_hub) == ("out", True)
     assert plain.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == "mine"
+
+
+def test_run_that_ends_too_late_or_leaves_orphans_is_named(tmp_path):
+    fault = {"event": "planted", "kind": "stop", "time_s": 100.0, "pid": 1, "rank": 1, "step": 9}
+    whole = RunTrace([{"event": "begin", "config": {"grace_s": 30.0}, "time_s": 0.0, "pid": 9}])
+    judge = Judge(tmp_path, Scene(tmp_path, [], {}, 600.0), whole, 10.0, {"hang_timeout_s": 10.0})
+    for end_s, num_orphans, reasons in ((114.9, 0, []), (115.1, 1, ["1 processes", "ended after 15.1 s; at most 15"])):
+        row = FaultRow("stop@1:9", num_orphans=num_orphans)
+        judge._judge_end(row, Ended(124, 0.0, end_s, num_orphans, "", ""), RunTrace([fault]))
+        assert [reason.startswith(start) for reason, start in zip(row.reasons, reasons, strict=True)] == [True] * len(
+            reasons
+        )
+    again = RunTrace([fault, step_record(190.0, 2, 9, {})])
+    judge._judge_end(row, Ended(0, 0.0, 200.0, 0, "", ""), again)
+    assert row.new_step_s == 90.0
 
 
 def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypatch):
