@@ -23,8 +23,10 @@ from tests.gpu.step import (
     TESTS,
     Step,
     judge_arms,
+    judge_device,
     judge_failure,
     judge_fp16,
+    judge_line,
     judge_recompiled,
     judge_waits,
     steps_of,
@@ -112,6 +114,17 @@ def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem:
     problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
     assert [problem in said for said in problems] == [True] if problem else problems == []
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
+
+
+def test_line_may_cost_a_hundredth_of_a_step() -> None:
+    assert judge_line(False)({"ratios": {"line_one": 1.009, "guarded_one": 1.02}}) == [
+        "guarded_one costs 2.0% of a step"
+    ]
+    rank = {"launcher": "unsloth_multigpu", "backend": "nccl", "sum": 8.0, "is_expandable": False, "pending": ""}
+    assert judge_device(True)({"rank": rank}) == [
+        "is_expandable: False, not True",
+        "pending: '', not 'all_reduce [1234]'",
+    ]
 
 
 def waits(**per_step: float) -> dict[str, Any]:
