@@ -152,6 +152,13 @@ def test_path_is_the_same_in_every_spelling(ranks: Ranks, tmp_path: Path, monkey
     assert ranks.calls == [["save"], []]
 
 
+@pytest.mark.parametrize("name", ["save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id"])
+def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
+    for rank in (0, 1):
+        ranks.saver(rank)("model", **{name: "out"})
+    assert ranks.calls == [["save"], []]
+
+
 @pytest.mark.parametrize("result", [None, "out/model.safetensors", 3, True, ("a.json", "b.json")])
 def test_other_rank_gets_the_result_of_rank_0(ranks: Ranks, result: object) -> None:
     assert [ranks.saver(rank, result=result)("tokenizer", "out") for rank in (0, 1)] == [result, result]
