@@ -95,8 +95,7 @@ void count_wait(Wait kind) {
 // ---- memory
 
 // Memory protection keys make the access a right of each thread, at the price of one register. Where a processor has none,
-// pages are protected while no thread needs them. These are huge ones: an operator changes the protection of all pages
-// twice, and with small ones that takes a hundred times as long as the operator.
+// pages are protected while no thread needs them.
 int g_key = -1;
 bool g_is_protected = false;
 std::mutex g_arena_mutex;
@@ -106,7 +105,9 @@ std::vector<Arena*>& arenas();
 
 constexpr size_t kAlignment = 512;
 constexpr size_t kArenaBytes = size_t(1) << 36;
-constexpr size_t kPage = size_t(2) << 20;
+constexpr size_t kHugePage = size_t(2) << 20;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 struct Arena {
   char* base = nullptr;
@@ -123,16 +124,16 @@ struct Arena {
       if (equals == std::string::npos) limit = std::stoll(entry);
       else if (std::stoi(entry.substr(0, equals)) == index) limit = std::stoll(entry.substr(equals + 1));
     }
-    size_t bytes = kArenaBytes + kPage;  // A page more, so that it can begin with one.
-    void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr size_t num_bytes = kArenaBytes + kHugePage;
+    void* found = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(found != MAP_FAILED, "no address space is left for a device of ", kArenaBytes, " bytes");
-    base = reinterpret_cast<char*>((reinterpret_cast<size_t>(found) + kPage - 1) / kPage * kPage);
-    madvise(base, kArenaBytes, MADV_HUGEPAGE);
+    base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(found), kHugePage));
+    madvise(base, kArenaBytes, MADV_HUGEPAGE);  // mprotect takes time for each page, and runs twice an operator.
     if (g_is_protected && g_key >= 0) TORCH_CHECK(!pkey_mprotect(base, kArenaBytes, PROT_READ | PROT_WRITE, g_key));
   }
 
   void set_readable(bool is_readable) {
-    if (base && end) mprotect(base, (end + kPage - 1) / kPage * kPage, is_readable ? PROT_READ | PROT_WRITE : PROT_NONE);
+    if (base && end) mprotect(base, round_up(end, kHugePage), is_readable ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
 
   size_t take(size_t bytes) {
@@ -150,8 +151,8 @@ struct Arena {
   }
 
   void give_back(size_t offset, size_t bytes) {
-    size_t first_page = (offset + kPage - 1) / kPage * kPage, last_page = (offset + bytes) / kPage * kPage;
-    if (first_page < last_page) madvise(base + first_page, last_page - first_page, MADV_DONTNEED);
+    size_t first_page = round_up(offset, kHugePage), last_page = (offset + bytes) / kHugePage * kHugePage;
+    if (bytes >= 16 * kHugePage) madvise(base + first_page, last_page - first_page, MADV_DONTNEED);
     auto [block, _] = free_blocks.emplace(offset, bytes);
     auto next = std::next(block);
     if (next != free_blocks.end() && block->first + block->second == next->first) {
