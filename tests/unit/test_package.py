@@ -45,6 +45,18 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load("hatch_build")
 
 
+@pytest.fixture
+def site(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docs_site.py, whose other imports exist in the environment of `make docs` only."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "hatch_build", build)
+    for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files", "mkdocs.structure.pages"):
+        module = ModuleType(name)
+        module.File = module.Files = module.Page = object  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    return load("docs_site")
+
+
 @pytest.mark.parametrize(
     ("remote", "address"),
     [
@@ -96,6 +108,60 @@ def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
     assert "(https://host.org/a/b/blob/HEAD/docs/options.md)" in shown
     assert "\ngit clone https://host.org/a/b unsloth-multigpu\n" in shown
     assert "Open in" not in shown  # Colab and Kaggle take notebooks from GitHub.
+
+
+def test_notebooks_of_a_repository_on_github_have_badges(build: ModuleType) -> None:
+    shown = build.absolute_links(README, "https://github.com/a/b")
+    page = "https://github.com/a/b/blob/main/examples/notebook_kaggle.ipynb"
+    assert (
+        "[notebook_kaggle.ipynb](https://github.com/a/b/blob/HEAD/examples/notebook_kaggle.ipynb) [![Open in Colab]"
+        "(https://colab.research.google.com/assets/colab-badge.svg)]"
+        "(https://colab.research.google.com/github/a/b/blob/main/examples/notebook_kaggle.ipynb) [![Open in Kaggle]"
+        f"(https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={page})"
+    ) in shown
+    assert shown.count("[![Open in ") == 2 * 2
+    assert build.openers("docs/start.md", "https://github.com/a/b") == []
+    assert build.openers("examples/notebook.ipynb", "") == []
+
+
+def test_site_shows_each_recipe_as_it_is(site: ModuleType) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="cluster.md"))
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    shown = site.on_page_markdown(text, page, SimpleNamespace(repo_url=""), None)
+    for recipe in (ROOT / "examples" / "cluster").iterdir():
+        assert f"examples/cluster/{recipe.name}\n\n```" in shown
+        assert f"\n{recipe.read_text(encoding='utf-8').rstrip()}\n```" in shown
+
+
+def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
+    site: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '[n](../examples/notebook.ipynb) [t](../examples/tiny_model.py)\n```\npip install "git+<its address>"\n```\n'
+
+    def shown(address: str) -> str:
+        monkeypatch.setenv("REPOSITORY_URL", address)
+        config = site.on_config(SimpleNamespace(repo_url=None, repo_name=None))
+        page = SimpleNamespace(file=SimpleNamespace(src_uri="kaggle.md"))
+        return site.on_page_markdown(text, page, config, None)
+
+    blob, page = "https://github.com/a/b/blob/HEAD/examples/", "github.com/a/b/blob/main/examples/notebook.ipynb"
+    assert shown("git@github.com:a/b.git") == (
+        f"[n]({blob}notebook.ipynb) "
+        f"[Open in Colab](https://colab.research.google.com/{page.replace('github.com', 'github')}){{ .badge }} "
+        f"[Open in Kaggle](https://kaggle.com/kernels/welcome?src=https://{page}){{ .badge }} "
+        f'[t]({blob}tiny_model.py)\n```\npip install "git+https://github.com/a/b"\n```\n'
+    )
+    assert "Open in" not in shown("https://host.org/a/b")
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    monkeypatch.setattr(site.hatch_build, "_origin", lambda _: "")
+    assert shown("") == 'n t\n```\npip install "git+<its address>"\n```\n'
+
+
+def test_commands_that_clone_or_install_get_the_address(build: ModuleType) -> None:
+    text = 'git clone <its address> x; pip install "git+<its address>"; <its address>'
+    address = "https://host.org/a/b"
+    assert build.with_address(text, address) == f'git clone {address} x; pip install "git+{address}"; <its address>'
+    assert build.with_address(text, "") == text
 
 
 def test_readme_of_a_package_without_an_address_has_texts_only(build: ModuleType) -> None:
