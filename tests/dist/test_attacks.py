@@ -69,7 +69,7 @@ ON_THREE = [
     *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm")),
     "masked:22x2x3",
 ]
-NUM_RANDOM = 40
+NUM_RANDOM = 16
 THREE = pytest.mark.thorough
 
 

@@ -21,7 +21,6 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
 TOKEN_SUM = LossReduction("token_sum", "sum")
-ROW_MEAN = LossReduction("row_mean")
 OTHER_MEAN = LossReduction("auto", is_declared=False)
 
 
@@ -85,12 +84,6 @@ def prepared(loader: Any, scale: LossReduction = TOKEN_SUM, **options: Any) -> B
     ours = balancer(**options)
     ours.prepare(loader, scale)
     return ours
-
-
-def test_planned_step_is_said_in_words() -> None:
-    assert balancer().prepare(loader(), TOKEN_SUM) == ", dealt by length (3 to 40 tokens)"
-    assert balancer().prepare(loader(), ROW_MEAN).startswith(", dealt in order: the loss is not known as a sum")
-    assert balancer(balance="off").prepare(loader(), TOKEN_SUM) == ""
 
 
 def test_step_with_rows_that_came_later_is_dealt_in_order_or_refused() -> None:
