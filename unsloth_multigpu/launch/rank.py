@@ -13,9 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
-from unsloth_multigpu.launch.failure import await_others, shown_error
+from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S, await_others, shown_error
 from unsloth_multigpu.launch.pulse import start_pulse
-from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
