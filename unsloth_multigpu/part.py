@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
@@ -84,3 +88,33 @@ class Part:
 
 
 EVENTS = tuple(name for name in vars(Part) if name.startswith("on_"))
+
+
+class GradientExchange(Part):
+    """Exchanges gradients or weights between ranks in place of DDP, as the rest of a training sees it."""
+
+    place = "exchange"
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What it exchanges, once the training has begun."""
+        raise NotImplementedError
+
+    @property
+    def are_replicas_equal(self) -> bool:
+        """False between two meetings, for ranks that step independently."""
+        raise NotImplementedError
+
+    @property
+    def may_stop(self) -> bool:
+        """False where a stop would need an additional meeting, which would change the training."""
+        raise NotImplementedError
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """What this rank has sent; None where it is not known."""
+        raise NotImplementedError
+
+    def save_state(self, folder: Path) -> None:
+        """Adds its state to a checkpoint."""
+        raise NotImplementedError

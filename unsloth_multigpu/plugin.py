@@ -18,7 +18,7 @@ from unsloth_multigpu.program import find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import (
-    config_on_cluster,
+    check_cluster,
     end_interrupted,
     needs_supervisor,
     ranks_to_start,
@@ -180,8 +180,8 @@ def _open_here(
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ, is_kernel=shell is not None)
     if identity is None:
-        if context.tool is None:  # A tool trains on this machine alone.
-            config = config_on_cluster(config, given, is_notebook=shell is not None)
+        if context.tool is None and shell is None:  # A tool and a notebook train on this machine alone.
+            check_cluster(given)
         if shell is None and needs_supervisor(config, config.num_gpus or 1):
             this_command()  # A refusal comes before devices are counted and warned of.
         num_ranks = ranks_to_start(config)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from unsloth_multigpu.notebook.cell_program import WorkerProgram
     from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
+
+logger = get_logger(__name__)
 
 
 def find_shell() -> Any:
@@ -55,8 +58,6 @@ class Program:
         if identity.world_size > 1:
             _share_questions(session)
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
-            from unsloth_multigpu.group.lone import warn_of_lone_steps
-
             session.on_close.callback(warn_of_lone_steps().remove)
 
     def prepare(self, manager: DDPManager) -> None:
@@ -86,6 +87,27 @@ class Program:
 
     def note_wrapper(self, model: nn.Module) -> None:
         """A loop without a Trainer is about to train this wrapper."""
+
+
+def warn_of_lone_steps() -> Any:
+    """Says so if an optimizer makes its first step before there is a process group: each rank trains by itself.
+
+    Returns:
+        The handle of torch's hook; `remove()` ends the watch.
+    """
+    import torch.distributed as dist
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def look(*_: Any) -> None:
+        handle.remove()
+        if not dist.is_initialized():
+            logger.warning(
+                "an optimizer makes a step, and there is no process group: every rank trains by itself and nothing is "
+                "shared. Use a Trainer, or wrap_model_multi_gpu"
+            )
+
+    handle = register_optimizer_step_pre_hook(look)
+    return handle
 
 
 def _share_questions(session: Session) -> None:

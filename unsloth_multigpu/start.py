@@ -13,45 +13,40 @@ from dataclasses import replace
 from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS
-from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.launch.cluster import read_cluster, take
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, num_nodes, variable
 
 logger = get_logger(__name__)
 
+# Option -> torchrun's variable for it, as Kubeflow sets it, and the values that ask for nothing.
+_OF_CLUSTER = {
+    "nnodes": ("PET_NNODES", ("", "1")),
+    "num_gpus": ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS)),
+}
 
-def config_on_cluster(config: MultiGPUConfig, arguments: Mapping[str, Any], *, is_notebook: bool) -> MultiGPUConfig:
-    """The options of a process that no launcher has started: what was given, and beneath it what a cluster says.
 
-    What is taken stands in the environment from here on, so that the ranks read the same.
+def check_cluster(arguments: Mapping[str, Any]) -> None:
+    """Refuses what would train alone in one of several pods: Kubeflow's variables are not read, but have to be given.
+
+    For a process that no launcher has started as a rank.
 
     Args:
-        config: What was given, with the defaults.
         arguments: What the caller gave.
-        is_notebook: A notebook trains on its own machine, whatever the cluster says.
 
     Raises:
-        ConfigError: The cluster's variables are incomplete or cannot be used, alone or beside what was given.
+        ConfigError: A variable asks for several nodes or for a number of ranks, and no option does.
     """
-    cluster = read_cluster(os.environ)
-    if not cluster:
-        return config
     given = given_options(arguments)
-    if is_notebook:
-        count, source = cluster.get("nnodes", ("1", ""))
-        if count != "1" and "nnodes" not in given:
-            logger.warning(
-                "%s says nnodes=%s: a notebook trains on this machine alone. Run a script on all nodes", source, count
+    for name, (cluster_variable, neutral) in _OF_CLUSTER.items():
+        value = os.environ.get(cluster_variable, "")
+        if name not in given and value not in neutral:
+            raise ConfigError(
+                f"{cluster_variable}={value!r} is set, and {name} was not given: each node would train by itself.",
+                hint=f"Give {variable(name)}; of several nodes also the other options that docs/cluster.md lists for "
+                f"Kubeflow. Or start the script with torchrun, which reads the variables. For one node unset "
+                f"{cluster_variable}.",
             )
-        return config
-    taken = take(cluster, given)
-    for line in taken.contradictions:
-        logger.warning("%s", line)
-    if taken.told:
-        logger.info("%s", taken.told)
-    os.environ.update({variable(name): value for name, value in taken.values.items()})
-    return MultiGPUConfig.resolve(arguments)
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
@@ -130,9 +125,7 @@ def supervise(
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
-    endpoint, _ = read_cluster(os.environ).get("rdzv_endpoint", (None, ""))
-    if endpoint is not None and endpoint == config.rdzv_endpoint:
-        # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
+    if num_nodes(config.nnodes) > 1:
         await_name(*split_endpoint(config), config.timeout_s)
     launcher = DDPLauncher(command, num_ranks, _with_shard_chosen(command, config, num_ranks), saves_when_stopped)
     code = launcher.run()

@@ -16,14 +16,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.group.lone import warn_of_lone_steps
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.launch.rank import leave_group
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader
 from unsloth_multigpu.plain.wrap import wrap_model
 from unsloth_multigpu.plugin import Session
-from unsloth_multigpu.program import Program
+from unsloth_multigpu.program import Program, warn_of_lone_steps
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 

@@ -11,7 +11,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from unsloth_multigpu.wire.lock import try_lock
+from unsloth_multigpu.wire.process import try_lock
 
 
 class Claim:

@@ -15,11 +15,10 @@ from unsloth_multigpu.checkpoint.claim import take
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import GradientExchange, Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory

@@ -114,7 +114,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     from unsloth_multigpu.logs import Console
-    from unsloth_multigpu.start import config_on_cluster, needs_supervisor, ranks_to_start, supervise
+    from unsloth_multigpu.start import check_cluster, needs_supervisor, ranks_to_start, supervise
 
     config = tool_of(RunContext.read(os.environ)).adjusted(MultiGPUConfig.resolve(given))
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
@@ -123,7 +123,7 @@ def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     Console()
     is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
     if not is_started:
-        config = config_on_cluster(config, given, is_notebook=False)
+        check_cluster(given)
     # Counting the devices takes an import of torch, so it is left to the rank where there can only be one.
     if not is_started and (config.num_gpus != 1 or needs_supervisor(config, 1)):
         num_ranks = ranks_to_start(config)

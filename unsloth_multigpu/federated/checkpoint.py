@@ -24,7 +24,7 @@ from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
 from unsloth_multigpu.federated.round_report import RoundReport, round_from_dict
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.lock import try_lock
+from unsloth_multigpu.wire.process import try_lock
 
 _log = get_logger(__name__)
 _NAME = re.compile(r"round-(\d+)\.pt")

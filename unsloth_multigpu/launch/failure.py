@@ -13,6 +13,8 @@ from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.wire.event import read_events
 from unsloth_multigpu.wire.wait import wait_until
 
+# After an error Python still joins threads and runs exit handlers; a process group may block that forever.
+TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
 # Calls a function of Python for the user, whose error it passes on.
 _PASSES_ON = _PACKAGE + "launch/question.py"

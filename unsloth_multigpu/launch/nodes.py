@@ -71,11 +71,11 @@ def await_name(host: str, port: int, timeout_s: float) -> None:
         return True
 
     if not is_known():
-        logger.info("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
+        logger.warning("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
     if not wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S):
         raise LaunchError(
             f"The name {host!r}, where the nodes meet, was not known after {timeout_s:g} s.",
-            hint="Check that node 0 has started, and that this machine asks the cluster's name server.",
+            hint="Check rdzv_endpoint, that node 0 has started, and that this machine asks the cluster's name server.",
         )
 
 

@@ -14,9 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
-from unsloth_multigpu.launch.failure import await_others, shown_error
+from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S, await_others, shown_error
 from unsloth_multigpu.launch.pulse import start_pulse
-from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter

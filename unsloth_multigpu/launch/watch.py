@@ -15,6 +15,7 @@ import psutil
 
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
+from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
@@ -35,8 +36,6 @@ logger = get_logger(__name__)
 POLL_S = 0.1
 # Ranks leave a training together, but not at the same instant.
 _EARLY_EXIT_GRACE_S = 2.0
-# After an error Python still joins threads and runs exit handlers; a process group may block that forever.
-TEARDOWN_LIMIT_S = 3.0
 # A longer time between two looks means that this process or its machine was stopped, and perhaps the ranks too.
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 5.0

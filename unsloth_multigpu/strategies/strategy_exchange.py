@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override
+from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.strategies.sync import GradientSync
 from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 

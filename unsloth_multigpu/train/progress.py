@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import has_shards, is_sharded
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.train.ddp import ddp_settings, exchanged_of, rebuild_ddp
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.digest import digest_hex

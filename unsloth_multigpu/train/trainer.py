@@ -12,7 +12,6 @@ from typing import Any
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
@@ -21,7 +20,7 @@ from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed

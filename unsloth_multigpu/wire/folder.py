@@ -11,8 +11,7 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.lock import try_lock
-from unsloth_multigpu.wire.process import is_alive, pid_scope
+from unsloth_multigpu.wire.process import is_alive, pid_scope, try_lock
 
 logger = get_logger(__name__)
 

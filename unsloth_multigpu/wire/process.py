@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, ParamSpec
+from typing import Any, BinaryIO, Literal, ParamSpec
 
 import psutil
 
@@ -26,6 +28,8 @@ _P = ParamSpec("_P")
 _POLL_S, _LOOK_S = 0.01, 0.2
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
+# What file systems without flock answer, as some network ones and mounts of object stores.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def threads_of_each(num_processes: int) -> int:
@@ -237,3 +241,20 @@ def kill_marked(marker: str) -> list[int]:
         if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)
         time.sleep(_POLL_S)
+
+
+def try_lock(descriptor: int) -> Literal["locked", "held", "no locks"]:
+    """Locks an open file for this process alone, until it ends, without waiting; "held" = another process has it.
+
+    Raises:
+        OSError: The file system fails.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # Some network file systems answer with the latter.
+        return "held"
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return "no locks"
+    return "locked"
