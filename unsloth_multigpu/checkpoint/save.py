@@ -25,7 +25,8 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 logger = get_logger(__name__)
 
@@ -45,6 +46,7 @@ class Checkpoints(Part):
         steps: What feeds the trainer; its planner's measurements are kept.
         exchange: The gradient strategy in DDP's place, whose state is kept.
         resume: Knows what training this is.
+        beat: This rank's heartbeat page.
     """
 
     place = "checkpoints"
@@ -56,42 +58,36 @@ class Checkpoints(Part):
         steps: StepFeed,
         exchange: GradientExchange | None,
         resume: Resume,
+        beat: HeartbeatPage,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
         self._exchange = exchange
         self._resume = resume
+        self._beat = beat
         self._before_evaluation: dict[str, Any] | None = None
 
     def overrides(self) -> dict[str, Override]:
-        return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
+        return {"_save_checkpoint": self._save, "evaluate": self._evaluate}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluate`: notes the random state for a checkpoint of a training that is stopped in it."""
-        outer, self._before_evaluation = self._before_evaluation, read_random_state()
-        try:
-            metrics = original(*args, **kwargs)
-        finally:
-            self._before_evaluation = outer
-        if not isinstance(metrics, dict):
-            return metrics
-        return self._agree(metrics)  # An `evaluate` of the script may have added some.
-
-    def _decide_alike(
-        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
-    ) -> Any:
-        """`CallbackHandler.on_evaluate`, by which early stopping decides."""
-        metrics.update(self._agree(metrics))
-        return original(args, state, control, metrics)
-
-    def _agree(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Returns rank 0's metrics: sampled ones differ between ranks, and all ranks must decide alike. Collective."""
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        return {**metrics, **json.loads(self._manager.gather_texts(json.dumps(numbers))[0])}
+        with self._beat.within(Phase.EVALUATE):
+            outer, self._before_evaluation = self._before_evaluation, read_random_state()
+            try:
+                metrics = original(*args, **kwargs)
+            finally:
+                self._before_evaluation = outer
+            # An `evaluate` of the script may have added some.
+            return self._manager.broadcast_numbers(metrics) if isinstance(metrics, dict) else metrics
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """`Trainer._save_checkpoint`: a folder gets its name when it is complete. Collective."""
+        with self._beat.within(Phase.SAVE):
+            self._save_aside(original, model, trial)
+
+    def _save_aside(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
         trainer = self._trainer
         run_dir = trainer._get_output_dir(trial)
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
