@@ -99,7 +99,6 @@ _TABLE = (
     _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
     _seam("_load_best_model", "Ranks that step by themselves synchronize before."),
     _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
-    _seam("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
     _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
     _seam("save_model", "`chaos` fails here.", "output_dir"),
     _seam("_generate_and_score_completions", _WAITS, optional=True),

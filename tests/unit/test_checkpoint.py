@@ -356,7 +356,7 @@ class Rank:
         self.said = {} if said is None else said
         self.attempts = [[0], [0]]
         self.check_same = lambda facts: None
-        self.publish = self.said.__setitem__
+        self.publish, self.read = self.said.__setitem__, self.said.get
 
     def gather_texts(self, text: str) -> list[str]:
         return [text, ""]
@@ -364,8 +364,8 @@ class Rank:
     def gather_int64(self, values: list[int]) -> list[list[int]]:
         return self.attempts
 
-    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
-        return self.said[key]
+    def wait(self, read: Callable[[], str | None], what: str, *, timeout_s: float) -> str:
+        return read() or pytest.fail(what)
 
 
 def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
@@ -425,10 +425,14 @@ def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path: Path) 
     found = set()
     for rank in (2, 3):
         args = SimpleNamespace(process_index=rank, world_size=4, seed=5)
-        trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=6))
+        ours, state = resume_of(rank=rank)[0], SimpleNamespace(global_step=6)
+        ours._folder = tmp_path
         with seeded_draws(0):
-            resume_of(trainer, rank=rank)[0]._load_random_state(pytest.fail, str(tmp_path))
-            found.add(str(draws()))
+            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            before = draws()
+            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            assert draws() != before
+            found.add(str(before))
     assert len(found) == 2
 
 
@@ -533,7 +537,7 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
     said: dict[str, str] = {}
     for rank, error, text in ((0, OSError, "No such file"), (1, DistributedError, "rank 0 failed to save")):
         with pytest.raises(error, match=text):
-            checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("key", tmp_path / "none", tmp_path, {})
+            checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("name", tmp_path / "none", tmp_path, {})
 
 
 def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:

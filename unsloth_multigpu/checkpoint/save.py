@@ -35,6 +35,8 @@ _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
 # Reading and flushing large files takes long; if rank 0 dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
+# In the store: the last save of rank 0, and how it ended.
+_KEY = "checkpoint"
 
 
 class Checkpoints(Part):
@@ -121,7 +123,7 @@ class Checkpoints(Part):
             name, callbacks = json.loads(self._manager.gather_texts(told)[0])
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
-            self._complete_on_rank_0(f"checkpoints/{name}", part, final, before)
+            self._complete_on_rank_0(name, part, final, before)
         if pushes:
             cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
@@ -129,8 +131,15 @@ class Checkpoints(Part):
     def _is_writer(self) -> bool:
         return self._manager.identity.rank == 0
 
-    def _complete_on_rank_0(self, key: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective."""
+    def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
+        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective.
+
+        Args:
+            name: Of this save. All saves share one key of the store: a save begins when all ranks have read the last.
+            part: The incomplete checkpoint.
+            final: What it will be called.
+            before: The listing of `final` when the save began.
+        """
         identity = self._manager.identity
         if self._is_writer:
             outcome = "failed"
@@ -138,9 +147,14 @@ class Checkpoints(Part):
                 outcome = "saved" if self._complete(part, final, before) else "elsewhere"
             finally:
                 if identity.world_size > 1:
-                    self._manager.publish(key, outcome)
+                    self._manager.publish(_KEY, f"{name} {outcome}")
             return
-        outcome = self._manager.wait_for(key, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
+
+        def read() -> str | None:
+            of, _, outcome = (self._manager.read(_KEY) or "").partition(" ")
+            return outcome if of == name else None
+
+        outcome = self._manager.wait(read, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
         if outcome == "failed":
             raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
         if outcome == "saved" and identity.local_rank == 0 and not final.exists():
