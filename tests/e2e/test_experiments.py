@@ -144,7 +144,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert width > 1000
     assert height > 800
     page = (tmp_path / "figures" / "gradient_sync.md").read_text()
-    assert "it does not matter how gradients meet" in page
+    assert "it does not matter how gradients are synchronized" in page
     assert results["command"] in page
     assert all(f"| {variant['label']} | " in page for variant in variants.values())
 
@@ -160,7 +160,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert len(broken_promises(results)) == 4
     text = "\n".join(verdict(results, {name: figures_of(task) for name, task in results["tasks"].items()}))
     assert "THE REPLICA PROOF MISSED" in text
-    assert "it does not matter how gradients meet" not in text
+    assert "it does not matter how gradients are synchronized" not in text
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_cuda import cards, needs_device
-from tests.helpers.run import BARE, ROOT, light, run_python
+from tests.helpers.run import BARE, ROOT, Finished, light, run_python
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -58,6 +58,23 @@ def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path) -> Non
         assert many["scales"] == one["scales"][first:]
         norms = [float(norm) for norm in many["norms"]]
         assert norms == pytest.approx([float(norm) for norm in one["norms"][first:]], rel=1e-5, nan_ok=True)
+
+
+def test_devices_that_cannot_share_a_step_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    def train(num_devices: int, num_gpus: int) -> Finished:
+        out = ["--out", tmp_path / f"{num_devices}.json", "--num-gpus", str(num_gpus)]
+        script = [SCRIPTS / "tiny_train.py", *out, "--batch-size", "2", "--rows", "8"]
+        return run_python(script, tmp_path, {**BARE, **cards(num_devices)})
+
+    one, many, asked = train(1, 0), train(3, 0), train(4, 4)
+    assert (one.code, many.code) == (0, 0), many.err
+    assert "cannot be shared by 3 ranks. 2 of 3 devices train" in many.err
+    logs = [json.loads((tmp_path / f"{n}.json").read_text())["log"] for n in (1, 3)]
+    norms = [[row["grad_norm"] for row in log if "grad_norm" in row] for log in logs]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert asked.code == 64
+    assert "cannot be shared by 4 ranks" in asked.err
+    assert "Set num_gpus=2" in asked.err
 
 
 def test_device_that_is_full_is_named(tmp_path: Path) -> None:

@@ -96,6 +96,16 @@ def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, progra
     assert num_ranks == (3 if "3" in arguments or "--num-gpus=3" in arguments else 1)
 
 
+def test_option_of_the_command_behind_the_script_is_told_unless_it_is_said_whose_it_is(started, capfd):
+    run("train.py", "--num-gpus=9", "--epochs", "3")
+    told = capfd.readouterr().err
+    assert "--num-gpus=9 stands behind train.py, so the script gets it." in told
+    assert "unsloth-multigpu run --num-gpus=9 ...; if not, write -- before train.py." in told
+    run("--", "train.py", "--num-gpus", "9")
+    run("--num-gpus", "1", "train.py", "--epochs", "3")
+    assert capfd.readouterr().err == ""
+
+
 # Several command lines, because not all options go together.
 HANDED_ON = (
     {
