@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
-from unsloth_multigpu.checkpoint.claim import lock_of, take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -31,11 +30,13 @@ from unsloth_multigpu.checkpoint.manifest import (
     Saved,
     check,
     clear_parts,
+    lock_of,
     put_in_place,
     read_manifest,
     rotate,
     seal,
     superfluous,
+    take,
 )
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
@@ -242,7 +243,7 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
 def test_claim_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
     part = tmp_path / PART_FOLDER / "checkpoint-1"
     code = (
-        "import pathlib, sys; from unsloth_multigpu.checkpoint.claim import take;"
+        "import pathlib, sys; from unsloth_multigpu.checkpoint.manifest import take;"
         "claim = take(pathlib.Path(sys.argv[1]));"
         "claim.part.mkdir(); print('taken', flush=True); input()"
     )

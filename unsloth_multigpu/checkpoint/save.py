@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from unsloth_multigpu.checkpoint.claim import take
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle, take
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.exchange import GradientExchange
