@@ -56,7 +56,7 @@ demo: setup
 	echo "Next, your own script: source $(BIN)/activate, then unsloth-multigpu verify your_script.py"
 
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
-test: setup browser fake-cuda
+test: setup fake-cuda
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
@@ -82,7 +82,7 @@ gpu-site: setup
 
 # With what is `thorough`: three ranks, strategies, further kinds, clients over TLS, experiments.
 test-all: ARGS += -m ""
-test-all: test
+test-all: browser test
 
 lint: setup
 	$(BIN)/python -m ruff check

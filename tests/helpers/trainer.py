@@ -30,9 +30,6 @@ class FakeCallbackHandler:
     def on_save(self, args, state, control):
         self.call_event("on_save", args, state, control)
 
-    def on_evaluate(self, args, state, control, metrics):
-        self.call_event("on_evaluate", args, state, control, metrics=metrics)
-
 
 class FakeAccelerator:
     """Does nothing to what it is given. It meets no other process."""
