@@ -49,7 +49,7 @@ FACTS = {"max_steps": 10, "seed": 42}
 
 
 def manifest(step: int = 1, **other: Any) -> Manifest:
-    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS, "planner": {}}
+    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS}
     return Manifest(step=step, cursor={"epoch": 0, "steps": step}, **{**given, **other})
 
 
