@@ -91,7 +91,7 @@ _TABLE = (
         called="step end",
     ),
     _seam("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
-    _seam("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
+    _seam("evaluation_loop", "Buffers are equal on all ranks before it begins, and its numbers after it."),
     _seam("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
     _seam("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
     _seam("_save_checkpoint", "A checkpoint has its name only when it is complete.", "model", "trial", called="save"),
@@ -99,7 +99,6 @@ _TABLE = (
     _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
     _seam("_load_best_model", "Ranks that step by themselves synchronize before."),
     _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
-    _seam("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
     _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
     _seam("save_model", "`chaos` fails here.", "output_dir"),
     _seam("_generate_and_score_completions", _WAITS, optional=True),
@@ -130,7 +129,6 @@ _TABLE = (
         "event",
         *_EVENT,
     ),
-    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's numbers.", *_EVENT, "metrics"),
 )
 SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 

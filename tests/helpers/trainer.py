@@ -30,9 +30,6 @@ class FakeCallbackHandler:
     def on_save(self, args, state, control):
         self.call_event("on_save", args, state, control)
 
-    def on_evaluate(self, args, state, control, metrics):
-        self.call_event("on_evaluate", args, state, control, metrics=metrics)
-
 
 class FakeAccelerator:
     """Does nothing to what it is given. It meets no other process."""
@@ -156,8 +153,6 @@ class FakeTrainer:
     def _load_best_model(self): ...
 
     def _issue_warnings_after_load(self, load_result): ...
-
-    def _load_rng_state(self, checkpoint): ...
 
     def _load_optimizer_and_scheduler(self, checkpoint): ...
 

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
-from unsloth_multigpu.checkpoint.claim import lock_of, take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -29,11 +28,13 @@ from unsloth_multigpu.checkpoint.manifest import (
     Saved,
     check,
     clear_parts,
+    lock_of,
     put_in_place,
     read_manifest,
     rotate,
     seal,
     superfluous,
+    take,
 )
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
@@ -42,6 +43,7 @@ from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 FACTS = {"max_steps": 10, "seed": 42}
 
@@ -227,7 +229,7 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
 def test_claim_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
     part = tmp_path / PART_FOLDER / "checkpoint-1"
     code = (
-        "import pathlib, sys; from unsloth_multigpu.checkpoint.claim import take;"
+        "import pathlib, sys; from unsloth_multigpu.checkpoint.manifest import take;"
         "claim = take(pathlib.Path(sys.argv[1]));"
         "claim.part.mkdir(); print('taken', flush=True); input()"
     )
@@ -323,7 +325,7 @@ class Rank:
         self.said = {} if said is None else said
         self.attempts = [[0], [0]]
         self.check_same = lambda facts: None
-        self.publish = self.said.__setitem__
+        self.publish, self.read = self.said.__setitem__, self.said.get
 
     def gather_texts(self, text: str) -> list[str]:
         return [text, ""]
@@ -331,8 +333,8 @@ class Rank:
     def gather_int64(self, values: list[int]) -> list[list[int]]:
         return self.attempts
 
-    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
-        return self.said[key]
+    def wait(self, read: Callable[[], str | None], what: str, *, timeout_s: float) -> str:
+        return read() or pytest.fail(what)
 
 
 def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
@@ -392,10 +394,14 @@ def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path: Path) 
     found = set()
     for rank in (2, 3):
         args = SimpleNamespace(process_index=rank, world_size=4, seed=5)
-        trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=6))
+        ours, state = resume_of(rank=rank)[0], SimpleNamespace(global_step=6)
+        ours._folder = tmp_path
         with seeded_draws(0):
-            resume_of(trainer, rank=rank)[0]._load_random_state(pytest.fail, str(tmp_path))
-            found.add(str(draws()))
+            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            before = draws()
+            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            assert draws() != before
+            found.add(str(before))
     assert len(found) == 2
 
 
@@ -435,7 +441,8 @@ def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
         loader=None,
         accumulation_of_script=lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4),
     )
-    return Checkpoints(trainer, rank, steps, None, Resume(trainer, rank, steps, {}, 0, RunContext()))  # type: ignore[arg-type]
+    resume = Resume(trainer, rank, steps, {}, 0, RunContext())  # type: ignore[arg-type]
+    return Checkpoints(trainer, rank, steps, None, resume, HeartbeatPage(None, 0))  # type: ignore[arg-type]
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
@@ -473,6 +480,17 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
             assert (trainer.saved_draws if saves else draws()) == expected
 
 
+def test_page_says_that_the_rank_evaluates_or_saves(tmp_path: Path) -> None:
+    trainer = Saving(tmp_path, *NEEDED)
+    ours, seen = checkpoints(trainer, Rank()), []
+    page = ours._beat
+    trainer.meanwhile = lambda: seen.append(page.phase)
+    page.mark(Phase.UPDATE)
+    ours._evaluate(lambda: seen.append(page.phase))
+    ours._save(trainer.save, None)
+    assert [*seen, page.phase] == [Phase.EVALUATE, Phase.SAVE, Phase.UPDATE]
+
+
 def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,7 +506,7 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
     said: dict[str, str] = {}
     for rank, error, text in ((0, OSError, "No such file"), (1, DistributedError, "rank 0 failed to save")):
         with pytest.raises(error, match=text):
-            checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("key", tmp_path / "none", tmp_path, {})
+            checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("name", tmp_path / "none", tmp_path, {})
 
 
 def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:

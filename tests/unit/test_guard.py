@@ -69,15 +69,6 @@ class Noting(FakeTrainer):
 
     def _maybe_log_save_evaluate(self) -> None:
         self.note("log")
-        self.evaluate()
-        self._save_checkpoint()
-        self.note("saved")
-
-    def evaluate(self, *_: Any) -> None:
-        self.note("evaluate")
-
-    def _save_checkpoint(self, *_: Any) -> None:
-        self.note("save")
 
 
 class OfTheScript(TrainerCallback):
@@ -124,17 +115,11 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("update", "WARM_UP", 2),  # Who reads a number here waits for all that the device was asked to do.
         ("callback behind step 1", "UPDATE", 0),
         ("log", "UPDATE", 0),
-        ("evaluate", "EVALUATE", 0),
-        ("save", "SAVE", 0),
-        ("saved", "UPDATE", 0),
         ("samples", "DATA", 0),
         ("step", "COMPUTE", 0),
         ("update", "UPDATE", 1),
         ("callback behind step 2", "UPDATE", 0),
         ("log", "SAVE", 0),
-        ("evaluate", "EVALUATE", 0),
-        ("save", "SAVE", 0),
-        ("saved", "SAVE", 0),
     ]
     trainer.get_batch_samples()
     assert page.phase == Phase.SCRIPT

@@ -34,7 +34,7 @@ def misfits(seams: list[InstanceSeam]) -> list[str]:
 
 def test_every_steered_method_is_a_member_with_the_parameters_that_it_needs() -> None:
     steered = [seam for seam in SEAMS.values() if seam.owner in OWNERS]
-    assert len(steered) > 30
+    assert len(steered) > 25
     assert misfits(steered) == []
 
 

@@ -68,6 +68,7 @@ class Resume(Part):
         self.is_sharded = False
         self._manifest: Manifest | None = None
         self._folder: Path | None = None
+        self._has_begun = False
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -93,7 +94,6 @@ class Resume(Part):
     def overrides(self) -> dict[str, Override]:
         return {
             "_issue_warnings_after_load": self._check_loaded,
-            "_load_rng_state": self._load_random_state,
             "get_batch_samples": self._batch_samples,
         }
 
@@ -176,6 +176,15 @@ class Resume(Part):
             # Of a stream without length the Trainer skips as many steps as there were, in however many passes.
             stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
 
+    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """Ranks that the checkpoint does not have begin with a random state of their own. The Trainer loads none."""
+        is_first, self._has_begun = not self._has_begun, True
+        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if is_first and self._folder is not None and not (self._folder / name).is_file():
+            from transformers import set_seed
+
+            set_seed(draw_seed(args.seed, state.global_step, self._manager.identity.rank) % 2**32)
+
     def _check_loaded(self, original: Callable[..., Any], load_result: Any) -> Any:
         """`Trainer._issue_warnings_after_load`: a training does not go on from other weights than its checkpoint's.
 
@@ -195,17 +204,6 @@ class Resume(Part):
                 "without load_best_model_at_end.",
             )
         return original(load_result)
-
-    def _load_random_state(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
-        """`Trainer._load_rng_state`: ranks that the checkpoint does not have begin with a random state of their own."""
-        args, rank = self._trainer.args, self._manager.identity.rank
-        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-        if checkpoint is None or Path(checkpoint, name).is_file():
-            return original(checkpoint)
-        from transformers import set_seed
-
-        set_seed(draw_seed(args.seed, self._trainer.state.global_step, rank) % 2**32)
-        return None
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.get_batch_samples`: none for a training that resumes at its end; it would do one more step."""

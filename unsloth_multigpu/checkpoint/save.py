@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from unsloth_multigpu.checkpoint.claim import take
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle, take
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
@@ -24,7 +23,8 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 logger = get_logger(__name__)
 
@@ -33,6 +33,8 @@ _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
 # Reading and flushing large files takes long; if rank 0 dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
+# In the store: the last save of rank 0, and how it ended.
+_KEY = "checkpoint"
 
 
 class Checkpoints(Part):
@@ -44,6 +46,7 @@ class Checkpoints(Part):
         steps: What feeds the trainer.
         exchange: The gradient strategy in DDP's place, whose state is kept.
         resume: Knows what training this is.
+        beat: This rank's heartbeat page.
     """
 
     place = "checkpoints"
@@ -55,42 +58,36 @@ class Checkpoints(Part):
         steps: StepFeed,
         exchange: GradientExchange | None,
         resume: Resume,
+        beat: HeartbeatPage,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
         self._exchange = exchange
         self._resume = resume
+        self._beat = beat
         self._before_evaluation: dict[str, Any] | None = None
 
     def overrides(self) -> dict[str, Override]:
-        return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
+        return {"_save_checkpoint": self._save, "evaluate": self._evaluate}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluate`: notes the random state for a checkpoint of a training that is stopped in it."""
-        outer, self._before_evaluation = self._before_evaluation, read_random_state()
-        try:
-            metrics = original(*args, **kwargs)
-        finally:
-            self._before_evaluation = outer
-        if not isinstance(metrics, dict):
-            return metrics
-        return self._agree(metrics)  # An `evaluate` of the script may have added some.
-
-    def _decide_alike(
-        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
-    ) -> Any:
-        """`CallbackHandler.on_evaluate`, by which early stopping decides."""
-        metrics.update(self._agree(metrics))
-        return original(args, state, control, metrics)
-
-    def _agree(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Returns rank 0's metrics: sampled ones differ between ranks, and all ranks must decide alike. Collective."""
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        return {**metrics, **json.loads(self._manager.gather_texts(json.dumps(numbers))[0])}
+        with self._beat.within(Phase.EVALUATE):
+            outer, self._before_evaluation = self._before_evaluation, read_random_state()
+            try:
+                metrics = original(*args, **kwargs)
+            finally:
+                self._before_evaluation = outer
+            # An `evaluate` of the script may have added some.
+            return self._manager.broadcast_numbers(metrics) if isinstance(metrics, dict) else metrics
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """`Trainer._save_checkpoint`: a folder gets its name when it is complete. Collective."""
+        with self._beat.within(Phase.SAVE):
+            self._save_aside(original, model, trial)
+
+    def _save_aside(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
         trainer = self._trainer
         run_dir = trainer._get_output_dir(trial)
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
@@ -124,7 +121,7 @@ class Checkpoints(Part):
             name, callbacks = json.loads(self._manager.gather_texts(told)[0])
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
-            self._complete_on_rank_0(f"checkpoints/{name}", part, final, before)
+            self._complete_on_rank_0(name, part, final, before)
         if pushes:
             cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
@@ -132,8 +129,15 @@ class Checkpoints(Part):
     def _is_writer(self) -> bool:
         return self._manager.identity.rank == 0
 
-    def _complete_on_rank_0(self, key: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective."""
+    def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
+        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective.
+
+        Args:
+            name: Of this save. All saves share one key of the store: a save begins when all ranks have read the last.
+            part: The incomplete checkpoint.
+            final: What it will be called.
+            before: The listing of `final` when the save began.
+        """
         identity = self._manager.identity
         if self._is_writer:
             outcome = "failed"
@@ -141,9 +145,14 @@ class Checkpoints(Part):
                 outcome = "saved" if self._complete(part, final, before) else "elsewhere"
             finally:
                 if identity.world_size > 1:
-                    self._manager.publish(key, outcome)
+                    self._manager.publish(_KEY, f"{name} {outcome}")
             return
-        outcome = self._manager.wait_for(key, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
+
+        def read() -> str | None:
+            of, _, outcome = (self._manager.read(_KEY) or "").partition(" ")
+            return outcome if of == name else None
+
+        outcome = self._manager.wait(read, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
         if outcome == "failed":
             raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
         if outcome == "saved" and identity.local_rank == 0 and not final.exists():

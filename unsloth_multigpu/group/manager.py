@@ -189,6 +189,11 @@ class DDPManager(Board):
         """Rank 0's `text`. Collective."""
         return self.gather_texts(text if self.identity.rank == 0 else "")[0]
 
+    def broadcast_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """`values` with rank 0's numbers: sampled ones differ, and all ranks must decide alike. Collective."""
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        return {**values, **json.loads(self.broadcast_text(json.dumps(numbers)))}
+
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks. Collective."""
         if self.identity.world_size == 1:

@@ -1,4 +1,4 @@
-"""Buffers of a model that change while ranks train, such as running statistics: rank 0's count, as with DDP."""
+"""In evaluations all ranks compute with rank 0's buffers, such as running statistics, and act on its numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from unsloth_multigpu.words import listed
 logger = get_logger(__name__)
 
 
-class EqualBuffers(Part):
-    """Makes the buffers that a checkpoint keeps equal on all ranks before an evaluation and at the end of a training.
+class EqualEvaluations(Part):
+    """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and its metrics after one.
 
     DDP gives every rank rank 0's buffers as a step begins, so after a step they differ again. A warning names what
     training has changed: these values are not those of one process, because each rank has seen its own samples only.
@@ -45,9 +45,12 @@ class EqualBuffers(Part):
         self._at_begin = self._hashes(self._buffers())
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluation_loop`, in which each rank computes its rows with its own buffers."""
+        """`Trainer.evaluation_loop`. Its numbers reach callbacks, such as early stopping, before `evaluate` returns."""
         self.make_equal()
-        return original(*args, **kwargs)
+        output = original(*args, **kwargs)
+        if isinstance(output.metrics, dict):
+            output.metrics.update(self._manager.broadcast_numbers(output.metrics))
+        return output
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.make_equal()

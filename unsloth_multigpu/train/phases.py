@@ -19,7 +19,7 @@ _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
 
 
 class Guard(Part):
-    """Marks the phases of a training on this rank's heartbeat page.
+    """Marks the phases of a training on this rank's heartbeat page. Evaluations and saves are marked by `Checkpoints`.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -49,8 +49,6 @@ class Guard(Part):
         found: dict[str, Override] = {
             "get_batch_samples": self._batch_samples,
             "training_step": self._training_step,
-            "evaluate": functools.partial(self._within, Phase.EVALUATE),
-            "_save_checkpoint": functools.partial(self._within, Phase.SAVE),
         }
         # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
         for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):

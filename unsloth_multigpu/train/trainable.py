@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Set
@@ -142,16 +143,23 @@ class TrainedParameters(Part):
         """
         mine, self._num_changes = self._manager.identity.rank, self._num_changes + 1
         names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
-        word = f"{self._step} {digest_hex(json.dumps(names).encode())}"
-        key = f"trained/{self._training}/{self._num_changes}"
+        number = f"{self._training}/{self._num_changes}"
+        word = f"{number} {self._step} {digest_hex(json.dumps(names).encode())}"
+        # Two keys in turn: a rank comes to its change after the next once all have made the next, so have read this.
+        key = f"trained/{self._num_changes % 2}"
         self._manager.publish(f"{key}/{mine}", word)
+
+        def read(rank: int) -> str | None:
+            theirs = self._manager.read(f"{key}/{rank}") or ""
+            return theirs if theirs.startswith(f"{number} ") else None
+
         # Before the collective of the other ranks times out, whose error says less.
         deadline_s, where = time.monotonic() + self._manager.config.timeout_s / 2, ""
         for rank in range(self._manager.identity.world_size):
             what = f"rank {rank} to change which parameters are trained"
             try:
                 limit_s = max(0.0, deadline_s - time.monotonic())
-                if self._manager.wait_for(f"{key}/{rank}", what, timeout_s=limit_s) != word:
+                if self._manager.wait(functools.partial(read, rank), what, timeout_s=limit_s) != word:
                     where = f"on rank {mine}; rank {rank} has changed others"
             except RankTimeoutError:
                 where = f"on rank {mine} and not on rank {rank}"

@@ -27,7 +27,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.train.buffer import EqualBuffers
+from unsloth_multigpu.train.buffer import EqualEvaluations
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
@@ -119,12 +119,13 @@ class DDPTrainer:
         if trained is not None:
             wrapping = self.exchange or DDPWrapping(trainer, manager)
             decision = OneDecision(trainer, manager, lead, self.exchange)
-            self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualBuffers(trainer, manager)]
+            self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualEvaluations(trainer, manager)]
             if identity.rank == 0 and not is_comparison:
                 self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
         if not is_comparison:
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
-            self.parts += [self._resume, Checkpoints(trainer, manager, self.steps, self.exchange, self._resume)]
+            checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange, self._resume, beat)
+            self.parts += [self._resume, checkpoints]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns.
