@@ -215,6 +215,22 @@ def test_verify_takes_its_options_before_the_script(arguments, own, program):
     assert main.split_program(["verify", *arguments]) == (["verify", *own], program)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train.py", "--max-restarts=3", "--num-gpus", "9"], "the script gets --max-restarts, --num-gpus."),
+        (["train.py", "--no-shard-offload"], "the script gets --no-shard-offload."),
+        (["--num-gpus", "3", "train.py", "--epochs", "9"], ""),
+        (["--", "train.py", "--num-gpus", "9"], ""),
+        (["train.py", "--", "--num-gpus", "9"], ""),
+    ],
+)
+def test_option_of_the_command_behind_the_script_is_named(started, capsys, arguments, named):
+    run(*arguments)
+    err = capsys.readouterr().err
+    assert (named in err) if named else ("the script gets" not in err)
+
+
 def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path, capsys):
     log = tmp_path / "receipt.log"
 

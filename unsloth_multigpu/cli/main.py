@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         command = commands[options.command]
         if command.runs_program:
             _check_program(program, command.name)
+            _say_what_the_script_gets(command, given, program)
         code = command.run(options, program)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -138,6 +139,28 @@ def _check_program(program: Sequence[str], command: str) -> None:
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
     if program[0] != "-m" and not Path(program[0]).exists():
         raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
+
+
+def _say_what_the_script_gets(command: Command, given: Sequence[str], program: Sequence[str]) -> None:
+    """Names options of the command that stand behind the script, which gets them.
+
+    Args:
+        given: The whole command line. `--` before the script says that it is meant.
+        program: The script and its arguments.
+    """
+    if given[-len(program) - 1] == "--":
+        return
+    own = {flag(name) for name in command.table()}
+    own |= {flag(f"no_{name}") for name, (kind, *_) in command.table().items() if kind is bool}
+    # An argument behind a further `--` is the script's without a doubt.
+    behind = list(program[: program.index("--")] if "--" in program else program)
+    names = sorted({word.partition("=")[0] for word in behind} & own)
+    if names:
+        print(
+            f"{command.name}: the script gets {', '.join(names)}. Write options of {command.name} before the "
+            "script, or -- before the script if this is meant.",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":
