@@ -23,6 +23,9 @@ INSTALL := $(PIP_INSTALL) -c constraints.txt
 UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer json5 msgspec nest-asyncio pillow \
 	protobuf psutil pydantic pyyaml regex rich sentencepiece structlog torchao triton typer tyro
 
+# Unsloth asks for trl up to 1.15, whose trainers call Triton also without a GPU where Unsloth is not imported.
+TRL_OF_CPU := 'trl==1.16.0; python_version >= "3.11"'
+
 # The oldest kernel that notebooks may have, for the tests. Only what it has otherwise; the rest is what is installed.
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
@@ -53,7 +56,7 @@ demo: setup
 	echo "Next, your own script: source $(BIN)/activate, then unsloth-multigpu verify your_script.py"
 
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
-test: setup browser fake-cuda
+test: setup fake-cuda
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
@@ -79,7 +82,7 @@ gpu-site: setup
 
 # With what is `thorough`: three ranks, strategies, further kinds, clients over TLS, experiments.
 test-all: ARGS += -m ""
-test-all: test
+test-all: browser test
 
 lint: setup
 	$(BIN)/python -m ruff check
@@ -152,6 +155,7 @@ else
 	echo "Installing Unsloth for the CPU (about 1 minute)"
 	$(INSTALL) $(UNSLOTH_NEEDS)
 	$(INSTALL) --no-deps unsloth unsloth_zoo
+	$(PIP_INSTALL) --no-deps $(TRL_OF_CPU)
 endif
 	$(PIP_INSTALL) --no-deps --upgrade --target $(OLDEST_IPYTHON) $(OLDEST_IPYTHON_NEEDS)
 	touch $@

@@ -1,9 +1,10 @@
 """What MkDocs does beside its configuration: pages from the root of the repository, and links out of docs/.
 
-The same Markdown is read on GitHub and on the site. README.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
-links to sources lead to the repository where its address is known (hatch_build.py), and are plain text where it is not.
-Behind a link to a notebook stands who opens it. Behind commands.md stands what `--help` says, and behind api.md the
-docstring of every public name.
+The same Markdown is read on GitHub and on the site. README.md, SECURITY.md, CONTRIBUTING.md and CHANGELOG.md become
+pages here; links to sources lead to the repository where its address is known (hatch_build.py), and are plain text
+where it is not.
+Behind a link to a notebook stands who opens it. Behind commands.md stands what `--help` says, behind api.md the
+docstring of every public name, and below each link to a recipe of cluster.md the file.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ FROM_ROOT = {
     "index.md": "README.md",
     "zh.md": "README.zh-CN.md",
     "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 _SITE_PAGE_OF = {source: page for page, source in FROM_ROOT.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+# A link to a recipe, alone in its line.
+_RECIPE = re.compile(r"^\[examples/cluster/([\w.]+)\]\(\.\./examples/cluster/\1\)$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -58,6 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         markdown += _commands()
     if name == "api.md":
         markdown += _api()
+    if name == "cluster.md":
+        markdown = _RECIPE.sub(_shown, markdown)
 
     def turned(link: re.Match[str]) -> str:
         mark, text, target = link.groups()
@@ -92,6 +98,13 @@ def _commands() -> str:
         command, _, help_text = text.partition("--help\n")
         shown.append(f"\n## {f'unsloth-multigpu {command.strip()}'.strip()}\n\n```text\n{help_text.strip()}\n```\n")
     return "".join(shown)
+
+
+def _shown(recipe: re.Match[str]) -> str:
+    """The link, and below it the file."""
+    path = ROOT / "examples" / "cluster" / recipe[1]
+    language = "yaml" if path.suffix == ".yaml" else "bash"
+    return f"{recipe[0]}\n\n```{language}\n{path.read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def _api() -> str:

@@ -303,7 +303,7 @@ def _warn_of_untested() -> None:
 
 
 def _patches(session: Session) -> list[Patch]:
-    from unsloth_multigpu.hooks.accelerate import device_patches
+    from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.trainer_patches import trainer_patches
@@ -350,6 +350,7 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *sharding,
         *device_patches(device_type, device_index, identity.local_rank),
+        *loop_patches(config, identity.world_size),
         *placement_patches(device_type, device_index, warns=identity.rank == 0 and config.shard == "off"),
         *offload_patches(identity.rank),
         *saving_patches(gate),

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS
@@ -122,21 +123,34 @@ def visible_accelerators() -> tuple[str, int]:
 def supervise(
     command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
 ) -> None:
-    """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
+    """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return.
+
+    Where they are as many as there are devices, and too many to share a step, fewer are started once more.
+    """
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
-    if config.shard == "auto":
-        from unsloth_multigpu.shard.shard_choice import choose
-
-        # By the environment the ranks are told.
-        os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
-        config = config.with_shard(shard)
     endpoint, _ = read_cluster(os.environ).get("rdzv_endpoint", (None, ""))
     if endpoint is not None and endpoint == config.rdzv_endpoint:
         # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
         await_name(*split_endpoint(config), config.timeout_s)
-    exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
+    launcher = DDPLauncher(command, num_ranks, _with_shard_chosen(command, config, num_ranks), saves_when_stopped)
+    code = launcher.run()
+    if (most_ranks := launcher.most_ranks) is not None:
+        config = replace(config, num_gpus=most_ranks)
+        told = _with_shard_chosen(command, config, most_ranks)
+        code = DDPLauncher(command, most_ranks, told, saves_when_stopped).run()
+    exit_like(code)
+
+
+def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:
+    if config.shard != "auto":
+        return config
+    from unsloth_multigpu.shard.shard_choice import choose
+
+    # By the environment the ranks are told.
+    os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
+    return config.with_shard(shard)
 
 
 def exit_like(code: int) -> None:

@@ -18,6 +18,7 @@ class ArgumentsLike(Protocol):
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
     batch_eval_metrics: bool
+    dataloader_drop_last: bool
     ddp_backend: str | None
     ddp_find_unused_parameters: bool | None
     ddp_timeout: int

@@ -1,4 +1,4 @@
-"""What goes over the wire between machines in a step, on paper: DDP, sharded and DiLoCo, for 8 to 1,024 GPUs.
+"""What goes over the wire between machines in a step, on paper: DDP, sharded and DiLoCo, for 16 and 1,024 GPUs.
 
     python examples/experiments/cluster_traffic.py        # the tables of docs/cluster.md
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GPUS_PER_NODE = 8
-GPUS = (8, 16, 64, 256, 1024)
-LINKS_GBIT = (1, 10, 25, 100, 400)
+GPUS = (16, 1024)
+LINKS_GBIT = (10, 100, 400)
 LORA_RANK = 16
-DILOCO_EVERY_STEPS = (16, 64)
+DILOCO_EVERY_STEPS = (16,)
 # A dense 16-bit matrix product on an H100, and the share of it that a training usually reaches.
 PEAK_FLOPS = 989e12
 UTILISATION = 0.4
@@ -90,27 +90,14 @@ def compute_seconds(model: Model, num_tokens: int, *, lora: bool) -> float:
     return (4 if lora else 6) * model.num_weights * num_tokens / (PEAK_FLOPS * UTILISATION)
 
 
-def bytes_table() -> str:
-    """GB over each machine's link in a step, by the number of GPUs."""
-    lines = [
-        "| GB in a step | " + " | ".join(f"{n:,} GPUs" for n in GPUS) + " |",
-        "|---|" + "---|" * len(GPUS),
-    ]
+def traffic_table() -> str:
+    """GB over each machine's link in a step by the number of GPUs, and seconds on the largest by the link."""
+    heads = [*(f"GB, {n:,} GPUs" for n in GPUS), *(f"seconds, {link} Gbit/s" for link in LINKS_GBIT)]
+    lines = [f"| In a step | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     for model, lora, method in _rows():
-        cells = [_number(step_bytes(model, method, n, lora=lora) / 1e9) for n in GPUS]
-        lines.append(f"| {_name(model, lora)}, {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def seconds_table(num_gpus: int = 1024) -> str:
-    """Seconds in a step, by the link."""
-    lines = [
-        f"| Seconds in a step, {num_gpus:,} GPUs | " + " | ".join(f"{link} Gbit/s" for link in LINKS_GBIT) + " |",
-        "|---|" + "---|" * len(LINKS_GBIT),
-    ]
-    for model, lora, method in _rows():
-        num_bytes = step_bytes(model, method, num_gpus, lora=lora)
-        cells = [_number(step_seconds(num_bytes, link)) for link in LINKS_GBIT]
+        sizes = [step_bytes(model, method, n, lora=lora) for n in GPUS]
+        cells = [_number(size / 1e9) for size in sizes]
+        cells += [_number(step_seconds(sizes[-1], link)) for link in LINKS_GBIT]
         lines.append(f"| {_name(model, lora)}, {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -126,7 +113,7 @@ def compute_table(num_tokens: int = 8192) -> str:
 
 def page() -> str:
     """What docs/cluster.md has between its marks."""
-    return "\n\n".join((bytes_table(), seconds_table(), compute_table()))
+    return "\n\n".join((traffic_table(), compute_table()))
 
 
 def _rows() -> list[tuple[Model, bool, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,19 @@ import chart
 from gradient_result import DDP, Figures, figures_of, half_epoch, mean_at
 from gradient_verdict import OfTasks, proofs, span, verdict
 
-HEADER = """# How gradients meet: the strategies, and mistakes put back one at a time
+HEADER = """# Gradient synchronization: the strategies, and mistakes put back one at a time
 
-Written by the command below; no figure or sentence is by hand. Four CPU ranks train the same model on the same samples,
-one variant after the other.
+Written by this command; each sentence is chosen by the figures. Four CPU ranks train the same model on the same
+samples, one variant after the other. torch {torch}, {total_s:.0f} s.
 
 ```bash
 {command}
 ```
 
-torch {torch}, {total_s:.0f} s. The columns of the tables, means over the seeds:
-
-- *loss* of the training steps of an epoch, in nats; *accuracy* of rank 0 on the test set, in %;
-- *updates*: steps of the optimizer on rank 0;
-- *gradient norm* of the first update, in parts of DDP's;
-- *cosine* between the ranks' own gradients before the first step;
-- *ranks apart*: the largest |w_rank - w_0| / |w_0| at the end; *from DDP*: the same for rank 0 and DDP's weights;
-- *replica proof*: what `unsloth_multigpu/group/replicas.py` says after every step of the first epoch and, where it has
-  found nothing, at the end of each later one.
+[gradient_sync.json](gradient_sync.json) has every epoch of every seed. The tables show means over the seeds: training
+*loss* of an epoch in nats, *accuracy* of rank 0 on the test set in %, optimizer *updates* of rank 0, *gradient norm* of
+the first update as a multiple of DDP's. *Replica proof*: what comparing the ranks' weights
+(`unsloth_multigpu/group/replicas.py`) says after each step of the first epoch and at the end of later ones.
 """
 
 
@@ -36,78 +31,63 @@ def page(results: dict[str, Any]) -> str:
     of_tasks = {name: figures_of(task) for name, task in results["tasks"].items()}
     parts = [HEADER.format(**results), "## Verdict", "\n".join(verdict(results, of_tasks))]
     parts += ["## Which mistake gives which symptom", "\n".join(_symptoms(results, of_tasks))]
+    parts += [
+        "## Distance of the weights from DDP's",
+        "Relative, at the end, of rank 0's; in brackets between two ranks.",
+    ]
+    parts += ["\n".join(_ends(of_tasks))]
     for name, task in results["tasks"].items():
         settings = f"Learning rate {task['learning_rate']:g}, {task['num_epochs']} epochs"
         parts += [
             f"## {name}: {task['what']}",
             f"{settings}, {seeds(of_tasks[name][DDP])}.",
-            "\n".join(_table(task, of_tasks[name])),
             f"![loss and accuracy by epoch](gradient_sync_{name}.png)",
         ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _table(task: dict[str, Any], figures: dict[str, Figures]) -> Iterator[str]:
-    epochs = list(dict.fromkeys([1, half_epoch(task), task["num_epochs"]]))
-    names = [
-        "variant",
-        "updates",
-        *(f"loss {e}" for e in epochs),
-        *(f"accuracy {e}" for e in epochs),
-        *("gradient norm", "cosine", "ranks apart", "from DDP", "replica proof"),
-    ]
-    yield _row(names)
-    yield _row(["---"] + ["---:"] * (len(names) - 2) + ["---"])
-    for f in figures.values():
-        yield _row(
-            [
-                f.label,
-                _updates(f),
-                *(f"{mean_at(f.losses, e):.3f}" for e in epochs),
-                *(f"{100 * mean_at(f.accuracies, e):.1f}" for e in epochs),
-                f"{f.norm_ratio:.3f}",
-                "-" if f.cosine is None else f"{f.cosine:.2f}",
-                f"{f.divergence:.1e}" if f.divergence else "0",
-                f"{f.distance_from_ddp:.1e}" if f.distance_from_ddp else "0",
-                f.proof,
-            ]
-        )
-
-
-def _updates(f: Figures) -> str:
-    # Ranks that never step get their weights from rank 0; one that steps less often does not.
-    fewer = {f"rank {rank}: {n}" for rank, n in enumerate(f.num_updates) if 0 < n < f.num_updates[0]}
-    return str(f.num_updates[0]) + (f" ({', '.join(sorted(fewer))})" if fewer else "")
-
-
 def _symptoms(results: dict[str, Any], of_tasks: OfTasks) -> Iterator[str]:
     first = next(iter(of_tasks.values()))
+    yield from _table(["mistake", "what is wrong"], ([f.label, f.what] for f in first.values() if f.kind == "mistake"))
+    yield "\nLoss in the epoch of the heading, compared with DDP's of the same seed (first row):\n"
     middle = {name: half_epoch(task) for name, task in results["tasks"].items()}
-    yield from (f"- **{f.label}**: {f.what}" for f in first.values() if f.kind == "mistake")
-    yield "\nLoss against DDP's with the same seed, in the epoch of the heading; in brackets DDP's.\n"
-    yield _row(
-        ["variant", *(f"{name}, epoch {middle[name]}" for name in of_tasks), "updates", "gradient norm", "proof"]
+    head = ["variant", *(f"{name}, epoch {middle[name]}" for name in of_tasks), "updates", "gradient norm", "proof"]
+    yield from _table(head, ([*_halfway(of_tasks, name, middle)] for name, f in first.items()))
+
+
+def _halfway(of_tasks: OfTasks, name: str, middle: dict[str, int]) -> Iterator[str]:
+    """A row of the table of symptoms."""
+    found = [figures[name] for figures in of_tasks.values()]
+    yield found[0].label
+    for (task, epoch), f in zip(middle.items(), found, strict=True):
+        pace = "" if of_tasks[task][name].kind == "reference" else f", {f.pace}"
+        yield f"{mean_at(f.losses, epoch):.3f}{pace}"
+    yield span([f.update_ratio for f in found])
+    yield span([f.norm_ratio for f in found])
+    yield "-" if name == "one_process" else proofs(of_tasks, name)
+
+
+def _ends(of_tasks: OfTasks) -> Iterator[str]:
+    rows = (
+        [f.label, *(_apart(figures[variant]) for figures in of_tasks.values())]
+        for variant, f in next(iter(of_tasks.values())).items()
+        if f.kind == "mistake"
     )
-    yield _row(["---"] * (len(of_tasks) + 4))
-    for name, f in first.items():
-        if f.kind != "reference":
-            cells = [_cell(figures[name], figures[DDP], middle[task]) for task, figures in of_tasks.items()]
-            norms = [figures[name].norm_ratio for figures in of_tasks.values()]
-            updates = [figures[name].update_ratio for figures in of_tasks.values()]
-            yield _row([f.label, *cells, span(updates), span(norms), proofs(of_tasks, name)])
+    yield from _table(["variant", *of_tasks], rows)
 
 
-def _cell(f: Figures, ddp: Figures, epoch: int) -> str:
-    return f"{f.pace}: {mean_at(f.losses, epoch):.3f} ({mean_at(ddp.losses, epoch):.3f})"
+def _apart(f: Figures) -> str:
+    return f"{f.distance_from_ddp:.1e}" + (f" ({f.divergence:.1e})" if f.divergence else "")
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    for cells in (head, ["---"] * len(head), *rows):
+        yield "| " + " | ".join(cells) + " |"
 
 
 def seeds(f: Figures) -> str:
     """ "1 seed", "mean of 3 seeds"."""
     return f"mean of {len(f.losses)} seeds" if len(f.losses) > 1 else "1 seed"
-
-
-def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def draw(task: dict[str, Any], path: Path) -> None:

@@ -31,24 +31,14 @@ TASKS = ("text", "digits")
 ARMS = (
     Arm("one 128", "one process, batch 128", batch_size=128),
     Arm("one 256", "one process, batch 256 (experiment 3)"),
-    Arm(
-        "simulated",
-        "one process: two half batches of 128, a dropout stream each, gradients averaged (experiment 1)",
-        num_parts=2,
-    ),
-    Arm("ddp", "DDP, 2 ranks x 128, another seed on each rank (experiment 2)", num_parts=2, is_ddp=True),
-    Arm(
-        "ddp same seed",
-        "DDP, 2 ranks x 128, the same seed on both ranks (experiment 2)",
-        num_parts=2,
-        is_ddp=True,
-        same_streams=True,
-    ),
-    Arm("split 128", "one process, batch 128, in a distributed sampler's order (experiment 4)", 128, samples="split"),
-    Arm("half 128", "one process, batch 128, the share of rank 0 alone", batch_size=128, samples="half"),
-    Arm("one 256, no dropout", "one process, batch 256, no dropout", dropout=0.0),
-    Arm("ddp, no dropout", "DDP, 2 ranks x 128, no dropout", num_parts=2, is_ddp=True, dropout=0.0),
-    Arm("one 256, 2x epochs", "one process, batch 256, twice the epochs", epochs_factor=2),
+    Arm("simulated", "one process, gradients of two half batches averaged (experiment 1)", num_parts=2),
+    Arm("ddp", "DDP, 2 ranks x 128 (experiment 2)", num_parts=2, is_ddp=True),
+    Arm("ddp same seed", "one seed on both ranks (experiment 2)", num_parts=2, is_ddp=True, same_streams=True),
+    Arm("split 128", "in a distributed sampler's order (experiment 4)", 128, samples="split"),
+    Arm("half 128", "the share of rank 0 alone", batch_size=128, samples="half"),
+    Arm("one 256, no dropout", "as named", dropout=0.0),
+    Arm("ddp, no dropout", "as named", num_parts=2, is_ddp=True, dropout=0.0),
+    Arm("one 256, 2x epochs", "as named", epochs_factor=2),
 )
 SWEPT = ("one 128", "one 256", "ddp")
 

@@ -13,14 +13,14 @@ from hypernetwork_result import PAIRS, REPORT, WEIGHT_PAIRS, Results
 from hypernetwork_training import NUM_SIGNALS
 
 _CURVES = {"one 128": "one process, batch 128", "one 256": "one process, batch 256", "ddp": "DDP, 2 x 128"}
+_COLUMNS = ("updates", "accuracy %")
 _INTRODUCTION = f"""# Do two GPUs learn better than one?
 
 A report trained a HyperNetwork classifier on one GPU ({REPORT[0]} %) and on two ({REPORT[1]} %), once each, and
-proposed four controlled experiments. Here they are, with controls; conditions differ in one thing at a time. Each
-generated layer has a learnable signal of {NUM_SIGNALS} numbers, and one generator, shared by all layers, makes their
-weights from it. Optimizer: Adam, constant learning rate. Runs with the same seed begin with the same weights and see
-the samples in the same order, so conditions are compared seed by seed. The script wrote this page: each sentence below
-was chosen by the figures of this run.
+proposed four experiments. Here they are, with controls: conditions differ in one thing, and runs with the same seed
+begin with the same weights and see the samples in the same order. Each generated layer has a learnable signal of
+{NUM_SIGNALS} numbers, from which one shared generator makes its weights. Adam, constant learning rate. Each sentence is
+chosen by the figures of this run; hypernetwork.json beside this page has all of them, seed by seed.
 """
 
 
@@ -32,9 +32,9 @@ def to_markdown(results: Sequence[Results], facts: Mapping[str, str]) -> str:
         f"Python {facts['python']}, torch {facts['torch']}, 2 CPU ranks over gloo.\n",
         "![Accuracy of each condition, and over learning rates](hypernetwork.png)\n",
     ]
-    for result in results:
-        parts += [_headline(result), _conclusion(result), _arm_table(result), _pair_table(result), _sweep_table(result)]
-    return "\n".join(parts)
+    for number, result in enumerate(results):
+        parts += [_headline(result), _conclusion(result, is_short=number > 0)]
+    return "\n".join([*parts, "## Accuracy\n", _arm_table(results), _sweep_table(results)])
 
 
 def to_json(results: Sequence[Results], facts: Mapping[str, str]) -> str:
@@ -93,52 +93,40 @@ def _headline(result: Results) -> str:
     )
 
 
-def _conclusion(result: Results) -> str:
-    return "\n".join(f"- {line}" for line in result.conclusion) + "\n"
-
-
-def _arm_table(result: Results) -> str:
-    texts = {arm.name: arm.text for arm in result.arms}
-    rows = [
-        (
-            name,
-            texts[name],
-            str(result.runs[name][0].num_updates),
-            _pm(result, name, "accuracy", 2),
-            _pm(result, name, "test_loss", 3),
-            f"{min(result.values(name, 'signal_low')):.2f} to {max(result.values(name, 'signal_high')):.2f}",
-            _pm(result, name, "signal_std", 3),
-        )
-        for name in _main_arms(result)
-    ]
-    head = ("name", "condition", "updates", "accuracy %", "test loss", "signals from .. to", "deviation of the signals")
+def _conclusion(result: Results, *, is_short: bool) -> str:
+    """All sentences, or the first one of each item; the JSON has all of every task."""
     return (
-        f"Mean and deviation (n - 1) over seeds, learning rate {result.task.learning_rate:g}:\n\n{_table(head, rows)}"
+        "\n".join(f"- {line.partition('. ')[0].rstrip('.') + '.' if is_short else line}" for line in result.conclusion)
+        + "\n"
     )
 
 
-def _pair_table(result: Results) -> str:
-    rows = []
-    for arm, other in PAIRS:
-        d = result.difference(arm, other)
-        interval = f"{d.mean - d.half_width:+.2f} to {d.mean + d.half_width:+.2f}"
-        rows.append(
-            (f"{arm} - {other}", f"{d.mean:+.2f}", f"{d.std_error:.2f}", interval, "yes" if d.is_seen else "no")
-        )
-    head = ("difference", "points", "standard error", "95 % interval (Student's t)", "zero is outside")
-    note = "About one in twenty such intervals misses zero by chance."
-    return f"Differences in accuracy, seed by seed. {note}\n\n{_table(head, rows)}"
+def _arm_table(results: Sequence[Results]) -> str:
+    head = ["name", "condition", *(f"{result.task.name}: {what}" for result in results for what in _COLUMNS)]
+    texts = {arm.name: arm.text for arm in results[0].arms}
+    rows = [
+        [name, texts[name], *(cell for result in results for cell in _arm_cells(result, name))]
+        for name in _main_arms(results[0])
+    ]
+    rate = f"learning rate {results[0].task.learning_rate:g}"  # All tasks have one, and the same sweep.
+    return f"Mean and deviation (n - 1) over seeds, {rate}:\n\n{_table(head, rows)}"
 
 
-def _sweep_table(result: Results) -> str:
-    rows = []
-    for factor in result.task.factors:
-        one, both, ddp = (result.swept(arm, factor) for arm in _CURVES)
-        cells = [_pm(result, name, "accuracy", 2) for name in (one, both, ddp)]
-        gains = [f"{result.difference(name, one).mean:+.2f}" for name in (both, ddp)]
-        rows.append((f"{result.learning_rate(factor):g}", *cells, *gains))
-    head = ("learning rate", *_CURVES.values(), "batch 256 - 128", "DDP - batch 128")
-    return f"Accuracy in % over learning rates:\n\n{_table(head, rows)}"
+def _arm_cells(result: Results, name: str) -> tuple[str, str]:
+    """Under the heads `_COLUMNS`."""
+    return str(result.runs[name][0].num_updates), _pm(result, name, "accuracy", 2)
+
+
+def _sweep_table(results: Sequence[Results]) -> str:
+    rows = [
+        [
+            f"{results[0].learning_rate(factor):g}",
+            *(_pm(result, result.swept(arm, factor), "accuracy", 2) for result in results for arm in _CURVES),
+        ]
+        for factor in results[0].task.factors
+    ]
+    head = ["learning rate", *(f"{result.task.name}: {text}" for result in results for text in _CURVES.values())]
+    return f"Over learning rates, %:\n\n{_table(head, rows)}"
 
 
 def _pm(result: Results, arm: str, field: str, digits: int) -> str:

@@ -50,8 +50,8 @@ class Difference:
 
     def __str__(self) -> str:
         low, high = self.mean - self.half_width, self.mean + self.half_width
-        interval = "95 % interval" if self.num_choices == 1 else f"95 % interval, all {self.num_choices} rates at once,"
-        return f"{self.mean:+.2f} points (s.e. {self.std_error:.2f}; {interval} {low:+.2f} to {high:+.2f})"
+        interval = "95 %" if self.num_choices == 1 else f"95 %, all {self.num_choices} rates at once"
+        return f"{self.mean:+.2f} points ({interval}: {low:+.2f} to {high:+.2f})"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def _on_simulation(r: Results) -> str:
     if not r.is_exact:
         return f"**Experiment 1: DDP is NOT what one process computes from two half batches**: {size}."
     return (
-        f"**Experiment 1: two ranks that average are one process with two half batches** ({size}). Nothing else "
-        "happens between ranks, so what DDP does to accuracy can be studied in one process."
+        f"**Experiment 1: two ranks that average are one process with two half batches** ({size}), in which what DDP "
+        "does to accuracy can be studied."
     )
 
 
@@ -150,9 +150,8 @@ def _on_batch(r: Results) -> str:
     )
     size = r.weight_size("one 256, no dropout")
     return (
-        f"**Experiment 3: DDP with 2 x 128 and one process with batch 256 {verdict}**: {d}. They draw other dropout "
-        f"masks. Without dropout {cause}: {plain}, largest difference of a weight {gap:.1e}, where the root mean "
-        f"square of the weights is {size:.1e}."
+        f"**Experiment 3: DDP with 2 x 128 and one process with batch 256 {verdict}**: {d}. Without dropout {cause}: "
+        f"{plain}, largest difference of a weight {gap:.1e}, where the root mean square of the weights is {size:.1e}."
     )
 
 
@@ -166,8 +165,8 @@ def _on_split(r: Results) -> str:
     d, half = r.difference("split 128", "one 128"), r.difference("half 128", "one 128")
     verdict = "makes a difference" if d.is_seen else "makes no difference that shows"
     return (
-        f"**Experiment 4: the order of a distributed sampler {verdict}**: {d}. A rank without the other's gradients, "
-        f"half of the samples in half of the updates, against all in one process: {half}."
+        f"**Experiment 4: the order of a distributed sampler {verdict}**: {d}. Half of the "
+        f"samples, in half of the updates: {half}."
     )
 
 
@@ -187,8 +186,8 @@ def _on_learning_rate(r: Results) -> str:
     verdict = "not told apart from" if not tuned.is_seen else "better than" if tuned.mean > 0 else "worse than"
     return (
         f"**Each at the best learning rate of the sweep, DDP is {verdict} batch 128**: {tuned}. That is "
-        f"{r.learning_rate(best['ddp']):g} for DDP and {r.learning_rate(best['one 128']):g} for batch 128; both were "
-        "picked on the test set, by the accuracies that are compared, and the interval does not count that. DDP at "
+        f"{r.learning_rate(best['ddp']):g} for DDP and {r.learning_rate(best['one 128']):g} for batch 128, both "
+        "picked on the test set, which the interval does not count. DDP at "
         f"twice the base rate minus batch 128 at the base rate: {r.difference('ddp, lr x 2', 'one 128')}."
     )
 
@@ -204,9 +203,8 @@ def _on_signals(r: Results) -> str:
         for arm in (best, widest)
     )
     return (
-        f"**A wide range of the signals {verdict} accuracy**: the correlation of the deviation of a run's signals with "
-        f"its accuracy is {correlation:+.2f} over {len(runs)} runs. The most accurate and the widest condition: "
-        f"{'; '.join(named)}."
+        f"**A wide range of the signals {verdict} accuracy**: correlation of their deviation with accuracy "
+        f"{correlation:+.2f} over {len(runs)} runs. The most accurate and the widest condition: {'; '.join(named)}."
     )
 
 
@@ -217,10 +215,7 @@ def _on_report(r: Results) -> str:
     gain, one = gains[top], r.difference(r.swept("one 256", top), r.swept("one 128", top), num_rates)
     noise = max(r.mean_and_std(arm)[1] for arm in ("one 128", "ddp"))
     reported = f"{REPORT[0]} to {REPORT[1]} %: {REPORT[1] - REPORT[0]:.2f} points, one run each"
-    start = (
-        f"**A gain like the report's** ({reported}; the deviation over seeds is up to {noise:.2f} here, and the "
-        "report's learning rate is not known)"
-    )
+    start = f"**A gain like the report's** ({reported}; here the deviation over seeds is up to {noise:.2f})"
     where = f"at {r.learning_rate(top):g}: {gain}"
     if not (gain.is_seen and gain.mean > 0):
         return f"{start}: no learning rate of the sweep shows that DDP gains over batch 128; nearest is DDP {where}."

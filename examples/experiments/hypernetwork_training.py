@@ -135,7 +135,7 @@ def train(task: Task, arm: Arm, seed: int, rank: int) -> Run:
     """
     torch.manual_seed(seed)
     module = HyperNetwork(task, arm.dropout)
-    model = ump.wrap_model_multi_gpu(module, strategy="ddp") if arm.is_ddp else module
+    model = ump.wrap_model_multi_gpu(module) if arm.is_ddp else module
     optimizer = torch.optim.Adam(model.parameters(), lr=arm.factor * task.learning_rate)
     streams = [_stream(seed, 0 if arm.same_streams else part) for part in range(arm.num_parts)]
     mine = [rank] if arm.is_ddp else range(arm.num_parts)

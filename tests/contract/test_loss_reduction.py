@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.errors import ConfigError
@@ -85,6 +85,11 @@ def test_loss_is_known_by_its_class_alone(tmp_path, model, kind, expected):
     assert found(tmp_path, model(), kind) == expected
 
 
+def test_step_of_a_library_beside_a_loss_that_it_does_not_call_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(OwnStep, "__module__", "trl.experimental.online_dpo")
+    assert found(tmp_path, llama(), OwnStep) == UNKNOWN
+
+
 def test_label_smoothing_is_another_loss(tmp_path):
     assert found(tmp_path, llama(), label_smoothing_factor=0.1) == UNKNOWN
 
@@ -104,6 +109,13 @@ def test_preference_losses_are_means_of_pairs_unless_they_sort_them(tmp_path, lo
     assert bool(hidden_at_first(trainer, trainer.compute_loss)) is hides
 
 
+def test_estimate_of_kl_hides_at_first(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["a"] * 4, "completion": [" b"] * 4, "label": [True, False] * 2})
+    args = KTOConfig(str(tmp_path), **SETTINGS, bf16=False)
+    trainer = KTOTrainer(train_dataset=rows, args=args, **tiny(tmp_path))
+    assert "loss_type='kto' weighs a row by the others" in hidden_at_first(trainer, trainer.compute_loss)
+
+
 def test_fine_tuning_of_trl_is_a_sum_over_the_steps_tokens(tmp_path):
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 4)
     args = SFTConfig(str(tmp_path), **SETTINGS, bf16=False)
@@ -113,9 +125,7 @@ def test_fine_tuning_of_trl_is_a_sum_over_the_steps_tokens(tmp_path):
 
 def test_what_the_user_says_counts(tmp_path):
     assert found(tmp_path, llama(), OwnLoss, asked="whole") == LossReduction("whole")
-    mean = LossReduction("row_mean", rows_are_independent=True)
-    assert found(tmp_path, llama(), OwnLoss, asked="row_mean") == mean
-    assert LossReduction.from_text(mean.to_text()) == mean
+    assert found(tmp_path, llama(), OwnLoss, asked="row_mean") == LossReduction("row_mean", rows_are_independent=True)
     with pytest.raises(ConfigError, match=r"loss_reduction='token_sum', but .* gets no num_items_in_batch"):
         found(tmp_path, NoCount(), asked="token_sum")
 

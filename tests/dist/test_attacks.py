@@ -40,6 +40,8 @@ EXACT = [
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
+    *jobs(1, "curriculum", "curriculum_tokens"),
+    *jobs(2, "own_backward", "own_backward_of_loss", "branches"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {
@@ -51,14 +53,23 @@ SAID = {
     "gathers_by_torch:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
-NOISY, TIGHT, REFUSED = "noisy:24x4x2", "tight:24x4x1", "fewer_batches:22x4x2"
+TIGHT, HEARS, REFUSED = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"
+# What each draws.
+DRAWING = {
+    "noisy:24x4x2": "the model or its loss",
+    "masks_at_random:24x4x1": "the collator",
+    "augmented:24x4x1": "the data set",
+    # What it counts is another number on each rank.
+    "counted_rows:24x4x1": "the data set",
+    "dropout:24x4x1": "dropout",
+}
 # Three ranks share by the same code; a part of the jobs is enough.
 ON_THREE = [
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "weighted_rows", "contrastive")),
     *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm")),
     "masked:22x2x3",
 ]
-NUM_RANDOM = 40
+NUM_RANDOM = 16
 THREE = pytest.mark.thorough
 
 
@@ -79,7 +90,7 @@ def train(folder, num_ranks, names, num_random=0):
 
 
 def done(folder, num_ranks):
-    names = [*EXACT, *SAID, NOISY, TIGHT]
+    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS]
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
     return train(folder, num_ranks, [*names, REFUSED] if num_ranks > 1 else names, NUM_RANDOM)
@@ -141,10 +152,11 @@ def test_a_comparison_leaves_the_scripts_own_state_as_it_was(folder, job):
     assert [facts_of(folder, job, n)["num_calls"] for n in (1, 2)] == [12, 6]
 
 
-def test_random_numbers_of_a_loss_are_equal_in_the_comparison_and_said_to_be_others_in_the_training(folder):
-    (line,) = [text for _, text in facts_of(folder, NOISY)["said"] if text.startswith("first step: ")]
-    assert line.endswith("; drawn anew on each rank: the model or its loss")
-    assert facts_of(folder, NOISY)["first_step"]["is_exact"]
+@pytest.mark.parametrize("job", DRAWING)
+def test_random_numbers_are_equal_in_the_comparison_and_said_to_be_others_in_the_training(folder, job):
+    (line,) = [text for _, text in facts_of(folder, job)["said"] if text.startswith("first step: ")]
+    assert line.endswith(f"; drawn anew on each rank: {DRAWING[job]}")
+    assert facts_of(folder, job)["first_step"]["is_exact"]
 
 
 def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_lost(folder):
@@ -153,6 +165,14 @@ def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_
     (warning,) = warnings(folder, TIGHT)
     assert f"not compared with one process: {why}; it is not known how Tight" in warning
     assert difference(folder, TIGHT) < 1e-5  # Its rows have equal weights, so that what is taken for it is right.
+
+
+def test_callback_that_would_hear_of_micro_batches_is_named(folder):
+    assert warnings(folder, HEARS) == [
+        "Counts.on_substep_end is not called: a step is one item of the loop, with all its micro-batches. Use "
+        "on_step_end or on_pre_optimizer_step, or gradient_accumulation_steps=1."
+    ]
+    assert facts_of(folder, HEARS)["inexact"].startswith("Counts.on_substep_end is not called")
 
 
 def test_first_step_is_said_to_be_equal_with_its_time(folder):

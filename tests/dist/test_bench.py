@@ -79,6 +79,7 @@ def test_bench_trains_with_unsloth(tmp_path):
     assert list(tmp_path.glob("unsloth_multigpu_*")) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_stopped_bench_leaves_nothing(tmp_path):
     options = ["--arms", "torchrun", "--interleave", "steps"]

@@ -13,7 +13,7 @@ SAVES = {"arguments": {"save_strategy": "steps", "save_steps": 3}}
 JOBS = [
     {"name": "ragged", "rows": 27, "arguments": {"logging_steps": 2}},
     {"name": "once", "arguments": {"logging_steps": 3}},
-    {"name": "slow", "slow": 0.25},
+    {"name": "slow", "slow": 0.6},
     {"name": "images", "kind": "images"},
     {"name": "end to end", "kind": "end to end"},
     {"name": "saved", **SAVES},
@@ -63,13 +63,13 @@ def test_model_without_tokens_has_none(runs):
 def test_rank_that_is_held_up_lets_the_other_wait(runs):
     facts = runs["two"][0]["slow"]
     fast, slow = rows_of(facts)
-    # Three steps, each held up by a quarter of a second.
-    assert 0.6 < fast["waiting_s"] < fast["loop_s"]
-    assert slow["waiting_s"] < 0.3
-    assert fast["step_s"] > 0.25
+    # Three steps, each held up by this much; on a busy machine both ranks wait for each other as well.
+    assert 1.5 < fast["waiting_s"] < fast["loop_s"]
+    assert slow["waiting_s"] < 0.5 * fast["waiting_s"]
+    assert fast["step_s"] > 0.6
     lines = [line for line in facts["log"] if "loss" in line]
     assert [line["multigpu/slowest_rank"] for line in lines] == [1, 1, 1]
-    assert all(0.3 < line["multigpu/waiting"] < 0.6 for line in lines[1:])
+    assert all(0.25 < line["multigpu/waiting"] < 0.6 for line in lines[1:])
 
 
 def test_log_pages_and_report_say_the_same(runs):

@@ -118,7 +118,7 @@ def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path,
             wait_until(lambda: time.monotonic() - answered_s > 2 * REPEAT_S, 20.0, "time of a second Ctrl-C")
             process.send_signal(number)
         run = finish(process)
-    assert time.monotonic() - begin_s < 25.0
+    assert time.monotonic() - begin_s < 45.0  # Without the second signal it takes 60 s.
     assert run.code == -number
     text = err.read_text()
     late = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -69,55 +68,6 @@ def test_hypernetwork_deals_shares_as_a_distributed_sampler() -> None:
     assert torch.cat([parts[0] for parts in half]).tolist() == shares[0]
 
 
-def test_hypernetwork_concludes_from_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    modules = set(sys.modules)
-    try:
-        planted = ((0.0, 0.0), (5.0, 0.0), (0.0, 0.1), (0.0, 0.0, 5.0), (0.45, 0.0))
-        same, better, wrong, batch, little = (hypernetwork_conclusion(*gains) for gains in planted)
-    finally:
-        for name in set(sys.modules) - modules:
-            if name.startswith("hypernetwork"):
-                del sys.modules[name]
-    assert "DDP is not told apart from one process with batch 128" in same
-    assert re.search(r"DDP is better than one process with batch 128\*\*: \+[45]\.\d\d points", better)
-    assert "DDP gains most over batch 128" in better
-    assert "no learning rate of the sweep shows that DDP gains" in same
-    assert "two ranks that average are one process" in better
-    assert "DDP is NOT what one process computes" in wrong
-    assert "Without dropout both compute the same but for rounding" in same
-    assert "Without dropout their weights end too far apart to tell rounding" in wrong
-    assert re.search(r"difference of a weight 1.0e-01, where the root mean square of the weights is 0.0e\+00", wrong)
-    assert re.search(r"gives (9\d|10\d)% of the gain; the rest is not told apart from zero", batch)
-    assert re.search(r"gives -?\d% of the gain, which these seeds do not tell from nothing; the rest is told", better)
-    # Seen at the one rate, but not at the largest of three.
-    assert "no learning rate of the sweep shows that DDP gains" in little
-    assert "all 3 rates at once" in little
-    assert "picked on the test set" in same
-
-
-def hypernetwork_conclusion(ddp_gain: float, weight_gap: float, batch_gain: float = 0.0) -> str:
-    """What is concluded from runs that differ by chance, but for what is planted in those by DDP."""
-    import hypernetwork
-    import torch
-    from hypernetwork_result import Results
-    from hypernetwork_training import Run, Task
-
-    nothing = (torch.empty(0), torch.empty(0))
-    task = Task("planted", nothing, nothing, 10, 0, 8, 1, 1e-3, (1.0, 2.0, 30.0))
-    arms = [*hypernetwork.ARMS, *hypernetwork.sweep(task)]
-    runs = []
-    for number, arm in enumerate(arms):
-        for seed in range(4):
-            accuracy = 50 + 0.1 * ((number * 7 + seed * 3) % 5) + ddp_gain * arm.is_ddp
-            accuracy += batch_gain * (arm.batch_size == 256)
-            weights = torch.full((3,), weight_gap * arm.is_ddp)
-            runs.append(
-                Run(arm.name, seed, arm.factor * 1e-3, 10, accuracy, 1.0, -1.0, 1.0, 0.3 + 0.01 * seed, weights)
-            )
-    return "\n".join(Results(task, arms, [runs, []]).conclusion)
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -144,7 +94,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert width > 1000
     assert height > 800
     page = (tmp_path / "figures" / "gradient_sync.md").read_text()
-    assert "it does not matter how gradients meet" in page
+    assert "it does not matter how gradients are synchronized" in page
     assert results["command"] in page
     assert all(f"| {variant['label']} | " in page for variant in variants.values())
 
@@ -160,7 +110,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert len(broken_promises(results)) == 4
     text = "\n".join(verdict(results, {name: figures_of(task) for name, task in results["tasks"].items()}))
     assert "THE REPLICA PROOF MISSED" in text
-    assert "it does not matter how gradients meet" not in text
+    assert "it does not matter how gradients are synchronized" not in text
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fake_cuda import cards, needs_device
-from tests.helpers.run import BARE, ROOT, light, run_python
+from tests.helpers.run import BARE, ROOT, Finished, light, run_python
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -41,8 +41,9 @@ def test_what_holds_for_cpu_ranks_holds_on_devices(file: str) -> None:
     assert " skipped" not in run.stdout
 
 
-def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path) -> None:
-    """Also where the script has given the scale, and goes on from a checkpoint of another number of ranks."""
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path, num_ranks: int) -> None:
+    """Also where the script has given the scale, and three ranks go on from the checkpoint of one process."""
 
     def train(num_ranks: int, checkpoint: str = "") -> dict[str, list[float]]:
         out = tmp_path / f"{num_ranks}.json"
@@ -52,12 +53,29 @@ def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path) -> Non
         found: dict[str, list[float]] = json.loads(out.read_text())
         return found
 
-    one, two, three = train(1), train(2), train(3, "1/checkpoint-3")
+    first = 3 if num_ranks == 3 else 0
+    one, many = train(1), train(num_ranks, "1/checkpoint-3" if first else "")
     assert one["scales"][0] < 2.0**24  # The first step was skipped.
-    for many, first in ((two, 0), (three, 3)):
-        assert many["scales"] == one["scales"][first:]
-        norms = [float(norm) for norm in many["norms"]]
-        assert norms == pytest.approx([float(norm) for norm in one["norms"][first:]], rel=1e-5, nan_ok=True)
+    assert many["scales"] == one["scales"][first:]
+    norms = [float(norm) for norm in many["norms"]]
+    assert norms == pytest.approx([float(norm) for norm in one["norms"][first:]], rel=1e-5, nan_ok=True)
+
+
+def test_devices_that_cannot_share_a_step_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    def train(num_devices: int, num_gpus: int) -> Finished:
+        out = ["--out", tmp_path / f"{num_devices}.json", "--num-gpus", str(num_gpus)]
+        script = [SCRIPTS / "tiny_train.py", *out, "--batch-size", "2", "--rows", "8"]
+        return run_python(script, tmp_path, {**BARE, **cards(num_devices)})
+
+    one, many, asked = train(1, 0), train(3, 0), train(4, 4)
+    assert (one.code, many.code) == (0, 0), many.err
+    assert "cannot be shared by 3 ranks. 2 of 3 devices train" in many.err
+    logs = [json.loads((tmp_path / f"{n}.json").read_text())["log"] for n in (1, 3)]
+    norms = [[row["grad_norm"] for row in log if "grad_norm" in row] for log in logs]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert asked.code == 64
+    assert "cannot be shared by 4 ranks" in asked.err
+    assert "Set num_gpus=2" in asked.err
 
 
 def test_device_that_is_full_is_named(tmp_path: Path) -> None:
@@ -102,14 +120,14 @@ def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> Non
     assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
 
 
-def test_parts_in_the_hosts_memory_train_as_on_one_device(tmp_path: Path) -> None:
-    """FSDP2 with a checkpoint, whole on one device, in parts on two, and with the parts offloaded."""
+@pytest.mark.parametrize("offload", ["1", pytest.param("0", marks=pytest.mark.thorough)])
+def test_parts_in_the_hosts_memory_train_as_on_one_device(tmp_path: Path, offload: str) -> None:
+    """FSDP2 with a checkpoint: whole on one device, and in parts on two, which are offloaded or not."""
     model, norms = build_tiny(tmp_path / "model"), {}
     hidden = light("rich", "triton", "unsloth", "unsloth_zoo")
     for name, num_ranks, options in (
         ("whole", 1, {}),
-        ("parts", 2, {"UNSLOTH_MULTIGPU_SHARD": "on"}),
-        ("offloaded", 2, {"UNSLOTH_MULTIGPU_SHARD": "on", "UNSLOTH_MULTIGPU_SHARD_OFFLOAD": "1"}),
+        ("parts", 2, {"UNSLOTH_MULTIGPU_SHARD": "on", "UNSLOTH_MULTIGPU_SHARD_OFFLOAD": offload}),
     ):
         job, out = "momentum_full:32x8x1", tmp_path / name
         arguments = ["--num-gpus", num_ranks, "--jobs", job, "--model", model, "--out", out, "--save-steps", "3"]
@@ -119,5 +137,4 @@ def test_parts_in_the_hosts_memory_train_as_on_one_device(tmp_path: Path) -> Non
         assert run.code == 0, run.err
         norms[name] = json.loads((out / job / "facts_0.json").read_text())["norms"]
         assert (out / job / "checkpoints" / "checkpoint-3").is_dir()
-    for name in ("parts", "offloaded"):
-        assert norms[name] == pytest.approx(norms["whole"], rel=1e-5)
+    assert norms["parts"] == pytest.approx(norms["whole"], rel=1e-5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -90,17 +91,16 @@ def _question(path: Path) -> str:
     return (text or "").partition("\n")[0]
 
 
-def parts_table() -> str:
+def parts_list() -> str:
     """The order in which parts stand on a Trainer."""
     from unsloth_multigpu.train.loop import PLACES
 
-    lines = ["| | Place | Why there |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {i} | {name} | {reason} |" for i, (name, reason) in enumerate(PLACES, 1))])
+    return textwrap.fill(", ".join(f"`{name}`" for name, _ in PLACES) + ".", 120)
 
 
 def written(page: str) -> str:
     """The page with what follows from the code."""
-    for name, text in (("layers", layer_table()), ("parts", parts_table())):
+    for name, text in (("layers", layer_table()), ("parts", parts_list())):
         mark = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
         assert mark.search(page), name
         page = mark.sub(lambda found, text=text: f"{found[1]}\n{text}\n\n{found[2]}", page)  # type: ignore[misc]

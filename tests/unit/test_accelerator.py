@@ -12,7 +12,6 @@ import torch
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of, only
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.notebook.kernel_refusal import read_state
-from unsloth_multigpu.tools.doctor.findings import driver_rows
 
 
 def test_backend_and_kind_lead_to_each_other() -> None:
@@ -48,17 +47,3 @@ def test_sums_are_as_wide_as_the_device(
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert sum_dtype(torch.device("xpu", 0)) == dtype
     assert sum_dtype(torch.device("cpu")) == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("builds", "said"),
-    [
-        ({"xpu": "20250301"}, "XPU 20250301"),
-        ({"rocm": "6.4"}, "ROCm 6.4"),
-        ({"cuda": "13.0"}, "CUDA 13.0"),
-        ({}, "the CPU"),
-    ],
-)
-def test_doctor_says_what_torch_is_built_for(builds: dict[str, str], said: str) -> None:
-    (row,) = driver_rows({"cuda": None, "xpu": None, "rocm": None, **builds})
-    assert row.text.endswith(f"torch is built for {said}")

@@ -7,7 +7,6 @@ noisy. Plans are judged by the times without noise.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from itertools import pairwise
@@ -137,12 +136,3 @@ def test_fitting_goes_on_until_micro_batches_show_their_work() -> None:
     before = device.balancer.balance
     slowdowns(device, 8, 4)
     assert device.balancer.balance == before
-
-
-def test_measurements_of_a_checkpoint_are_gone_on_with() -> None:
-    device = Device(CostModel(0.0, 4096.0), "cuda", 0.03, 3)
-    slowdowns(device, 8, 1)
-    again = Device(CostModel(0.0, 4096.0), "cuda", 0.03, 3)
-    again.balancer._go_on_from(json.loads(json.dumps(device.balancer.state_dict())))
-    assert again.balancer.balance == device.balancer.balance
-    assert again.balancer.state_dict() == device.balancer.state_dict()

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import math
-import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import arm as bench_arm
 from unsloth_multigpu.tools.bench import bench_command as bench
-from unsloth_multigpu.tools.bench import bench_worker as worker
 from unsloth_multigpu.tools.bench.arm import ARMS, STRATEGIES, Arm, arm_environment, part_available
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import (
@@ -33,8 +31,7 @@ from unsloth_multigpu.tools.bench.bench_result import (
     summarize,
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
-from unsloth_multigpu.tools.bench.bench_table import epoch_row, result_row
-from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
+from unsloth_multigpu.tools.bench.bench_table import result_row
 from unsloth_multigpu.tools.bench.meter import Meter
 
 COLD = BenchOptions(warmup=0)
@@ -78,20 +75,6 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     (alone,) = summarize({"ours": runs["ours"]}, COLD)
     assert (alone.times, alone.norm_difference, alone.has_same_samples) == ({}, None, None)
     assert result_row(alone)["samples"] == "-"
-
-
-def test_default_lengths_are_ragged_as_documented() -> None:
-    options = BenchOptions(steps=400, warmup=0)
-    rows = make_rows(options)
-    lengths = [len(row) for row in rows]
-    assert 140 < statistics.median(lengths) < 160
-    assert max(lengths) == 1024
-    batches = [lengths[i : i + 8] for i in range(0, len(lengths), 8)]
-    padded = sum(8 * max(batch) for batch in batches)
-    assert 0.57 < 1 - sum(lengths) / padded < 0.63
-    assert [high * 2000 + low for high, low, *_ in rows] == list(range(len(rows)))
-    assert rows == make_rows(options)
-    assert rows != make_rows(BenchOptions(steps=400, warmup=0, seed=1))
 
 
 @pytest.mark.parametrize("arm", [*ARMS.values(), *STRATEGIES.values()], ids=lambda arm: arm.name)
@@ -186,25 +169,6 @@ def test_meter_counts_what_is_computed_and_nothing_else() -> None:
     assert meter.steps()[2]["samples"] == [12, 7]
 
 
-def test_meter_counts_rows_that_lie_end_to_end() -> None:
-    class EndToEnd(Tiny):
-        def forward(self, input_ids, position_ids, labels):
-            return super().forward(input_ids, None, labels)
-
-    model = EndToEnd()
-    meter = Meter(model, vocab_size=10, is_cuda=False)
-    meter.mark_begin()
-    batch = worker.end_to_end([{"input_ids": [1, 2, 5]}, {"input_ids": [0, 7, 3, 4]}])
-    assert batch["labels"].tolist() == [[-100, 2, 5, -100, 7, 3, 4]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
-    model(**batch).backward()
-    model(**{**batch, "labels": batch["labels"].fill_(-100)}).backward()
-    meter.mark_step()
-    (record,) = meter.steps()
-    assert record["micro_batches"] == [[1, 7, 7], [1, 7, 0]]
-    assert record["samples"] == [12, 7]  # The second is a filler.
-
-
 def failing(command: list[str]) -> Arm:
     return Arm("one_process", "planted", has_one_process=True, launcher=lambda num_ranks: command)
 
@@ -235,47 +199,6 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
         run_arm(failing([sys.executable, "-c", code]), BenchOptions(timeout_s=1.0), tmp_path)
     assert time.monotonic() - begin_s < 20
     assert orphans(str(tmp_path)) == []
-
-
-def learning(**options) -> BenchOptions:
-    return BenchOptions(is_learning=True, **{"lengths": "text:40", **options})
-
-
-def test_text_is_parted_into_what_is_learned_and_what_is_tested() -> None:
-    options = learning(steps=100)
-    rows, test_rows = make_rows(options), make_test_rows(options)
-    assert (len(rows), len(test_rows)) == (1600, 128)
-    bodies, test_bodies = ({tuple(row[2:]) for row in part} for part in (rows, test_rows))
-    assert len(bodies) == 1600
-    assert not bodies & test_bodies
-    assert {8 <= len(body) <= 38 and max(body) < 256 for body in bodies | test_bodies} == {True}
-    assert bytes(rows[0][2:]).decode().isprintable()
-    assert [high * 2000 + low for high, low, *_ in [*rows, *test_rows]] == list(range(1728))
-    assert (rows, test_rows) == (make_rows(options), make_test_rows(options))
-    # Speed alone needs no test.
-    assert make_test_rows(BenchOptions(lengths="text:40")) == []
-
-
-def test_test_counts_tokens_that_are_to_be_predicted() -> None:
-    logits = torch.zeros(2, 4, 5)
-    logits[0, 1, 3] = math.log(4)  # Half of the probability.
-    labels = torch.tensor([[-100, -100, 3, 0], [-100, 2, -100, -100]])
-    scores = worker.score_rows(logits, labels)
-    expected = [[math.log(2) + math.log(5), 2, 2], [math.log(5), 0, 1]]
-    assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float32))
-    means = worker.mean_scores(SimpleNamespace(predictions=scores.numpy()))
-    assert means == pytest.approx({"token_loss": (math.log(2) + 2 * math.log(5)) / 3, "accuracy": 2 / 3})
-
-
-def test_epochs_are_told_apart() -> None:
-    def tested(loss: float, accuracy: float) -> dict[str, float]:
-        return {"eval_loss": 9.0, "eval_token_loss": loss, "eval_accuracy": accuracy}
-
-    history = [{"loss": 5.0, "grad_norm": 1.0}, {"loss": 3.0}, tested(3.5, 0.1), {"loss": 2.0}, tested(2.5, 0.2)]
-    assert worker.epoch_records([*history, {"train_loss": 3.3}]) == [
-        {"train_loss": 4.0, "test_loss": 3.5, "accuracy": 0.1},
-        {"train_loss": 2.0, "test_loss": 2.5, "accuracy": 0.2},
-    ]
 
 
 def test_run_is_measured_without_its_warm_up() -> None:
@@ -389,29 +312,3 @@ def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatc
     written = json.loads(file.read_text(), parse_constant=pytest.fail)
     assert [len(rounds) for rounds in written["runs"].values()] == [2, 2, 2]
     assert written["runs"]["ours"][1][0]["gradient_norms"] == ["inf"] * 5
-
-
-def test_strategies_are_summarized() -> None:
-    def run(num_ranks: int, step_s: float, accuracies, norms, sent_bytes) -> list[RankRecord]:
-        epochs = [{"train_loss": 4.0 - a, "test_loss": 5.0 - a, "accuracy": a} for a in accuracies]
-        samples = [(0, 1)] if num_ranks == 1 else [(0,), (1,)]
-        steps = [[step(wall_s=step_s * (1 + r / 10), samples=mine)] * 4 for r, mine in enumerate(samples)]
-        return [rank(r, *steps[r], norms=norms, epochs=epochs, sent_bytes=s) for r, s in enumerate(sent_bytes)]
-
-    norms, late = (1.0, 1.0, 1.0, 1.0), (1.0, 1.001, 1.0, 9.0)
-    runs = {
-        "one_process": [run(1, 4.0, (0.1, 0.2), norms, [0])] * 2,
-        "ddp": [run(2, s, (0.1, 0.2), late, [80, 80]) for s in (2.0, 3.0)],
-        "local_sgd": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
-    }
-    one, ddp, local = summarize(runs, learning(steps=2, warmup=1))
-    # Norms are compared in the first epoch alone, where there are any; its last step differs by a factor of 9.
-    assert (ddp.norm_difference, local.norm_difference) == (pytest.approx(1e-3), None)
-    assert [result.has_same_samples for result in (one, ddp, local)] == [True] * 3
-    assert one.times["ddp"].low == pytest.approx(2.2 / 4.0 / 2)
-    # Both epochs, warm-up included, of the slower rank.
-    assert ddp.epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
-    assert [result.num_updates for result in (one, ddp, local)] == [4, 4, 4]
-    assert [result.sent_bytes_per_step for result in (one, ddp, local)] == [0.0, 20.0, None]
-    assert result_row(local)["MB sent/step"] == "-"
-    assert epoch_row(local)["accuracy 2"] == "40.0% (30.0%-50.0%)"

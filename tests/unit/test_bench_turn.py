@@ -70,16 +70,6 @@ def test_ranks_hear_that_another_arm_has_failed(tmp_path) -> None:
         Turn(str(tmp_path), "two", 0)
 
 
-def test_arm_that_does_not_end_its_step_is_named(tmp_path) -> None:
-    def slow(arm, check):
-        turn = Turn(str(tmp_path), arm, 0)
-        turn.wait()
-        turn._go.read(1)  # Until the benchmark is over: no word of the end of its step.
-
-    with pytest.raises(LaunchError, match=r"No end of a step within 0.3 s: one\."):
-        run_together({"one": 1}, NUM_STEPS, tmp_path, 0.3, slow)
-
-
 def test_arm_that_fails_ends_the_others(monkeypatch, tmp_path, capsys) -> None:
     for name, code in (("ours", "import time; time.sleep(600)"), ("torchrun", "raise SystemExit('its reason')")):
         command = [sys.executable, "-c", code]

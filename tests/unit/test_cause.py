@@ -145,6 +145,22 @@ def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hin
     assert "Hint: " not in cause.traceback
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: 0 active drivers ([]). There should only be one.",
+        "AttributeError: 'NoneType' object has no attribute 'apply'",
+    ],
+)
+def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error: str) -> None:
+    run = Run().training(0)
+    frame = '  File "/lib/trl/trainer/utils.py", line 1638, in _fused_forward\n    per_token = Function.apply(\n'
+    run.add("exception", 0, 0, error=error, traceback=frame + error + "\n", exit_code=1)
+    assert "pip install 'trl>=1.16'" in find_cause(run.events, {0: 1}).traceback
+    # The same words from elsewhere are another failure.
+    assert "trl>=1.16" not in find_cause(Run().fails(0, error).events, {0: 1}).traceback
+
+
 # Ranks that leave without an error.
 
 

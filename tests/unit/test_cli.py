@@ -11,12 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
@@ -26,10 +24,9 @@ from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools import allreduce, probe
+from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
-from unsloth_multigpu.tools.doctor import doctor_command as doctor
 from unsloth_multigpu.tools.doctor import findings
 from unsloth_multigpu.tools.doctor import seam_page as seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
@@ -94,6 +91,16 @@ def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, progra
     ((command, num_ranks),) = started
     assert command == [*RANK, *program]
     assert num_ranks == (3 if "3" in arguments or "--num-gpus=3" in arguments else 1)
+
+
+def test_option_of_the_command_behind_the_script_is_told_unless_it_is_said_whose_it_is(started, capfd):
+    run("train.py", "--num-gpus=9", "--epochs", "3")
+    told = capfd.readouterr().err
+    assert "--num-gpus=9 stands behind train.py, so the script gets it." in told
+    assert "unsloth-multigpu run --num-gpus=9 ...; if not, write -- before train.py." in told
+    run("--", "train.py", "--num-gpus", "9")
+    run("--num-gpus", "1", "train.py", "--epochs", "3")
+    assert capfd.readouterr().err == ""
 
 
 # Several command lines, because not all options go together.
@@ -215,43 +222,6 @@ def test_verify_takes_its_options_before_the_script(arguments, own, program):
     assert main.split_program(["verify", *arguments]) == (["verify", *own], program)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["train.py", "--max-restarts=3", "--num-gpus", "9"], "the script gets --max-restarts, --num-gpus."),
-        (["train.py", "--no-shard-offload"], "the script gets --no-shard-offload."),
-        (["--num-gpus", "3", "train.py", "--epochs", "9"], ""),
-        (["--", "train.py", "--num-gpus", "9"], ""),
-        (["train.py", "--", "--num-gpus", "9"], ""),
-    ],
-)
-def test_option_of_the_command_behind_the_script_is_named(started, capsys, arguments, named):
-    run(*arguments)
-    err = capsys.readouterr().err
-    assert (named in err) if named else ("the script gets" not in err)
-
-
-def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path, capsys):
-    log = tmp_path / "receipt.log"
-
-    def output():
-        return verify._Output(tmp_path / "receipt.json", verify.Progress("verify"))
-
-    found = output()
-    for label, printed in (("one", b"first\n"), ("two", b"10%\r 50%\r100%\nsecond \xff\n\n")):
-        with found.of(label) as stream:
-            stream.write(printed)
-    found.tell("It failed. ")
-    assert "100%\nsecond \ufffd\nverify: It failed. All of its output: " in capsys.readouterr().err
-    assert log.read_bytes().startswith(f"{verify.HEADING}\n\n===== one =====\nfirst\n".encode())
-    output()
-    assert log.read_text() == f"{verify.HEADING}\n"
-    log.write_text("loss 0.5\n")
-    with pytest.raises(ConfigError, match=r"receipt\.log, where the output of both runs goes, is another file"):
-        output()
-    assert log.read_text() == "loss 0.5\n"
-
-
 def test_verify_replaces_receipts_and_nothing_else(tmp_path):
     file = tmp_path / "file"
     verify._check_place(file)
@@ -312,14 +282,6 @@ def test_command_ends_with_helpers_that_stay(is_alone):
     assert len(orphans(marker)) == 1
     end_command(process, marker, 20.0)
     assert orphans(marker) == []
-
-
-def test_process_that_a_driver_holds_is_waited_for_with_a_limit():
-    def wait(timeout=None):
-        raise subprocess.TimeoutExpired("train.py", timeout) if timeout else AssertionError("for ever")
-
-    ended = SimpleNamespace(pid=2**22, poll=lambda: 0, wait=wait)  # No process has this number.
-    end_command(ended, f"nobody_{os.getpid()}", 20.0)
 
 
 @pytest.mark.parametrize("error", [SetupError, LaunchError])
@@ -404,12 +366,6 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def test_copies_that_arrive_are_found_good():
-    pairs = device.check_copies([CPU, CPU, CPU], 4096)
-    assert [(p["source"], p["target"]) for p in pairs] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    assert all(p["num_wrong_bytes"] == 0 and p["gb_per_s"] > 0 and p["num_bytes"] == 4096 for p in pairs)
-
-
 def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
     calls = []
 
@@ -422,21 +378,6 @@ def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
     assert [p["num_wrong_bytes"] for p in device.check_copies([CPU, CPU], 4096, flip)] == [0, 1]
 
 
-def test_copies_that_deliver_nothing_or_the_pair_before_are_caught():
-    assert [p["num_wrong_bytes"] for p in device.check_copies([CPU, CPU], 4096, lambda target, source: None)] == [
-        4096
-    ] * 2
-    first = []
-
-    def repeat_first(target, source):
-        first.append(source)
-        copy(target, first[0])
-
-    right, wrong = device.check_copies([CPU, CPU], 4096, repeat_first)
-    assert right["num_wrong_bytes"] == 0
-    assert wrong["num_wrong_bytes"] > 4000
-
-
 def test_wrong_copy_fails_its_row_and_only_that():
     pair = {"source": 0, "target": 1, "num_bytes": 2**26, "gb_per_s": 1.5, "has_peer_access": True}
     pairs = [{**pair, "num_wrong_bytes": 0}, {**pair, "source": 1, "target": 0, "num_wrong_bytes": 3}]
@@ -445,37 +386,6 @@ def test_wrong_copy_fails_its_row_and_only_that():
     assert (bad.state, bad.name) == ("FAIL", "cuda:1 -> cuda:0")
     assert bad.text.startswith(f"3 of {2**26} bytes arrived wrong")
     assert "NCCL_P2P_DISABLE=1" in bad.hint
-
-
-def test_all_reduce_counts_wrong_sums(lone_group, monkeypatch):
-    assert allreduce.time_all_reduce(1000, CPU)[0] == 0
-    original = dist.all_reduce
-
-    def corrupt(tensor):
-        original(tensor)
-        tensor[17] += 1
-
-    monkeypatch.setattr(dist, "all_reduce", corrupt)
-    num_wrong, seconds = allreduce.time_all_reduce(1000, CPU)
-    assert num_wrong == 1
-    assert seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("outcome", "state", "text"),
-    [
-        ({"num_wrong_by_rank": [0, 0]}, "ok", "algorithm bandwidth 1.50 GB/s"),
-        ({"num_wrong_by_rank": [0, 5]}, "FAIL", "wrong sums, by rank [0, 5]"),
-        ({"error": "no result within 9 s: asleep", "log": ["a", "b"]}, "FAIL", "no result within 9 s: asleep"),
-    ],
-)
-def test_all_reduce_row_follows_the_outcome(outcome, state, text):
-    measured = {"num_ranks": 2, "device": "cpu", "backend": "gloo", "num_bytes": 3000, "seconds": 0.1}
-    facts = {} if "error" in outcome else {**measured, "algorithm_gb_per_s": 1.5}
-    (row,) = findings.reduce_rows({**facts, **outcome}, {"kind": "cpu"})
-    assert row.state == state
-    assert text in row.text
-    assert bool(row.hint) == (state == "FAIL")
 
 
 @pytest.mark.parametrize(
@@ -508,34 +418,6 @@ def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     assert row.text.startswith("nvidia-smi lists 2, torch")
     monkeypatch.setattr(findings, "_nvidia_driver", lambda: (None, 0))
     assert findings.device_rows(seen)[0].state == "note"
-
-
-def test_text_is_aligned_ascii_with_hints():
-    rows = [
-        findings.CheckRow("versions", "torch", "ok", "2.13"),
-        findings.CheckRow("versions", "transformers", "FAIL", "3.0", "Upgrade.", log=("last words",)),
-    ]
-    assert [text for text, _ in doctor.section_lines(rows)] == [
-        "versions",
-        "  ok    torch         2.13",
-        "  FAIL  transformers  3.0",
-        "        Hint: Upgrade.",
-        "        | last words",
-    ]
-
-
-def test_seams_that_are_well_are_one_line():
-    rows = [
-        findings.CheckRow("seams", "a:b", "ok", "landed"),
-        findings.CheckRow("seams", "a:c", "FAIL", "gone", "Mend it."),
-        findings.CheckRow("seams", "a:d", "note", "not loaded on this kind of machine"),
-    ]
-    assert [text for text, _ in doctor.section_lines(rows)] == [
-        "seams",
-        "  FAIL  a:c  gone",
-        "        Hint: Mend it.",
-        "  ok    2 seams are as tested; --json lists them",
-    ]
 
 
 def card(index: int, name: str, gib: float) -> findings.CheckRow:
@@ -577,34 +459,9 @@ def test_last_line_says_what_a_script_would_run_on(monkeypatch, rows, options, l
     assert told.endswith(line)
 
 
-def test_each_section_is_shown_when_it_is_known(monkeypatch, capsys):
-    shown = []
-
-    def check_machine(num_gpus, limit_s):
-        yield "looks", [findings.CheckRow("versions", "torch", "ok", "2.13")]
-        shown.append(capsys.readouterr().out)
-        yield "", T4S
-        shown.append(capsys.readouterr().out)
-
-    monkeypatch.setattr(doctor, "check_machine", check_machine)
-    assert doctor.run_doctor(None, as_json=False, limit_s=1.0) == 0
-    assert shown == [
-        "versions\n  ok    torch  2.13\n",
-        "\ndevices\n  ok    cuda:0  Tesla T4\n  ok    cuda:1  Tesla T4\n",
-    ]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("would run 2 ranks on 2 x Tesla T4 (14.7 GiB).")
-
-
 def test_page_of_seams_is_up_to_date():
     page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
     assert page == seam.seams_markdown(), "run: unsloth-multigpu doctor --seams > docs/seams.md"
-
-
-def test_page_of_seams_names_every_patch():
-    page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
-    targets = {patch.target for patch in seam.all_patches()}
-    assert [target for target in sorted(targets) if f"`{target}`" not in page] == []
-    assert len(targets) > 20
 
 
 MODULES = {
@@ -655,12 +512,6 @@ def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
     assert bool(row.hint) == (state == "FAIL")
     # One bad patch does not hide the others.
     assert [other.state for other in others] == ["ok"] * len(neighbours)
-
-
-def test_function_that_is_patched_twice_has_two_reasons(library):
-    twice = [dataclasses.replace(planted(library + "good:save"), reason=reason) for reason in ("to look", "to write")]
-    rows = findings.seam_rows(seam.try_seams(twice, libraries=()))
-    assert [row.text for row in rows] == ["landed (pytest>=8): to look", "landed (pytest>=8): to write"]
 
 
 def test_library_that_cannot_be_imported_fails(monkeypatch, library):

@@ -1,4 +1,4 @@
-"""The recipes of docs/cluster.md: whole files that parse, use names that exist, and are quoted as they are."""
+"""The recipes of docs/cluster.md: whole files that parse, use names that exist, and are linked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHELL = [path for path in RECIPES if path.suffix in (".sh", ".sbatch")]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_page_quotes_the_file(path: Path) -> None:
-    assert f"\n{path.read_text(encoding='utf-8').rstrip()}\n```" in PAGE
-    assert f"(../examples/cluster/{path.name})" in PAGE
+def test_page_links_the_file_in_a_line_of_its_own(path: Path) -> None:
+    # The site shows the file there: tests/unit/test_package.py.
+    assert f"\n[examples/cluster/{path.name}](../examples/cluster/{path.name})\n" in PAGE
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)

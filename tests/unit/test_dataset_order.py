@@ -176,18 +176,6 @@ def test_map_within_a_mapped_function_is_no_call_of_its_own(function: Callable[[
 # Where the result is found by the others.
 
 
-def test_data_in_memory_gets_one_cache_file_for_all(tmp_path: Path) -> None:
-    ranks = Ranks(2, per_node=2, run_dir=tmp_path)
-    for rank in (0, 1):
-        ranks.maps[rank](FakeData("a", cache_files=()), work, num_proc=2)
-        ranks.maps[rank](FakeData("b", cache_files=()), work)
-    a, b = ({str(k["cache_file_name"]) for _, data, k in ranks.calls if data == name} for name in "ab")
-    assert len(a) == len(b) == 1
-    assert a != b
-    assert all(Path(path).parent == tmp_path / "maps" for path in a | b)
-    assert all(kwargs["load_from_cache_file"] for _, _, kwargs in ranks.calls)
-
-
 @pytest.mark.parametrize(
     ("cache_files", "kwargs"),
     [

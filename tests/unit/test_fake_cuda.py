@@ -131,17 +131,20 @@ def test_collective_runs_behind_the_hosts_back_and_refuses_what_nccl_refuses(tmp
         begin, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         if rank == 1:
-            time.sleep(1.0)
-        called_s = time.monotonic()
+            while not os.path.exists("asked"):
+                time.sleep(0.05)
+            time.sleep(0.6)
         work = dist.all_reduce(x, async_op=True)
         work.wait()
         later.record()
         if rank == 0:
-            assert time.monotonic() - called_s < 0.5 and not work.is_completed() and not later.query()
+            # Rank 1 has not called it yet.
+            assert not work.is_completed() and not later.query()
             pending = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
             assert [(e["process_group"], e["profiling_name"]) for e in pending] == [
                 (["0", "default_pg"], "nccl:all_reduce")
             ]
+            open("asked", "w").close()
         assert x[0].item() == 6.0
         assert work.is_completed() and later.query()
         if rank == 0:

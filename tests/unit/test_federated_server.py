@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,6 @@ from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, Ver
 from unsloth_multigpu.federated import server_app, training
 from unsloth_multigpu.federated.federated_option import FitOptions
 from unsloth_multigpu.federated.reply import judge
-from unsloth_multigpu.federated.round_report import (
-    DeviceReport,
-    FederatedReport,
-    RoundReport,
-    round_from_dict,
-    write_rounds,
-)
 from unsloth_multigpu.federated.training import Training
 
 
@@ -151,33 +142,6 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
         make_server()
 
 
-def some_round(number: int) -> RoundReport:
-    devices = (DeviceReport("cuda:0", (0, 2), 1.5, 10), DeviceReport("cuda:1", (1,), 9.0))
-    failures = ("client 3: left out of train: ValueError: x",) if number == 2 else ()
-    return RoundReport(number, 2.0, 40, devices, {"loss": 0.25}, {"loss": 0.5}, {"acc": 1.0}, failures, 0.125)
-
-
-def test_report_is_a_table_with_what_failed_below(tmp_path: Path) -> None:
-    report = FederatedReport("s", 4, 2, 1.25, (some_round(1), some_round(2)))
-    head, names, first, second, failure = str(report).splitlines()
-    assert head == "server_id=s clients=4 slots=2 startup_s=1.2 rounds=2 seconds=4.0"
-    assert names.split() == [
-        *(["round", "seconds", "examples", "cuda:0", "cuda:1"]),
-        *(["loss", "eval_loss", "server_acc", "lora_remainder", "failures"]),
-    ]
-    assert first.split() == ["1", "2.0", "40", "2", "cl", "75%", "1", "cl", "100%", "0.25", "0.5", "1", "0.12", "-"]
-    assert second.split()[-1] == "1"
-    assert len({len(line) for line in (names, first, second)}) == 1
-    assert failure == "round 2: client 3: left out of train: ValueError: x"
-
-    write_rounds(tmp_path, [some_round(9)], must_append=False)
-    write_rounds(tmp_path, [some_round(1)], must_append=False)
-    write_rounds(tmp_path, [some_round(2)], must_append=True)
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    assert [line["server_round"] for line in lines] == [1, 2]
-    assert round_from_dict(dataclasses.asdict(some_round(2))) == some_round(2)
-
-
 class AppGrid(AnsweringGrid):
     """Runs a ClientApp in this process, as Flower's nodes would; node ids are not in the order of the clients."""
 
@@ -268,21 +232,6 @@ def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> No
 
     with pytest.raises(FederatedError, match="no client could build its model: no answer within 300 s"):
         training.ask_for_start(Silent(ClientApp()), 1, 5.0)
-
-
-class SlotGrid(AppGrid):
-    """As if the clients were in two slots."""
-
-    devices_of_slots = ("cpu:0", "cpu:1")
-    records: Any = ()
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_all_slots_load_at_once() -> None:
-    plan = make_plan()
-    grid = SlotGrid(plan.client_app, 4)
-    run(plan, 4, grid=grid, num_rounds=1)
-    assert grid.asked[0] == 2
 
 
 @pytest.mark.usefixtures("may_make_messages")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ from unsloth_multigpu.federated.flower_strategy import (
     layers_of,
     make_strategy,
     nodes_needed,
-    quiet_flower,
     weight_key,
 )
 
@@ -117,12 +115,3 @@ def test_kinds_of_aggregation_are_told_apart_and_described() -> None:
     assert described["strategy.strategy"] == "FedAdam"
     assert described["strategy.strategy.eta"] == 0.5
     assert not [name for name in described if "m_t" in name]
-
-
-def test_flowers_own_lines_stay_out_of_the_log_for_a_while() -> None:
-    logger = logging.getLogger("flwr")
-    before = logger.level
-    with quiet_flower():
-        assert not logger.isEnabledFor(logging.INFO)
-        assert logger.isEnabledFor(logging.WARNING)
-    assert logger.level == before

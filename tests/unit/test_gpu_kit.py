@@ -29,7 +29,6 @@ from tests.gpu.step import (
     judge_line,
     judge_recompiled,
     judge_waits,
-    short_result,
     steps_of,
 )
 from unsloth_multigpu.cli import main
@@ -169,18 +168,6 @@ def test_failure_has_to_be_explained() -> None:
     ]
 
 
-def test_steps_are_compared_with_those_that_have_their_samples() -> None:
-    def ranks(*walls: list[float]) -> list[dict[str, Any]]:
-        return [{"steps": [{"wall_s": s} for s in steps], "planner": {"floor_tokens": 512.0}} for steps in walls]
-
-    runs = {"one_process": [ranks([9.0, 1.0, 10.0, 4.0])], "ours": [ranks([1.0, 0.5, 4.0, 1.0], [1.0, 0.4, 5.0, 2.0])]}
-    outcome = {"options": {"warmup": 1}, "conditions": [], "results": [], "runs": runs}
-    short = short_result(outcome)
-    assert short["ratios"] == {"one_process": 1.0, "ours": 0.5}
-    assert "runs" not in short
-    assert short["planner"]["ours"] == {"floor_tokens": 512.0}
-
-
 def options(tmp_path: Path) -> argparse.Namespace:
     return kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
 
@@ -258,46 +245,6 @@ def test_part_goes_on_and_names_what_is_missing(
         kit.main(arguments)
 
 
-def record_of_a_card() -> dict[str, Any]:
-    spread = {"median": 1.5, "low": 1.0, "high": 2.0}
-    names = ("tokens_per_s", "padding_share", "waiting_share", "cpu_s")
-    result = {name: spread for name in names} | {"name": "ours", "peak_bytes": 2**30, "largest_tokens": 9}
-    result["times"] = {"one_process": spread, "torchrun": spread}
-    result |= {"norm_difference": 1e-6, "has_same_samples": True}
-    outcome = {"conditions": ["model: small", "device: x"], "results": [result], "ratios": {"ours": 0.5}}
-    outcome["planner"] = {"ours": {"overhead_tokens": 128.0, "possible_costs": [1, 2], "speeds": [1.0, 1.0]}}
-    passed = {"part": 4, "text": "the planner", "rc": 0, "problems": [], "result": outcome, "last_line": "", "note": ""}
-    return {
-        "machine": {
-            **{"cards": ["Card X"], "memory_bytes": [80 * 2**30], "torch": "2.11", "cuda": "13", "nccl": [2, 28, 9]},
-            "is_tiny": False,
-        },
-        "commit": "abc",
-        "steps": {
-            "planner": passed,
-            "line": {**passed, "part": 7, "problems": ["it costs 2.0%"]},
-            "parity": {**passed, "part": 1, "result": None, "last_line": "== 8 passed in 9 s ==", "note": "over gloo"},
-            "speed": {"part": 6, "text": "speed", "skipped": "needs 2 cards, 1 visible"},
-            "waits": {**passed, "result": {"ours": {"per_step": {"a.py:9": 2.0}}}},
-        },
-    }
-
-
-def test_section_has_the_cards_name_and_what_was_not_shown() -> None:
-    text = page.section([record_of_a_card()])
-    assert "### Card X\n" in text
-    assert "1 card(s) of 80 GiB, torch 2.11, CUDA 13, NCCL 2.28.9, commit abc." in text
-    assert "| ours | 2 (1-2) | 1.50 (1.00-2.00) |" in text
-    assert "| 1,024 MiB | 9 | 1.0e-06 | same | 0.500 |" in text
-    assert "planner of ours: overhead_tokens 128, speeds 1" in text
-    assert "**not shown: it costs 2.0%**" in text
-    assert "`parity`: the planner (over gloo): 8 passed in 9 s." in text
-    assert "left out, needs 2 cards, 1 visible" in text
-    assert "- ours: per_step a.py:9 2\n" in text
-    # Parts in order, whatever was measured first.
-    assert text.index("do ranks train as one process") < text.index("The planner") < text.index("What the line costs")
-
-
 def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page.section([]) == page.NOTHING
     shown = page.PAGE.read_text(encoding="utf-8")
@@ -313,20 +260,3 @@ def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     with pytest.raises(SystemExit, match="rehearsal"):
         page.main([str(file)])
-
-
-def test_steps_see_their_cards_and_download_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "CUDA_VISIBLE_DEVICES": "4,5,6",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "UNSLOTH_MULTIGPU_NUM_GPUS": "3",
-    }.items():
-        monkeypatch.setenv(name, value)
-    on_card = kit.parse(["--site", str(tmp_path), "--out", str(tmp_path / "r.json")])
-    one, two = (Step("s", 1, "", 9, (), only_cards=count) for count in (1, 2))
-    found = kit.environment(on_card, one, {"TMPDIR": "t"})
-    assert (found["CUDA_VISIBLE_DEVICES"], found["HF_HUB_OFFLINE"], found["TMPDIR"]) == ("4", "1", "t")
-    assert found["PYTHONPATH"].split(":")[:2] == [str(kit.ROOT), str(tmp_path)]
-    assert not {"PYTHONDONTWRITEBYTECODE", "UNSLOTH_MULTIGPU_NUM_GPUS"} & set(found)
-    assert kit.environment(on_card, two, {})["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert kit.environment(options(tmp_path), two, {})["CUDA_VISIBLE_DEVICES"] == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 import sys
 import time
@@ -68,15 +67,6 @@ def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
     HeartbeatPage(tmp_path, 0)
     beat = read_beats(tmp_path)[0]
     assert beat == Heartbeat(progress_s=beat.progress_s, pid=os.getpid())
-
-
-def test_page_is_private(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        HeartbeatPage(tmp_path, 0)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "beat_rank_0").stat().st_mode) == 0o600
 
 
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:

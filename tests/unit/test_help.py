@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from unsloth_multigpu.cli import main
-from unsloth_multigpu.options import GROUPS
 
 FROZEN = Path(__file__).parent / "help.txt"
 COMMANDS = ("", "run", "top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
@@ -37,12 +36,3 @@ def test_help_of_every_command_is_the_frozen_one(
         FROZEN.write_text(text, encoding="utf-8")
     # Versions of Python break lines at other places.
     assert text.split() == FROZEN.read_text(encoding="utf-8").split()
-
-
-def test_options_have_their_values_and_their_sections() -> None:
-    text = FROZEN.read_text(encoding="utf-8")
-    assert " STR" not in text
-    assert "--shard {off,auto,on}" in text
-    run = text.partition("$ unsloth-multigpu run --help")[2].partition("\n$ ")[0]
-    headings = [line.removesuffix(":") for line in run.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["options", *GROUPS]

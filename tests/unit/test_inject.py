@@ -1,6 +1,5 @@
 """Faults as data, what they do to a rank, and what `unsloth-multigpu chaos` makes of the records."""
 
-import io
 import os
 import resource
 import signal
@@ -15,13 +14,12 @@ from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.cli.main import main
-from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
 from unsloth_multigpu.tools.chaos.chaos_command import Judge
-from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples, show
+from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.inject import _ACTIONS
@@ -208,20 +206,6 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     plain.adjust_arguments(left)
     assert (left.output_dir, left.push_to_hub) == ("out", True)
     assert plain.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == "mine"
-
-
-def test_table_shows_what_was_found():
-    rows = [
-        FaultRow("kill@1:5", "rank 1 was killed. The other ranks were stopped.", 0.31, 137, 0, 6, 9.1, 0, 0, 0.0),
-        FaultRow("nan@1:5", "", None, 0, 0, None, None, 0, 0, 2e-3, ["weights"]),
-        FaultRow("kill@1:5:evaluate", note="not met: no such phase"),
-    ]
-    show(rows, Screen(stream := io.StringIO()))
-    lines = stream.getvalue().splitlines()
-    assert lines[1].split() == ["kill@1:5", "0.3", "137", "0", "6", "9.1", "0", "/", "0", "equal"]
-    assert lines[2].endswith("off by 2.0e-03")
-    assert lines[4] == "kill@1:5: rank 1 was killed."
-    assert lines[6] == "kill@1:5:evaluate: not met: no such phase"
 
 
 def test_run_that_ends_too_late_or_leaves_orphans_is_named(tmp_path):

@@ -45,13 +45,6 @@ def test_warnings_of_other_ranks_have_their_number(say: Say, level: int) -> None
     assert say("3", level) == ["[rank 3] loss=1.5 share=50%"]
 
 
-def test_process_without_a_rank_is_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    record = logging.LogRecord("x", logging.INFO, __file__, 1, "text", None, None)
-    assert RankFilter().filter(record)
-    assert record.getMessage() == "text"
-
-
 def test_number_of_a_machine_is_no_rank(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     say("3", logging.INFO)
     monkeypatch.delenv("LOCAL_RANK")
@@ -66,10 +59,6 @@ def test_record_that_passes_two_filters_is_numbered_once(monkeypatch: pytest.Mon
     assert RankFilter().filter(record)
     assert RankFilter().filter(record)
     assert record.getMessage() == "[rank 2] text"
-
-
-def test_rank_that_is_no_number_does_not_break_a_log_call(say: Say) -> None:
-    assert say("zero", logging.WARNING) == ["loss=1.5 share=50%"]
 
 
 def test_logger_gets_one_filter_and_neither_handler_nor_level() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tests.matrix.record import PAGE, RESULTS, known_rows, merged, outcome_of, page
+from tests.matrix.record import PAGE, RESULTS, known_rows, outcome_of, page
 from unsloth_multigpu.versions import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -48,13 +48,6 @@ def test_outcome_of_a_report_counts_and_names() -> None:
         "skipped": {"Unsloth is not installed": 1},
         "seconds": 12,
     }
-
-
-def test_result_replaces_the_older_one_of_its_row_in_the_order_of_rows() -> None:
-    first, second, *_ = (known["id"] for known in known_rows())
-    results = [{"id": second, "date": "old"}, {"id": "gone"}]
-    assert merged(results, {"id": first}) == [{"id": first}, {"id": second, "date": "old"}]
-    assert merged(results, {"id": second, "date": "new"}) == [{"id": second, "date": "new"}]
 
 
 def test_every_test_of_the_core_is_there() -> None:

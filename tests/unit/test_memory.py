@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memory
 
 CPU = torch.device("cpu")
 
@@ -83,8 +83,3 @@ def test_advice_is_what_can_still_be_set():
     on_gpu = advice(least, torch.device("cuda", 0), is_evaluation=False)
     assert on_gpu == "Set max_tokens_per_micro_batch; shorten the samples, or load the model with load_in_4bit=True."
     assert advice(least, CPU, is_evaluation=True) == "Lower per_device_eval_batch_size (now 8)."
-
-
-def test_size_is_that_of_the_largest_table():
-    assert size_of({"labels": torch.ones(3), "mask": torch.ones(2, 3), "ids": torch.ones(2, 9)}) == "2 rows x 9 tokens"
-    assert size_of([torch.ones(2, 9)]) == ""

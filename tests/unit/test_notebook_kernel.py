@@ -35,22 +35,6 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
 
-def test_channel_carries_whole_messages_of_any_size():
-    ours, theirs = socket.socketpair()
-    one, other = Channel(ours, 5.0), Channel(theirs)
-    text = "a long one" * 100_000
-    sender = threading.Thread(target=lambda: [one.send("cell", source=s) for s in ("x = 1", text)])
-    sender.start()
-    got = []
-    while len(got) < 2:
-        got += other.receive()
-    sender.join()
-    assert got == [{"kind": "cell", "source": "x = 1"}, {"kind": "cell", "source": text}]
-    one.close()
-    assert other.receive() is None
-    other.close()
-
-
 def test_reader_that_does_not_read_ends_the_wait():
     ours, theirs = socket.socketpair()
     channel = Channel(ours, 0.05)

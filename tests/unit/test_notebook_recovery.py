@@ -32,35 +32,14 @@ from unsloth_multigpu.wire.identity import RankIdentity
 LIMIT_S = 60.0
 
 
-class Net(nn.Module):
-    """Weights of two types, one frozen, and buffers that a checkpoint keeps and that it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 1, dtype=torch.bfloat16)
-        self.frozen = nn.Linear(3, 1).requires_grad_(False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("table", torch.zeros(2), persistent=False)
-
-
 class Stepping(FakeTrainer):
     """It steps on random gradients."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model or Net(), gradient_accumulation_steps=4)
+        super().__init__(model or nn.Linear(3, 1), gradient_accumulation_steps=4)
 
     def train(self, *_: Any, **__: Any) -> str:
         return "alone"
-
-    def step(self) -> None:
-        """One step on random gradients."""
-        if self.optimizer is None:
-            self.create_optimizer()
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.randn_like(parameter)
-        self.optimizer.step()
 
 
 def note_ended(trainings: Trainings, number: int, trainer: Any) -> None:
@@ -183,78 +162,28 @@ def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
     assert sorted(trainings._noted) == [3]
 
 
-def _in_group(rank: int, store: Path) -> list[Any]:
+def _send_models_that_differ(rank: int, store: Path) -> DistributedError | None:
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
     manager = DDPManager(RankIdentity(rank, rank, 2, 2, "notebook"), MultiGPUConfig(timeout_s=LIMIT_S, device="cpu"))
     manager.connect_store = store_of_group
-    results: list[Any] = []
-    for work in (_send, _different):
-        try:
-            results.append(work(manager))
-        except DistributedError as error:
-            results.append(error)
-    dist.destroy_process_group()
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """What each of two processes of one group returned of `_send` and `_different`, or raised."""
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = [pool.apply_async(_in_group, (rank, store)) for rank in range(2)]
-        return [result.get(LIMIT_S) for result in results]
-
-
-def _bits(value: Any) -> Any:
-    """Plain values, and each tensor's bytes."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().reshape(-1).view(torch.uint8).tolist() if value.numel() else []
-    if isinstance(value, dict):
-        return {str(key): _bits(item) for key, item in value.items()}
-    return [_bits(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _send(manager: DDPManager) -> Any:
-    """What each rank holds once models that stood at different places were sent."""
-    rank, trainings = manager.identity.rank, Trainings()
-    torch.manual_seed(rank)
-    apart, own, gone = (Stepping() for _ in range(3))
-    if rank == 0:
-        apart.step()
-        with torch.no_grad():
-            apart.model.first.weight[0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
-        apart.model.count += 7  # type: ignore[operator]
-        apart.model.table += 1  # type: ignore[operator]
-    place = apart.model.first.weight.data_ptr()  # type: ignore[union-attr, operator]
-    for number, trainer in enumerate((apart, own)):
-        if trainer is not own or rank == 0:
-            note_ended(trainings, number, trainer)
-    note_ended(trainings, 2, gone)
-    if rank == 1:
-        del gone
-        gc.collect()
-    trainings.send_weights(manager)
-    return {
-        "held": _bits(list(apart.model.state_dict().values())[:4]),
-        "count": int(apart.model.count),  # type: ignore[arg-type]
-        "table": apart.model.table.tolist(),  # type: ignore[union-attr, operator]
-        "in place": apart.model.first.weight.data_ptr() == place,  # type: ignore[union-attr, operator]
-        "frozen": _bits(apart.model.frozen.weight),  # type: ignore[union-attr]
-        "noted": bool(trainings),
-    }
-
-
-def _different(manager: DDPManager) -> None:
-    trainer, trainings = Stepping(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
+    trainer, trainings = Stepping(nn.Linear(2, 2 + rank)), Trainings()
     note_ended(trainings, 0, trainer)
-    trainings.send_weights(manager)
+    try:
+        trainings.send_weights(manager)
+    except DistributedError as error:
+        return error
+    finally:
+        dist.destroy_process_group()
+    return None
 
 
-def test_models_that_differ_are_an_error_on_all_ranks(ranks: list[list[Any]]) -> None:
-    for error in (results[1] for results in ranks):
-        assert isinstance(error, DivergenceError)
-        assert "training number 1 of this notebook has other weights" in str(error)
+@pytest.mark.thorough
+def test_models_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        results = [pool.apply_async(_send_models_that_differ, (rank, tmp_path / "store")) for rank in range(2)]
+        for error in [result.get(LIMIT_S) for result in results]:
+            assert isinstance(error, DivergenceError)
+            assert "training number 1 of this notebook has other weights" in str(error)
 
 
 def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:

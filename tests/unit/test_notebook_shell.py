@@ -122,15 +122,6 @@ def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank0]:
     assert builtins.__dict__.get("get_ipython") is trap
 
 
-def test_a_cell_begins_and_ends_on_all_ranks(rank_0: Rank0) -> None:
-    rank_0.run("x = 1")
-    rank_0.run("x + 1")
-    assert rank_0.kernel.begun == ["x = 1", "x + 1"]
-    assert rank_0.kernel.finished == [None, None]
-    assert rank_0.num_ended == 2
-    assert rank_0.shell.user_ns["_2"] == 2
-
-
 def test_what_is_no_cell_of_the_user_is_none_of_the_ranks(rank_0: Rank0) -> None:
     rank_0.run("x = 1", store_history=False)
     rank_0.run("")
@@ -156,14 +147,6 @@ def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatc
     monkeypatch.setattr("torch.cuda.get_rng_state", fail)
     assert rank_0.run("x = 2").success
     assert ["device" in state for state in rank_0.kernel.states] == [True, False]
-
-
-def test_a_failure_of_another_rank_is_the_failure_of_the_cell(rank_0: Rank0) -> None:
-    rank_0.kernel.outcome = DistributedError("rank 1 raised ValueError", hint="See.")
-    result = rank_0.run("x = 1")
-    assert result.error_in_exec is rank_0.kernel.outcome
-    assert not result.success
-    assert rank_0.shown == [rank_0.kernel.outcome]
 
 
 def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
@@ -217,19 +200,6 @@ def test_a_measured_function_sees_its_local_variables(rank_0: Rank0, name: str) 
     assert rank_0.run(
         f"def f():\n    a = [1]\n    %{name}{options} a.append(2)\n    return a\nassert f()[-1] == 2"
     ).success
-
-
-@pytest.mark.parametrize("name", ["rerun", "macro"])
-def test_magics_of_the_history_are_refused(rank_0: Rank0, name: str) -> None:
-    error = rank_0.run(f"%{name} m 1").error_in_exec
-    assert str(error).startswith(f"%{name} reads the history")
-    assert rank_0.kernel.values == {}
-
-
-def test_a_wrong_rank_is_said(rank_0: Rank0) -> None:
-    result = rank_0.run("%%rank 1\nx = 1")
-    assert type(result.error_in_exec).__name__ == "UsageError"
-    assert str(result.error_in_exec).startswith("%%rank: '1' names no ranks: 0 .. 0")
 
 
 def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0: Rank0) -> None:
@@ -286,19 +256,6 @@ def test_a_worker_notes_errors_that_ipython_keeps_to_itself(worker: Any, capfd: 
     assert worker.shell.run_cell("get_ipython().run_cell('def f(:')").success
     assert isinstance(worker.shell.shown_error, SyntaxError)
     capfd.readouterr()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "class A:\n    def _repr_html_(self): 1/0\ndisplay(A())\nA()",
-        "try: 1/0\nexcept ZeroDivisionError: get_ipython().showtraceback()",
-    ],
-)
-def test_what_a_cell_survives_is_no_error_of_it(worker: Any, source: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert worker.shell.run_cell(source).success
-    assert worker.shell.shown_error is None
-    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_a_worker_keeps_no_figures(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

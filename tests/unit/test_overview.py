@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -12,14 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
@@ -27,15 +22,13 @@ from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.overview import Overview, columns_of, headline, last_line
+from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
-from unsloth_multigpu.tools.top.top_table import render
-from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
+from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
-from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
-from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
+from unsloth_multigpu.wire.run import Run, find_runs, read_run, write_run
 
 TEN_STEPS = Figures(
     max_steps=40,
@@ -170,13 +163,6 @@ def test_process_that_is_gone_is_told(run: Run) -> None:
     assert dict(columns_of(look))["doing"] == ["its process is gone"]
 
 
-def test_last_line_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> None:
-    log = tmp_path / "rank_1.log"
-    log.write_bytes(b"first\n 10%\r 20%\r\x1b[31m 30% [red]\x1b[0m\x07\n\n")
-    assert last_line(log) == "30% [red]"
-    assert last_line(tmp_path / "rank_2.log") == ""
-
-
 def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> None:
     assert find_runs() == [run]
     folder = Path(run.folder)
@@ -198,18 +184,6 @@ def test_run_of_another_container_is_neither_alive_nor_over(run: Run, monkeypatc
     assert find_runs() == []
     with pytest.raises(SetupError, match="is a run of another machine or container"):
         choose_run(run.folder)
-
-
-def test_begin_of_a_process_is_read_beside_any_name(tmp_path: Path) -> None:
-    program = tmp_path / "a) S 1 (b"
-    program.symlink_to("/bin/cat")
-    with subprocess.Popen([program], stdin=subprocess.PIPE) as child:
-        wait_until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "a) S 1 (b\n", 60, "its name")
-        begin, now = read_begin_ticks(child.pid), time.clock_gettime(time.CLOCK_BOOTTIME)
-        assert begin is not None
-        assert abs(begin / os.sysconf("SC_CLK_TCK") - now) < 60.0
-        child.communicate()
-    assert read_begin_ticks(child.pid) is None
 
 
 def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
@@ -260,15 +234,6 @@ def test_top_names_what_there_is(
     assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
 
 
-def test_top_is_given_the_process_id_of_a_rank(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    pages(run, TEN_STEPS)  # By this process.
-    parent = os.getppid()
-    other = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent))
-    (Path(run.folder) / "run.json").write_text(json.dumps(dataclasses.asdict(other)))
-    assert main(["top", "--once", str(os.getpid())]) == 0
-    assert f"train.py (pid {parent})" in capsys.readouterr().out
-
-
 def test_table_in_a_pipe_has_every_column_whole_and_no_colour(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,52 +258,6 @@ def test_missing_waiting_of_shards_is_said(run: Run) -> None:
     for page in (first, second):
         page.note(Figures())  # Before the first step nothing is known of anything.
     assert "not measured" not in headline(Overview(run).look())
-
-
-def test_narrow_terminal_has_fewer_columns_and_whole_ones(run: Run) -> None:
-    first, _ = pages(run, TEN_STEPS, TEN_STEPS)
-    first.name_device("NVIDIA H100 80GB HBM3", "")
-    (Path(run.log_dir) / "rank_1.log").write_text("[bold] a long line of a log" * 9)
-    look = Overview(run).look()
-    for width, gone in ((200, set()), (120, set()), (80, {"log", "padding", "peak", "samples/s"}), (56, {"device"})):
-        console = Console(width=width, file=io.StringIO(), record=True)
-        console.print(render(look, width))
-        text = console.export_text()
-        assert max(len(line.rstrip()) for line in text.splitlines()[1:]) <= width
-        names = next((set(line.split()) for line in text.splitlines() if "doing" in line), text)
-        assert names & gone == set()
-        assert {"rank", "step", "doing", "tokens/s", "waiting"} <= names
-        assert "10 / 40" in text
-        assert "20.0 %" in text
-
-
-def test_command_is_shown_as_it_was_typed() -> None:
-    own = [sys.executable, "-m", "unsloth_multigpu.cli.script_runner", "my dir/train.py", "--lr", "1"]
-    assert (job_of(own), shown_command(own)) == ("train.py", "python 'my dir/train.py' --lr 1")
-    assert job_of([sys.executable, "-m", "package.train", "--lr"]) == "package.train"
-    assert job_of([sys.executable]) == "python"
-
-
-def test_console_shows_the_numbers_in_every_tenth_line() -> None:
-    from transformers import PrinterCallback, TrainerCallback
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args: object, state: object, control: object, **kwargs: Any) -> None:
-            tracked.append("multigpu/waiting" in kwargs["logs"])
-
-    tracked: list[bool] = []
-    printer = PrinterCallback()
-    trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[printer, Tracker()]))
-    meter: Any = SimpleNamespace(is_sharded=False)
-    state, printed = SimpleNamespace(is_local_process_zero=True), io.StringIO()
-    with redirect_stdout(printed), LogFigures(trainer, meter, SINGLE_PROCESS, None).around():
-        for line in range(20):
-            for callback in trainer.callback_handler.callbacks:
-                callback.on_log(None, state, None, logs={"loss": float(line), "multigpu/waiting": 0.5})
-    lines = printed.getvalue().splitlines()
-    assert [i for i, line in enumerate(lines) if "multigpu/waiting" in line] == [9, 19]
-    assert (len(lines), tracked) == (20, [True] * 20)
-    assert "on_log" not in vars(printer)
 
 
 def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
@@ -407,16 +326,3 @@ def test_panel_ends_with_its_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     is_in_cell[0] = False
     wait_until(lambda: not [t for t in threading.enumerate() if "panel" in t.name], 60, "the end of the thread")
     table.end()
-
-
-def test_training_without_phases_has_no_panel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that another parallelism has, or that takes less than a second."""
-    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
-    (page,) = pages(run, TEN_STEPS)
-    page.mark(Phase.SCRIPT)
-    shown, looks = Shown(), []
-    table = Panel(run, shown.display)
-    table.begin(lambda: looks.append(1) or True)
-    wait_until(lambda: len(looks) > 3, 60, "some looks")
-    table.end()
-    assert shown.bundles == []

@@ -124,6 +124,15 @@ def test_notebooks_of_a_repository_on_github_have_badges(build: ModuleType) -> N
     assert build.openers("examples/notebook.ipynb", "") == []
 
 
+def test_site_shows_each_recipe_as_it_is(site: ModuleType) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="cluster.md"))
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    shown = site.on_page_markdown(text, page, SimpleNamespace(repo_url=""), None)
+    for recipe in (ROOT / "examples" / "cluster").iterdir():
+        assert f"examples/cluster/{recipe.name}\n\n```" in shown
+        assert f"\n{recipe.read_text(encoding='utf-8').rstrip()}\n```" in shown
+
+
 def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
     site: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

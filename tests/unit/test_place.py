@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from unsloth_multigpu.group import place
 from unsloth_multigpu.group.manager import sends_over_host
-from unsloth_multigpu.group.place import describe_devices, describe_lone_process, describe_ranks, start_sentence
+from unsloth_multigpu.group.place import describe_lone_process, describe_ranks
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -49,18 +48,6 @@ def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
-    [
-        ([T4, T4], "2 x Tesla T4 (14.7 GiB each)"),
-        ([T4, ("RTX 3090", 24 * 2**30)], "RTX 3090 (24.0 GiB) and Tesla T4 (14.7 GiB)"),
-        ([T4, T4, ("RTX 3090", 24 * 2**30)], "RTX 3090 (24.0 GiB) and 2 x Tesla T4 (14.7 GiB each)"),
-    ],
-)
-def test_equal_devices_are_counted(devices: list[tuple[str, int]], said: str) -> None:
-    assert describe_devices(devices) == said
-
-
-@pytest.mark.parametrize(
     ("identity", "num_visible", "sharing", "said"),
     [
         (RankIdentity(0, 0, 2, 2, "notebook"), 2, "1", "2 ranks on 2 x Tesla T4 (14.7 GiB each)"),
@@ -78,22 +65,6 @@ def test_ranks_are_told_with_their_devices(
     monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     assert describe_ranks(identity, MultiGPUConfig()) == said
-
-
-def test_cpu_ranks_are_told_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    identity = RankIdentity(0, 0, 3, 3, "torchrun")
-    monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cpu"))
-    assert describe_ranks(identity, MultiGPUConfig()) == (
-        "no accelerator is visible: 3 ranks on the CPU, 1 thread each"
-    )
-    many = describe_ranks(RankIdentity(0, 0, 5, 5, "torchrun"), MultiGPUConfig(device="cpu"))
-    assert many == "5 ranks on the CPU, 1 thread each, which share 3 core(s)"
-    assert describe_ranks(identity, MultiGPUConfig(device="cpu")) == "3 ranks on the CPU, 1 thread each"
-    assert start_sentence(identity, MultiGPUConfig(device="cpu"), "mine") == (
-        "3 ranks on the CPU, 1 thread each; ranks above 0 write to mine/rank_N.log"
-    )
 
 
 @pytest.mark.parametrize(

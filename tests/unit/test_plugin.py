@@ -24,7 +24,6 @@ from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
 from unsloth_multigpu.wire.identity import RankIdentity
 
-ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -225,13 +224,6 @@ def test_main_process_is_rank_0_with_and_without_the_line(
     assert note(2, factor=3) == (6 if is_main else None)
     assert calls == ([2] if is_main else [])
     assert (note.__name__, note.__doc__) == ("note", "Its text.")
-
-
-def test_status_is_shown_in_a_line() -> None:
-    assert repr(ump.get_multi_gpu_status()) == "MultiGPUStatus(not enabled)"
-    ump.enable_multi_gpu(num_gpus=1, timeout_s=60)
-    text = "MultiGPUStatus(rank 0 of 1; launcher none; num_gpus=1, timeout_s=60"
-    assert repr(ump.get_multi_gpu_status()).startswith(text)
 
 
 def test_wrong_option_shows_the_users_line_and_this_call_only() -> None:

@@ -71,9 +71,3 @@ def test_error_at_the_prompt_reaches_the_other_rank(
             input("? ")
 
     on_both(tmp_path, program)
-
-
-def test_functions_come_back(tmp_path: Path) -> None:
-    before = builtins.input, getpass.getpass
-    on_both(tmp_path, lambda _: None)
-    assert (builtins.input, getpass.getpass) == before

@@ -266,23 +266,6 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
     assert comparison.read_run(tmp_path)["steps"] == [{"step": 1, "loss": 2.0, "samples": Counter(a=3, b=1)}]
 
 
-def test_table_shows_figures_marks_times_and_verdict():
-    many = run_of([STEPS[0], (2.25, 0.51, {"c": 2})], compared=EQUAL)
-    many["steps"][1]["compared"] = {**EQUAL, "is_exact": False}
-    text = page_of(run_of(), many, "1")
-    first, second = (line for line in text.splitlines() if line[:4].strip().isdigit())
-    assert first.split() == ["1", "3", "same", "2.5", "2.5", "0.0e+00", "0.7", "0.7", "0.0e+00", "8.0e-08"]
-    assert second.split() == ["2", "OTHER", "2.25", "2.25", "0.0e+00", "0.5", "0.51", "!2.0e-02", "!8.0e-08"]
-    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: other samples (3 and 2" in text
-    said = "median step without its update: 2 s as one process, 1 s on 2 ranks (2.00 times as fast)"
-    assert f"\n{said}; CPU threads of each process: 1\n" in text
-    text = page_of(run_of(), run_of(sources=[{"name": "dropout", "found": "p 0.1", "advice": "--no-dropout"}]))
-    assert "  dropout: p 0.1. For agreement: --no-dropout." in text
-    assert "\nCompared: the beginning of the script's first train(). What comes after it was not run.\n" in text
-    assert text.endswith("One process and 2 ranks agree over 2 steps.")
-    assert "as fast" not in text
-
-
 class Tracker(TrainerCallback):
     __module__ = "transformers.integrations.some_tracker"
 

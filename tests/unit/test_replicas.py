@@ -234,17 +234,6 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     assert checked == steps
 
 
-def test_equal_ranks_go_on() -> None:
-    assert checked_by([model(), model(), model()], ["x"] * 3) == [""] * 3
-
-
-def test_weights_that_differ_are_named_on_every_rank() -> None:
-    for error in checked_by([model(), model(), model(b=1e-6)]):
-        assert "after step 7: rank 2 differs from the other ranks in 1 of 4 trainable tensors: b.weight." in error
-        # What may lie in the cards and in the optimizer, and what to do then.
-        assert "verify_every=0" in error
-
-
 def test_facts_that_differ_are_named_before_the_weights() -> None:
     for error in checked_by([model(), model(b=1.0)], ["mine", "theirs"]):
         assert "after step 7: plan: rank 0 has mine, rank 1 has theirs." in error

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import pickle
-import shutil
 import subprocess
 import sys
 import threading
@@ -161,12 +159,6 @@ def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
     assert ranks.calls == [["save"], []]
 
 
-def test_file_object_is_the_ranks_own(ranks: Ranks) -> None:
-    for rank in (0, 1):
-        ranks.saver(rank)("figure", io.BytesIO())
-    assert ranks.calls == [["save"], ["save"]]
-
-
 @pytest.mark.parametrize("result", [None, "out/model.safetensors", 3, True, ("a.json", "b.json")])
 def test_other_rank_gets_the_result_of_rank_0(ranks: Ranks, result: object) -> None:
     assert [ranks.saver(rank, result=result)("tokenizer", "out") for rank in (0, 1)] == [result, result]
@@ -185,19 +177,6 @@ def test_nested_savers_count_as_one(ranks: Ranks) -> None:
 
 
 # What goes wrong.
-
-
-def test_failure_of_rank_0_reaches_the_others(ranks: Ranks) -> None:
-    full = OSError("No space left on device")
-    with pytest.raises(OSError, match="No space left"):
-        ranks.saver(0, result=full)("model", "out")
-    with pytest.raises(DistributedError, match=r"rank 0 failed in save\('.*out'\): OSError: No space left") as error:
-        ranks.saver(1)("model", "out")
-    assert error.value.hint
-    # A second try is a save of its own.
-    for rank in (0, 1):
-        ranks.saver(rank)("model", "out")
-    assert ranks.calls == [["save", "save"], []]
 
 
 class Strange(Exception):
@@ -295,29 +274,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-        found.append(deadline_s - time.monotonic() > LIMIT_S / 2)
+        found.append(deadline_s - time.monotonic() > 10.0)
         return condition()
 
     monkeypatch.setattr(saves, "wait_until", wait_until)
-    monkeypatch.setattr(saves, "MEET_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(FakeManager, "config", MultiGPUConfig(timeout_s=60.0))
+    monkeypatch.setattr(saves, "MEET_LIMIT_S", 60.0)
     return found
-
-
-def test_late_rank_removes_before_rank_0_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeManager, "config", MultiGPUConfig(timeout_s=30.0))
-    ranks, final = Ranks(), tmp_path / "final"
-
-    def replace_model(rank: int) -> None:
-        time.sleep(rank * LIMIT_S)
-        shutil.rmtree(final, ignore_errors=True)
-        ranks.saver(rank, result=lambda model, path: final.mkdir())("model", final)
-        assert final.exists()
-
-    late = threading.Thread(target=replace_model, args=(1,))
-    late.start()
-    replace_model(0)
-    late.join(timeout=30)
-    assert final.exists()
 
 
 def test_rank_0_waits_once_where_it_saves_alone(ranks: Ranks, waits: list[bool]) -> None:

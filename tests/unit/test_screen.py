@@ -47,16 +47,6 @@ def test_pipe_is_sent_plain_lines():
     ]
 
 
-def test_terminal_is_sent_colour_and_a_table_that_fits(terminal):
-    screen = Screen(terminal)
-    screen.line("[bold] all :smile: 1 is well", "bold green")
-    screen.table(("arm", "s", "what"), ROWS)
-    assert terminal.getvalue().startswith("\x1b[1;32m[bold] all :smile: 1 is well\x1b[0m\n")
-    assert "\x1b[1;31mOTHER" in terminal.getvalue()
-    assert all(len(line) <= 60 for line in terminal.text.splitlines())
-    assert " ".join(terminal.text.split()).count("columns of it") == 1
-
-
 @pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
 def test_colour_is_left_out_where_it_is_not_wanted(terminal, monkeypatch, name):
     monkeypatch.setenv(name, "dumb")

@@ -20,9 +20,7 @@ from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.launch.membership import Record, decode_record
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import Child
-from unsloth_multigpu.wire.event import EventWriter
-from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+from unsloth_multigpu.wire.folder import exclusive_log_dir
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"
 
@@ -226,30 +224,6 @@ def test_record_with_a_strange_value_is_not_heard(name: str, value: Any) -> None
 )
 def test_text_of_another_kind_is_not_heard(text: bytes) -> None:
     assert decode_record(text) is None
-
-
-def modes(folder: Path) -> dict[str, int]:
-    return {str(p.relative_to(folder)): stat.S_IMODE(p.lstat().st_mode) for p in [folder, *folder.rglob("*")]}
-
-
-@pytest.mark.usefixtures("open_umask")
-def test_files_of_a_run_are_private() -> None:
-    with private_dir() as path:
-        EventWriter(path, 0, 0, HeartbeatPage(path, 0)).write("started")
-        assert modes(path) == {".": 0o700, "beat_rank_0": 0o600, "events_rank_0.jsonl": 0o600}
-
-
-@pytest.mark.usefixtures("open_umask")
-def test_log_folder_is_private_if_it_was_made_here(tmp_path: Path) -> None:
-    logs = tmp_path / "a" / "logs"
-    with exclusive_log_dir(logs, 2), exclusive_log_dir(logs, 2) as second:
-        found, of_second = modes(logs), modes(second)
-    assert of_second == {".": 0o700, "rank_1.log": 0o600}
-    assert {name: mode for name, mode in found.items() if second.name not in name} == {
-        ".": 0o700,
-        ".lock": 0o600,
-        "rank_1.log": 0o600,
-    }
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "dangling"])

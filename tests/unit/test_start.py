@@ -240,7 +240,7 @@ def test_ranks_have_time_to_save_unless_they_are_compared(
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
 def test_rank_without_its_supervisor_ends_and_another_process_is_no_rank() -> None:

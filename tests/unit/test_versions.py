@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,14 +29,6 @@ def fake_installed(monkeypatch: pytest.MonkeyPatch) -> FakeInstalled:
         monkeypatch.setattr(versions, "installed_version", installed.get)
 
     return fake
-
-
-def test_installed_version_is_that_of_the_metadata() -> None:
-    assert versions.installed_version("packaging") == importlib.metadata.version("packaging")
-
-
-def test_installed_version_of_an_absent_library_is_none() -> None:
-    assert versions.installed_version("no-such-distribution-here") is None
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.identity import RankIdentity
 
 SECOND_OF_TWO = RankIdentity(1, 1, 2, 2, "slurm")
-BARRIER = "accelerate.state:PartialState.wait_for_everyone"
-CHECK = "accelerate.state:check_cuda_p2p_ib_support"
 
 
 @pytest.fixture

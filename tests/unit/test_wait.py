@@ -17,7 +17,7 @@ def test_wait_ends_with_the_condition_with_the_deadline_or_with_an_error() -> No
     assert wait_until(lambda: next(looks), time.monotonic() + 5.0, poll_s=0.0)
     begin_s = time.monotonic()
     assert not wait_until(lambda: False, begin_s + 0.05)
-    assert 0.05 <= time.monotonic() - begin_s < 2.0
+    assert 0.05 <= time.monotonic() - begin_s < 30.0
     assert wait_until(lambda: True, 0.0)  # What is there already is there, however late it is.
     with pytest.raises(ZeroDivisionError):
         wait_until(lambda: bool(1 // 0), time.monotonic() + 5.0)

@@ -27,7 +27,7 @@ MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are complete.
 PART_FOLDER = "_unsloth_multigpu_part"
 _REPLACED = "replaced-"
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What `PART_FOLDER` holds of an incomplete checkpoint: itself, the older one of its name, and its lock.
@@ -47,7 +47,6 @@ class Manifest:
         is_resumable: False where it holds no optimizer, as with `save_only_model`.
         facts: What the training is: name -> JSON value, see `checkpoint.resume.training_facts`.
         cursor: "epoch", and the "steps" and "samples" of it that were trained, where they are counted.
-        planner: What the planner had measured.
         files: Path in the folder -> size in bytes and CRC-32.
         is_sharded: Each rank held a part of the weights. None = unknown.
         first_step: The result of comparing the first step with one process.
@@ -59,7 +58,6 @@ class Manifest:
     is_resumable: bool
     facts: dict[str, Any]
     cursor: dict[str, int]
-    planner: dict[str, Any]
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     is_sharded: bool | None = None
     first_step: dict[str, Any] = dataclasses.field(default_factory=dict)

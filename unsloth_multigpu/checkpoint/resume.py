@@ -20,6 +20,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sampler import StepSampler
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
@@ -36,7 +37,7 @@ class Resume(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
-        steps: What feeds the trainer; its planner continues with earlier measurements.
+        steps: What feeds the trainer.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
         context: Tells whether the ranks were started again.
@@ -132,8 +133,6 @@ class Resume(Part):
             refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
         if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
-        if self._manifest is not None:
-            self._steps.balancer.resumed = self._manifest.planner
 
     def _find(self, folder: Path, asked: Any, facts: dict[str, Any], restarted_run: str | None) -> Found:
         """What to resume from, in place of what the script asks for; None = what it asks for.
@@ -247,7 +246,7 @@ def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: i
     if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
         batch *= manager.identity.world_size  # It was divided when the arguments were made.
     # A data set that draws random numbers gives the same rows whatever was drawn before.
-    with seeded_draws(0):
+    with seeded_draws(0), kept_objects(trainer.train_dataset):
         found = facts_of_run(trainer, config, num_accumulated)
     facts: dict[str, Any] = {
         "trainer": type(trainer).__name__,

@@ -42,7 +42,7 @@ class Checkpoints(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
-        steps: What feeds the trainer; its planner's measurements are kept.
+        steps: What feeds the trainer.
         exchange: The gradient strategy in DDP's place, whose state is kept.
         resume: Knows what training this is.
     """
@@ -181,7 +181,6 @@ class Checkpoints(Part):
             is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
             facts=self._resume.facts,
             cursor=self._cursor(loader),
-            planner=self._steps.balancer.state_dict(),
             is_sharded=self._resume.is_sharded,
             first_step=self._steps.proof.values(),
         )

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.cli.parser import make_parser, usage_of
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
+from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import CommandOption, flag
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.tool import tool_of
@@ -79,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         command = commands[options.command]
         if command.runs_program:
             _check_program(program, command.name)
-            _say_what_the_script_gets(command, given, program)
+            if len(own) + len(program) == len(given):  # No `--` says whose they are.
+                _tell_of_options_behind(program, command)
         code = command.run(options, program)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -141,25 +143,14 @@ def _check_program(program: Sequence[str], command: str) -> None:
         raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
 
 
-def _say_what_the_script_gets(command: Command, given: Sequence[str], program: Sequence[str]) -> None:
-    """Names options of the command that stand behind the script, which gets them.
-
-    Args:
-        given: The whole command line. `--` before the script says that it is meant.
-        program: The script and its arguments.
-    """
-    if given[-len(program) - 1] == "--":
-        return
+def _tell_of_options_behind(program: Sequence[str], command: Command) -> None:
     own = {flag(name) for name in command.table()}
-    own |= {flag(f"no_{name}") for name, (kind, *_) in command.table().items() if kind is bool}
-    # An argument behind a further `--` is the script's without a doubt.
-    behind = list(program[: program.index("--")] if "--" in program else program)
-    names = sorted({word.partition("=")[0] for word in behind} & own)
-    if names:
-        print(
-            f"{command.name}: the script gets {', '.join(names)}. Write options of {command.name} before the "
-            "script, or -- before the script if this is meant.",
-            file=sys.stderr,
+    behind = [text for text in program[1:] if text.partition("=")[0] in own]
+    if behind:
+        where = f"unsloth-multigpu {command.name} {behind[0]} ..."
+        tell(
+            f"unsloth_multigpu: {behind[0]} stands behind {program[0]}, so the script gets it. If it is meant for "
+            f"{command.name}: {where}; if not, write -- before {program[0]}.\n"
         )
 
 

@@ -6,8 +6,11 @@ import functools
 import os
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 logger = get_logger(__name__)
@@ -46,6 +49,64 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
             )
         )
     return patches
+
+
+def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
+    """Patches for training loops with an `Accelerator` of the script's own, whose steps are accelerate's.
+
+    Args:
+        config: The run's options.
+        world_size: Ranks of the run.
+    """
+    if not config.keeps_global_batch:
+        return []
+    of_trainers: WeakSet[Any] = WeakSet()
+    return [
+        Patch(
+            "transformers.trainer:Trainer.create_accelerator_and_postprocess",
+            "transformers>=4.57",
+            functools.partial(_noted_accelerator, of_trainers),
+            "The samples of a Trainer's steps are chosen here; an accelerator that a script made is another one.",
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.prepare_data_loader",
+            _SUPPORTS,
+            functools.partial(_told_batches, of_trainers, config, world_size),
+            "In a loop with an Accelerator each rank takes whole batches: other steps than those of one process.",
+        ),
+    ]
+
+
+def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        original(self)
+        of_trainers.add(self.accelerator)
+
+    return create_accelerator_and_postprocess
+
+
+def _told_batches(
+    of_trainers: WeakSet[Any], config: MultiGPUConfig, world_size: int, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    told: WeakSet[Any] = WeakSet()
+
+    @functools.wraps(original)
+    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in of_trainers and self not in told and not self.split_batches:
+            told.add(self)
+            what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples"
+            hint = (
+                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
+                "global_batch='scale' says that the larger one is meant."
+            )
+            if config.inexact == "raise":
+                raise SetupError(f"{what} of one process.", hint=hint)
+            if self.is_main_process:
+                logger.warning("%s of one process. %s", what, hint)
+        return original(self, *args, **kwargs)
+
+    return prepare_data_loader
 
 
 def _checked(original: Callable[..., bool]) -> Callable[..., bool]:

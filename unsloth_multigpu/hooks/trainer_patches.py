@@ -38,6 +38,11 @@ _RAISED_BY_UNSLOTH = (
     "trl.trainer.rloo_config:RLOOConfig.__init__",
     "trl.experimental.sdft.sdft_config:SDFTConfig.__init__",
 )
+# Subclasses of TrainingArguments that drop the last batch where they see several ranks, by version.
+_DROPS_LAST_BATCH = (
+    "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__",
+    "sentence_transformers.training_args:SentenceTransformerTrainingArguments.__post_init__",
+)
 # Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
 # What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
@@ -151,6 +156,16 @@ def _loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders
             _SUPPORTS,
             _given_arguments,
             "Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
+        ),
+        *(
+            Patch(
+                target,
+                "sentence-transformers>=3",
+                _keeps_last_batch,
+                "It drops the last batch where there are ranks, which then make fewer steps than one process.",
+                optional=True,
+            )
+            for target in _DROPS_LAST_BATCH
         ),
     ]
 
@@ -380,6 +395,16 @@ def _adjusted_arguments(
             # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
             # legacy path cuts batches itself.
             self._n_gpu = 1
+
+    return __post_init__
+
+
+def _keeps_last_batch(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: ArgumentsLike) -> None:
+        is_dropped = self.dataloader_drop_last
+        original(self)
+        self.dataloader_drop_last = is_dropped
 
     return __post_init__
 

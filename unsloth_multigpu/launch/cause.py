@@ -206,8 +206,9 @@ def _first_line(error: str) -> str:
 
 def _traceback(event: Event) -> str:
     """With a hint where the text of the error has none."""
-    remedy = None if "Hint: " in _error(event) else find_remedy(_error(event))
-    return str(event.facts["traceback"]) + ("" if remedy is None else f"Hint: {remedy.hint}\n")
+    traceback = str(event.facts["traceback"])
+    remedy = None if "Hint: " in _error(event) else find_remedy(traceback + _error(event))
+    return traceback + ("" if remedy is None else f"Hint: {remedy.hint}\n")
 
 
 def _from_exit_codes(

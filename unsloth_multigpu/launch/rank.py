@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
-from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.failure import await_others, shown_error
 from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
@@ -130,8 +131,10 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         has_failed.set()
         shown = shown_error(kind, error, tb)
-        facts = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}
+        facts: dict[str, Any] = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
+        if isinstance(error, ConfigError) and error.most_ranks:
+            facts["most_ranks"] = error.most_ranks
         try:
             if issubclass(kind, KeyboardInterrupt):
                 # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.

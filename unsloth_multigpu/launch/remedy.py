@@ -1,4 +1,4 @@
-"""Failures of NCCL: what it says of them, and what a user does about them. Pure."""
+"""Failures of the libraries below: what they say of them, and what a user does about them. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the 
 
 
 class Remedy(NamedTuple):
-    """A failure of NCCL: a pattern in its text, what to do, and whether it began on the rank that reports it."""
+    """A known failure: a pattern in its text, what to do, and whether it began on the rank that reports it."""
 
     pattern: str
     hint: str
     is_own: bool = True
+    is_of_nccl: bool = True
 
 
 _REMEDIES = (
@@ -41,14 +42,20 @@ _REMEDIES = (
         r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError",
         "`unsloth-multigpu doctor` tests the copies between cards. Where direct ones fail, set NCCL_P2P_DISABLE=1.",
     ),
+    Remedy(
+        r"(?s)\btrl[/\\].*(\b0 active drivers|'NoneType' object has no attribute 'apply')",
+        "Trainers of trl 1.15 call Triton without a GPU, too. For a script without Unsloth: pip install 'trl>=1.16'. "
+        "With Unsloth, import it before trl.",
+        is_of_nccl=False,
+    ),
 )
 
 
 def find_remedy(error: str) -> Remedy | None:
-    """The failure of NCCL in the text of an error, None for another error."""
-    if not _OF_NCCL.search(error):
-        return None
-    return next((remedy for remedy in _REMEDIES if re.search(remedy.pattern, error, re.IGNORECASE)), None)
+    """The known failure in the text of an error or of its traceback, None for another error."""
+    is_of_nccl = bool(_OF_NCCL.search(error))
+    possible = (remedy for remedy in _REMEDIES if is_of_nccl or not remedy.is_of_nccl)
+    return next((remedy for remedy in possible if re.search(remedy.pattern, error, re.IGNORECASE)), None)
 
 
 def last_error(error: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
@@ -59,8 +60,7 @@ class Balancer:
     Attributes:
         balance: What plans are made from; None where samples are dealt in order.
         lengths: Tokens of each sample of the data set.
-        num_steps: That were computed, those of resumed runs included.
-        resumed: What a checkpoint holds of an earlier run's measurements, see `state_dict`.
+        num_steps: That were computed.
         stopwatch: Times the micro-batches.
     """
 
@@ -76,12 +76,10 @@ class Balancer:
         )
         self._is_settled = False
         self._regroups = True
-        self._num_warm_up = _WARM_UP_STEPS
         self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
         self.balance: Balance | None = None
         self.lengths: list[int] = []
         self.num_steps = 0
-        self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
     def prepare(self, loader: Any, reduction: LossReduction, *, is_lockstep: bool = False) -> str:
@@ -106,7 +104,6 @@ class Balancer:
             self._regroups = _may_regroup(reduction, is_asked=bool(self._asked))
             self.lengths, cost = self._read(loader)
             self.balance = Balance(cost, self._last_speeds, self._config.max_tokens_per_micro_batch)
-            self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
         self._manager.check_same(
@@ -128,7 +125,7 @@ class Balancer:
         return "balance='tokens'" if self._config.balance == "tokens" else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values: a resumed training plans with it."""
+        """What was measured, as JSON values."""
         if self.balance is None:
             return {}
         return {
@@ -136,33 +133,13 @@ class Balancer:
             "floor_tokens": self.balance.cost.floor_tokens,
             "possible_costs": self.balance.cost.possible,
             "speeds": self.balance.speeds,
-            "is_settled": self._is_settled,
-            "last_speeds": self._last_speeds,
-            "num_steps": self.num_steps,
         }
-
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict()`. Speeds belong to a number of ranks."""
-        if not state or self.balance is None:
-            return
-        speeds = self.balance.speeds
-        if len(state["speeds"]) == len(speeds):
-            speeds, self._last_speeds = tuple(state["speeds"]), tuple(state["last_speeds"])
-            self.num_steps = int(state["num_steps"])
-            self._num_warm_up = self.num_steps + _WARM_UP_STEPS
-        self._is_settled = bool(state["is_settled"])
-        cost = dataclasses.replace(
-            self.balance.cost,
-            overhead_tokens=state["overhead_tokens"],
-            floor_tokens=state["floor_tokens"],
-            possible=tuple((overhead, floor) for overhead, floor in state["possible_costs"]),
-        )
-        self.balance = dataclasses.replace(self.balance, cost=cost, speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
             raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
-        with kept_random_state():
+        # Rows are read, and two of them collated: what these count is as it was.
+        with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
             may_read_rows = self._config.balance == "tokens"
             column = self._trainer.args.length_column_name
             found = read_lengths(loader.dataset, column, may_read_rows=may_read_rows)
@@ -213,7 +190,7 @@ class Balancer:
         """Keeps the time of a micro-batch, which has just been computed."""
         # The work of pieces that were dealt in order, as in a short last step, is not known.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self.num_steps >= self._num_warm_up:
+        if lap is not None and self.num_steps >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def _measures(self) -> bool:

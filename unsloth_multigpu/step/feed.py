@@ -18,7 +18,6 @@ from unsloth_multigpu.group.replicas import STREAM
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
-from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import (
     AUTO,
@@ -29,9 +28,8 @@ from unsloth_multigpu.step.loss import (
     hidden_at_first,
     whole_ways,
 )
-from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
-from unsloth_multigpu.step.own_code import is_scripts_own, name_of
+from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
@@ -53,6 +51,9 @@ class StepFeed(Part):
 
     Attributes:
         passes: Computes the steps.
+        balancer: Plans them.
+        metrics: Puts the metrics of the ranks together.
+        num_accumulated: Micro-batches of a step in one process.
         proof: Compares the first ones with one process.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
         inexact: Why the training is not exactly that of one process; None where it is.
@@ -68,7 +69,8 @@ class StepFeed(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
         self._trainer = trainer
         self._manager = manager
-        self.passes = StepPasses(trainer, manager, beat)
+        self.passes = passes = StepPasses(trainer, manager, beat)
+        self.balancer, self.metrics, self.num_accumulated = passes.balancer, passes.metrics, passes.num_accumulated
         self.proof = StepProof(trainer, manager, self, beat)
         self.loader: StepLoader | None = None
         self.inexact: Inexact | None = None
@@ -96,7 +98,7 @@ class StepFeed(Part):
 
     def is_needed(self, seam: str) -> bool:
         # One process that is only guarded weighs nothing, and a script's own step may compute its loss by itself.
-        is_own = is_scripts_own(self._trainer, "training_step")
+        is_own = has_own_step(self._trainer)
         return seam not in ("compute_loss", "backward") or (self._is_shared and not is_own)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -110,24 +112,9 @@ class StepFeed(Part):
     # What others ask.
 
     @property
-    def balancer(self) -> Balancer:
-        """Plans the steps."""
-        return self.passes.balancer
-
-    @property
-    def metrics(self) -> Metrics:
-        """Puts the metrics of the ranks together."""
-        return self.passes.metrics
-
-    @property
     def reduction(self) -> LossReduction:
         """How the loss is reduced, as far as it is known."""
         return self.passes.reduction
-
-    @property
-    def num_accumulated(self) -> int:
-        """Micro-batches of a step in one process."""
-        return self.passes.num_accumulated
 
     @property
     def current(self) -> MicroBatch | None:
@@ -180,23 +167,18 @@ class StepFeed(Part):
     def _train_dataloader(self, original: Callable[[], Any]) -> Any:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps for the loop."""
         trainer = self._trainer
-        # Length-grouped samplers read it, and must see what one process has.
-        before = trainer.args.gradient_accumulation_steps
-        trainer.args.gradient_accumulation_steps = self.num_accumulated
         if self._has_loop:  # A callback asks: it gets one process's batches.
             is_alone = self._manager.identity.world_size == 1
-            try:
-                with nullcontext() if is_alone else batches_of_one_process(trainer):
-                    return original()
-            finally:
-                trainer.args.gradient_accumulation_steps = before
+            with self.accumulation_of_script(), nullcontext() if is_alone else batches_of_one_process(trainer):
+                return original()
         raw: list[Any] = []
 
         def keep_raw(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
             raw.append(loader)
             return loader
 
-        with steered(trainer.accelerator, "prepare_data_loader", keep_raw):
+        # Length-grouped samplers read the accumulation, and must see what one process has.
+        with self.accumulation_of_script(), steered(trainer.accelerator, "prepare_data_loader", keep_raw):
             returned = original()
         is_seedable = bool(raw)
         if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
@@ -207,7 +189,8 @@ class StepFeed(Part):
                 hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
                 "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
-        self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
+        with self.accumulation_of_script():
+            self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return self.loader
@@ -246,9 +229,9 @@ class StepFeed(Part):
             shape: Without these decisions.
         """
         trainer, passes = self._trainer, self.passes
-        reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
+        passes.reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
         # Ranks with different decisions would deal differently.
-        passes.reduction = LossReduction.from_text(self._manager.gather_texts(reduction.to_text())[0])
+        self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole)
@@ -258,6 +241,8 @@ class StepFeed(Part):
         if self._is_shared:
             dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
+        if self._is_shared and self.num_accumulated > 1:
+            self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
         logger.info("samples per step: %s%s%s", how, whole, dealt)
         self.metrics.begin(loader, self.num_accumulated)
@@ -290,6 +275,18 @@ class StepFeed(Part):
         if hidden := hidden_at_first(self._trainer, self.passes.compute_loss):
             self.tell(hidden, f"The loss of a micro-batch cannot be shared exactly. {name}: {hidden}.", "", ways)
         return False
+
+    def _tell_of_micro_batches(self) -> None:
+        """Callbacks hear of whole steps alone: a rank does not compute each micro-batch of one.
+
+        Raises:
+            SetupError: A callback of the script would hear of micro-batches, and `inexact="raise"`.
+        """
+        for callback in self._trainer.callback_handler.callbacks:
+            if not is_library(type(callback).on_substep_end.__module__):
+                what = f"{type(callback).__name__}.on_substep_end is not called: a step is one item of the loop"
+                ways = "Use on_step_end or on_pre_optimizer_step, or gradient_accumulation_steps=1."
+                self.tell(what, f"{what}, with all its micro-batches.", "", ways)
 
     def tell(self, cause: str, what: str, so: str, ways: str) -> None:
         """Warns that this is not exactly the training of one process, or refuses it.

@@ -80,11 +80,13 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
         batch = next(
             b for b in count(step * -(-one.batch // step), step) if b * one.generation_steps % num_generations == 0
         )
+        most_ranks = max(ranks for ranks in range(1, world_size) if shared % ranks == 0)
         raise ConfigError(
             f"per_device_train_batch_size={one.batch} x gradient_accumulation_steps={one.accumulation}{at_once}: the "
             f"completions of a step, or of a generation, cannot be shared evenly by {world_size} ranks.",
-            hint=f"per_device_train_batch_size={batch} works with this accumulation, or take fewer ranks; or use "
-            "global_batch='scale'.",
+            hint=f"Set num_gpus={most_ranks}; or per_device_train_batch_size={batch} works with this accumulation; or "
+            "use global_batch='scale'.",
+            most_ranks=most_ranks,
         )
     mine = shared // world_size
     batch = next(b for b in range(min(one.batch, mine), 0, -1) if mine % b == 0)

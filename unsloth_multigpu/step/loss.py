@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.step.own_code import author_of, is_of_script, is_scripts_own, name_of
+from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
@@ -81,16 +80,6 @@ class LossReduction:
         """What parts count is read from their inputs; rows are known from the plan, and sums count nothing."""
         return self.mean_over not in (ROWS, SUM)
 
-    def to_text(self) -> str:
-        """For sending; `from_text` reads it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> LossReduction:
-        """The reduction that `to_text` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "class_weights": tuple(values["class_weights"])})
-
     def count(self, inputs: Any) -> float:
         """What a part of a micro-batch counts among the other parts.
 
@@ -130,7 +119,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
         )
     if asked != AUTO:
         return LossReduction(asked, _MEAN_OVER[asked], rows_are_independent=asked == ROW_MEAN)
-    if is_of_script(trainer, compute_loss) or is_scripts_own(trainer, "training_step"):
+    if is_of_script(trainer, compute_loss) or has_own_step(trainer):
         return LossReduction(AUTO, is_declared=False)
     name = author_of(trainer, compute_loss)
     if trainer.label_smoother is None and not has_router_loss(trainer):

@@ -122,8 +122,9 @@ class Stopwatch:
 
     def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
         self._model = model
-        self._is_open = False
-        self._watched: ExitStack | None = None
+        # What ends the watching; None = no training is under way.
+        self._open: ExitStack | None = None
+        self._is_watching = False
         self._device = device
         self._begin: Any = None
         self._end: Any = None
@@ -131,29 +132,22 @@ class Stopwatch:
     @contextmanager
     def on_model(self) -> Iterator[None]:
         """Watches the parameter for the time of a training."""
-        self._is_open = True
         try:
-            yield
+            with ExitStack() as self._open:
+                yield
         finally:
-            self._is_open = False
-            if self._watched is not None:
-                self._watched.close()
-                self._watched = None
-
-    def _watch(self) -> ExitStack:
-        stack = ExitStack()
-        first = next((p for p in self._model().parameters() if p.requires_grad), None)
-        if first is not None:
-            stack.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
-        return stack
+            self._open, self._is_watching = None, False
 
     def _arrived(self, _: torch.Tensor) -> None:
         self._end = self._now()
 
     def start(self) -> None:
         """Called before the forward pass."""
-        if self._is_open and self._watched is None:
-            self._watched = self._watch()
+        if self._open is not None and not self._is_watching:
+            self._is_watching = True
+            first = next((p for p in self._model().parameters() if p.requires_grad), None)
+            if first is not None:
+                self._open.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
         self._end = None
         self._begin = self._now()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +12,44 @@ from torch import nn
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import unsteered
-from unsloth_multigpu.step.library import is_library
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
+# Libraries that a training uses. They may be installed in a folder of their own, as a clone is.
+_LIBRARIES = frozenset(
+    {
+        "accelerate",
+        "datasets",
+        "huggingface_hub",
+        "peft",
+        "pyarrow",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "tqdm",
+        "transformers",
+        "trl",
+        "unsloth",
+        "unsloth_multigpu",
+        "unsloth_zoo",
+    }
+)
+# What Unsloth writes beside a script when it compiles a model, and code that comes with a model from the Hub.
+_GENERATED = ("Unsloth", "unsloth_compiled_module_", "transformers_modules")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Whose trainers compute losses that we know.
 _KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
+
+
+@functools.cache
+def is_library(module: str) -> bool:
+    """True for what is installed or a part of Python, False for the script and the modules in its folder."""
+    root = module.partition(".")[0]
+    if root == "__main__":
+        return False
+    if root in sys.stdlib_module_names or root in _LIBRARIES or root.startswith(_GENERATED):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
@@ -26,7 +60,7 @@ def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
         loader: The `StepLoader` of the training.
     """
     loss = unsteered(trainer.compute_loss)
-    found = [f"{type(trainer).__name__}.training_step"] if is_scripts_own(trainer, "training_step") else []
+    found = [f"{type(trainer).__name__}.training_step"] if has_own_step(trainer) else []
     found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
     for what, part in (("collator", loader.dataset.collate), ("data set", loader.one_process.dataset)):
         named = part if hasattr(part, "__qualname__") else type(part)
@@ -63,10 +97,16 @@ def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool
     return not author_of(trainer, compute_loss) or not model.__module__.startswith(_STOCK_MODELS)
 
 
-def is_scripts_own(trainer: TrainerLike, method: str) -> bool:
-    """True where the script wrote the method, in a class of its own or for the one object."""
-    is_replaced = getattr(unsteered(getattr(trainer, method)), "__self__", None) is not trainer
-    return is_replaced or not _owner_of(trainer, method).__module__.startswith(_KNOWN_AUTHORS)
+def has_own_step(trainer: TrainerLike) -> bool:
+    """True where `training_step` may compute its loss by itself.
+
+    That is one that the script wrote, in a class of its own or for the one object, and one of a library's class that
+    has no `compute_loss` beside it (`OnlineDPOTrainer`).
+    """
+    is_replaced = getattr(unsteered(trainer.training_step), "__self__", None) is not trainer
+    owner = _owner_of(trainer, "training_step")
+    is_known = owner.__module__.startswith(_KNOWN_AUTHORS) and issubclass(_owner_of(trainer, "compute_loss"), owner)
+    return is_replaced or not is_known
 
 
 def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:

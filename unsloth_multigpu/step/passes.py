@@ -18,7 +18,7 @@ from unsloth_multigpu.step.inputs import free_rows, on_device, take
 from unsloth_multigpu.step.loss import SUM, TOKEN_SUM, LossReduction, without_effect
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import seen_alone
-from unsloth_multigpu.step.own_code import is_scripts_own
+from unsloth_multigpu.step.own_code import has_own_step
 from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -56,6 +56,8 @@ class StepPasses:
         self.metrics = Metrics(trainer, manager)
         self.reduction = LossReduction(TOKEN_SUM, SUM)
         self.is_whole = self.is_lockstep = self.in_loss = False
+        # The last micro-batch was weighed by nobody: a script's own step has called `loss.backward()` by itself.
+        self._is_own_backward = False
         self.current: MicroBatch | None = None
         self.compute_loss: Any = None
         self._count: Callable[..., Any] | None = None
@@ -126,19 +128,12 @@ class StepPasses:
         """Finds out what parts of micro-batches count, by the reduction that is known. Collective."""
         if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
             return
-        if self.reduction.is_counted:
-            self.weigh(step, self.reduction)
+        if not self.reduction.is_counted:
+            for micro_batch in step.micro_batches:
+                micro_batch.share = micro_batch.piece.share
             return
-        for micro_batch in step.micro_batches:
-            micro_batch.share = micro_batch.piece.share
-
-    def weigh(self, step: Step, reduction: LossReduction) -> list[list[float]]:
-        """A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows. Collective.
-
-        Returns:
-            What the parts of each micro-batch count on each rank.
-        """
-        weights = [0.0 if m.piece.is_filler else reduction.count(m.inputs) for m in step.micro_batches]
+        # A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows.
+        weights = [0.0 if m.piece.is_filler else self.reduction.count(m.inputs) for m in step.micro_batches]
         mine = [0.0] * step.num_references
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             mine[micro_batch.piece.reference] += weight
@@ -146,7 +141,6 @@ class StepPasses:
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
-        return ranks
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
         """The passes of a step, for the training: its loss times the ranks. Gradients meet in the last backward.
@@ -212,7 +206,7 @@ class StepPasses:
         trainer = self._trainer
         # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
         trainer.current_gradient_accumulation_steps = step.num_references
-        if is_scripts_own(trainer, "training_step"):
+        if has_own_step(trainer):
             # A script's own step divides by the accumulation that it reads here.
             trainer.args.gradient_accumulation_steps = self.num_accumulated
         try:
@@ -226,13 +220,17 @@ class StepPasses:
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
         """One call of `training_step`; returns its weighed loss."""
-        micro_batch.is_weighed = False
+        micro_batch.is_weighed, self._is_own_backward = False, True
         loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
+        self._is_own_backward &= not micro_batch.is_weighed
         return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
 
     def _multiply_gradients(self, model: nn.Module) -> None:
-        if self._gradient_factor != 1.0:
-            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], self._gradient_factor)
+        factor = self._gradient_factor
+        if self._is_own_backward and self.is_whole and not self.is_alone:
+            factor = float(self._manager.identity.world_size)
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
 
     def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
@@ -250,6 +248,7 @@ class StepPasses:
 
     def backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.backward`: weighs what a script's own `training_step` has computed without `compute_loss`."""
+        self._is_own_backward = False
         if self.current is not None and not self.current.is_weighed:
             loss = self._weighed(loss, self.current.factor)
         return original(loss, *args, **kwargs)

@@ -96,6 +96,10 @@ class StepProof:
         self._is_over = False
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
+        # What was said to draw.
+        self._drawn: set[str] = set()
+        # Parameters that a pass as one process has used, where DDP looks for those that are not used.
+        self._used: list[nn.Parameter] = []
         self.first: Comparison | None = None
         self.last: Comparison | None = None
         self.is_alone = False
@@ -158,6 +162,9 @@ class StepProof:
         except NotPossibleError as error:
             self._is_over = True
             return replace(base, unproven=str(error))
+        finally:
+            self._zero_used()
+            self._used = []
         self._seconds += max(row[0] for row in self._manager.gather_floats([time.monotonic() - begin_s]))
         assert found.difference is not None
         if math.isnan(found.difference.off):
@@ -177,9 +184,9 @@ class StepProof:
             raise NotPossibleError(f"grad_compression={config.grad_compression!r} sends less than the gradient")
         assert loader is not None
         batches = loader.one_process
-        with kept_objects(batches.collate_fn, batches.dataset), _without_optimizer():
+        with kept_objects(batches.collate_fn, batches.dataset) as begin_again, _without_optimizer():
             with self._feed.accumulation_of_script():
-                rows = StepRows(loader.dataset, step, self._seed)
+                rows = StepRows(loader.dataset, step, self._seed, begin_again)
             # How long a micro-batch takes decides how many are compared, on all ranks alike.
             seconds = self._tried(model, rows, 1)[2]
             num_compared = _affordable(base.num_references, base.num_ranks, seconds)
@@ -281,7 +288,15 @@ class StepProof:
             finally:
                 gradient_state._set_sync_gradients(before)
             seconds = Lap(begin, moment(device)).seconds()
+            if getattr(model, "find_unused_parameters", False):
+                self._used = [p for p in model.parameters() if p.grad is not None]
             return sketch(trainer.model), still, seconds
+
+    def _zero_used(self) -> None:
+        """DDP counts what a pass by itself has used as used in the next exchange, and wants a gradient of it there."""
+        for parameter in self._used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
         """By how much one process differs from itself with other random numbers."""
@@ -309,13 +324,8 @@ class StepProof:
         """The step as the ranks share it, by the first reduction that gives the gradient of one process. Collective."""
         feed, before = self._feed, self._feed.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
-        tables: list[Any] = []
         for reduction in self._reductions(rows, still):
             feed.passes.reduction = reduction
-            table = self._table(rows, reduction)
-            if table in tables:
-                continue
-            tables.append(table)
             found.append((*self._dealt_once(model, rows, one), reduction))
             if self._is_within(found[-1][0]):
                 return found[-1][0], found[-1][1]
@@ -352,19 +362,6 @@ class StepProof:
         names = possible_means(whole[0], len(weights))
         return [name for name in names if all(count_of(b, name, weights) is not None for b in [*whole, *parts])]
 
-    def _table(self, rows: StepRows, reduction: LossReduction) -> Any:
-        """What the parts of each micro-batch count on each rank: two reductions with the same are one. Collective."""
-        if reduction.is_token_normalised or not reduction.is_counted:
-            return reduction.mean_over
-        if not self._feed.passes.shares_micro_batches(rows.sizes):
-            return reduction.mean_over
-        with self._pass():
-            step = rows.as_dealt()
-            self._feed.passes.counted(step)
-            ranks = self._feed.passes.weigh(step, reduction)
-        totals = [sum(counts) or 1.0 for counts in zip(*ranks, strict=True)]
-        return [[round(count / total, 12) for count, total in zip(row, totals, strict=True)] for row in ranks]
-
     def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
         """One pass as the ranks share the step, and how far its gradient is from the sketch `one`. Collective."""
         manager, trainer = self._manager, self._trainer
@@ -372,6 +369,7 @@ class StepProof:
         with self._pass():
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
+            self._zero_used()
             manager.gather_floats([0.0])  # All ranks begin at once.
             begin = moment(trainer.args.device)
             try:
@@ -397,7 +395,9 @@ class StepProof:
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):
-            if is_first and self._manager.identity.rank == 0:
+            is_new = is_first or not self._drawn.issuperset(found.draws)
+            self._drawn.update(found.draws)
+            if is_new and self._manager.identity.rank == 0:
                 logger.info("%s", found)
             return
         if found.unproven:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.library import is_library
+from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 _DROPOUTS = {
@@ -125,8 +125,10 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
 
 
 @contextmanager
-def kept_objects(*roots: Any) -> Iterator[None]:
+def kept_objects(*roots: Any) -> Iterator[Callable[[], None]]:
     """Restores on leaving what objects hold: counters, metrics, running sums, buffers, generators of their own.
+
+    Gives what restores it before that.
 
     Followed are the roots, modules, objects and classes of the script, its functions into their closures and the global
     variables that they name, and plain containers. What is new is deleted, but for objects of libraries: a teacher that
@@ -134,7 +136,7 @@ def kept_objects(*roots: Any) -> Iterator[None]:
     """
     kept = _Kept(roots)
     try:
-        yield
+        yield kept.restore
     finally:
         kept.restore()
 

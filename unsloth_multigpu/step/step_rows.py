@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,23 @@ class NotPossibleError(Exception):
 class StepRows:
     """The rows of a step.
 
+    Both ways begin with the same state of the data set and the collator: what these count, each rank counts by itself.
+
     Args:
         dataset: Of the loader of whole steps.
         step: This rank's.
         seed: Rows and collators draw from it.
+        begin_again: Puts the state of the data set and the collator back.
 
     Attributes:
         is_drawn: The collator draws: another seed gives other batches.
         are_rows_drawn: The data set does.
     """
 
-    def __init__(self, dataset: Any, step: Step, seed: int) -> None:
+    def __init__(self, dataset: Any, step: Step, seed: int, begin_again: Callable[[], None]) -> None:
         self._dataset = dataset
+        self._samples = step.samples
+        self._begin_again = begin_again
         self.sizes = tuple(step.sizes)
         self._pieces = [m.piece for m in step.micro_batches]
         self._seed = seed
@@ -40,6 +45,7 @@ class StepRows:
             again = dataset.rows_of(step.samples[: self.sizes[0]])
         self.are_rows_drawn = not _is_equal(self._rows[: self.sizes[0]], again)
         self._batches: list[Any] | None = None
+        self._mine: list[Rows] | None = None
         self.is_drawn = False
 
     def part(self, num_references: int, shape: StepShape | None) -> StepRows:
@@ -52,7 +58,7 @@ class StepRows:
             return self
         found = copy.copy(self)
         found.sizes = self.sizes[:num_references]
-        found._batches = None
+        found._batches = found._mine = None
         if shape is not None:
             found._pieces = shape.in_order(found.sizes)
         return found
@@ -62,6 +68,7 @@ class StepRows:
         if self._batches is None:
             ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
             rows = [self._rows[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
+            self._begin_again()
             self._batches = [self._collated(batch, draw_seed(self._seed, i)) for i, batch in enumerate(rows)]
             self.is_drawn = not _is_equal(self._batches[0], self._collated(rows[0], draw_seed(self._seed + 1, 0)))
         return [_copied(batch) for batch in self._batches]
@@ -76,11 +83,20 @@ class StepRows:
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
             return Step(micro_batches, len(self.sizes), sizes=self.sizes)
-        rows = [[_copied(self._rows[p]) for p in piece.positions] for piece in self._pieces]
+        self._begin_again()
         with seeded_draws(self._seed):
+            if self._mine is None:
+                self._mine = [self._looked_up(piece.positions) for piece in self._pieces]
+            rows = _copied(self._mine)
             step = collate_step(self._pieces, rows, len(self.sizes), self._dataset.collate, self._dataset.regroup)
         step.sizes = self.sizes
         return step
+
+    def _looked_up(self, positions: Sequence[int]) -> Rows:
+        if self.are_rows_drawn:
+            return [self._rows[p] for p in positions]
+        found: Rows = self._dataset.rows_of([self._samples[p] for p in positions])
+        return found
 
 
 def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -> Any:

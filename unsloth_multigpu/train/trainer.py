@@ -26,6 +26,7 @@ from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.buffer import EqualBuffers
 from unsloth_multigpu.train.check import StepCheck
@@ -143,8 +144,11 @@ class DDPTrainer:
         verify_seams(self.trainer)
         self.manager.open_group()
         self._shard(engine)
-        facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
-        self.manager.check_same(facts | facts_of_evaluation(self.trainer))
+        # Rows are read to be compared: what a data set counts is as it was.
+        with kept_objects(self.trainer.train_dataset, self.trainer.eval_dataset):
+            facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
+            facts |= facts_of_evaluation(self.trainer)
+        self.manager.check_same(facts)
         self._lead.begin()
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]

@@ -81,7 +81,9 @@ def run(job):
     )
     callbacks = [Grows(rows)] if name == "grows" else []
     collate = kind.collate()
-    trainer = kind.trainer(model=model, args=config, train_dataset=rows, data_collator=collate, callbacks=callbacks)
+    trainer = kind.trainer(
+        model=model, args=config, train_dataset=kind.dataset(rows), data_collator=collate, callbacks=callbacks
+    )
     said, error = Said(), ""
     logging.getLogger("unsloth_multigpu").addHandler(said)
     try:

@@ -1,6 +1,7 @@
 """Losses and collators that scripts write: what a multi-GPU tool cannot know of a training. Used by own_code.py."""
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,51 @@ class CountingCollator:
         return collate_classes(rows)
 
 
+class Curriculum:
+    """Rows are cut shorter in the first steps."""
+
+    def __init__(self, collate=collate_classes):
+        self.collate, self.num_calls = collate, 0
+
+    def __call__(self, rows):
+        self.num_calls += 1
+        return self.collate([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+
+
+def collate_masked(rows):
+    """Leaves out tokens at random."""
+    batch = collate_classes(rows)
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.3, 0)}
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows that begin at random."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]
+        return {**row, "input_ids": row["input_ids"][random.randrange(2) :]}
+
+
+class Counted(torch.utils.data.Dataset):
+    """Rows that grow with the number of those that were read."""
+
+    def __init__(self, rows):
+        self.rows, self.num_read = rows, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return {**self.rows[index], "input_ids": self.rows[index]["input_ids"][: 2 + self.num_read // 2]}
+
+
 def scores(model, inputs):
     return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
 
@@ -172,6 +218,18 @@ class Pooled(torch.nn.Module):
             mask = attention_mask[..., None]
             row = self.reader((states * mask).sum(1) / mask.sum(1))
         return {"loss": functional.cross_entropy(self.head(row), labels)}
+
+
+class Branches(torch.nn.Module):
+    """Uses a layer in some micro-batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.head = classifier(), torch.nn.Linear(3, 3)
+
+    def forward(self, input_ids, attention_mask, labels):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+        return {"loss": functional.cross_entropy(self.head(logits) if labels[0] == 0 else logits, labels)}
 
 
 class ChangingWeights(Trainer):
@@ -284,12 +342,13 @@ def router():
 
 @dataclass(frozen=True)
 class Kind:
-    """`collate` makes the collator."""
+    """`collate` makes the collator, `dataset` what the rows are in."""
 
     trainer: type[Trainer] = Trainer
     model: Callable[[], torch.nn.Module] = classifier
     collate: Callable[[], Any] = lambda: collate_classes
     settings: dict[str, Any] = field(default_factory=dict)
+    dataset: Callable[[list[dict[str, Any]]], Any] = lambda rows: rows
 
 
 KINDS = {
@@ -325,4 +384,10 @@ KINDS = {
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),
     "counting": Kind(OwnLoss, collate=CountingCollator),
+    "curriculum": Kind(OwnLoss, collate=Curriculum),
+    "branches": Kind(model=Branches, settings={"ddp_find_unused_parameters": True}),
+    "masks_at_random": Kind(collate=lambda: collate_masked),
+    "augmented": Kind(dataset=Augmented),
+    "dropout": Kind(model=lambda: BertForSequenceClassification(BertConfig(num_labels=3, **SIZES))),
+    "counted_rows": Kind(dataset=Counted),
 }

@@ -1,9 +1,9 @@
 """Methods of a Trainer that scripts override, and hooks. Used by own_code.py."""
 
 import torch
-from own_losses import Kind, OwnLoss, collate_tokens, llama, scores
+from own_losses import Curriculum, Kind, OwnLoss, collate_tokens, llama, scores
 from torch.nn import functional
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 
 class Counter(OwnLoss):
@@ -46,12 +46,50 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
+class OwnBackward(Trainer):
+    """Knows nothing of accelerate."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = functional.cross_entropy(scores(model, inputs), inputs["labels"])
+        loss = loss / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
+class OwnBackwardOfLoss(OwnBackward):
+    """Of what `compute_loss` returns."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
 class Hooked(OwnLoss):
     """A hook on a gradient that is not linear."""
 
     def create_optimizer(self, *arguments):
         self.model.classifier.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
         return super().create_optimizer(*arguments)
+
+
+class HearsOfMicroBatches(OwnLoss):
+    """A callback counts them."""
+
+    num_calls = 0
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        outer = self
+
+        class Counts(TrainerCallback):
+            def on_substep_end(self, args, state, control, **kwargs):
+                outer.num_calls += 1
+
+        self.add_callback(Counts())
+
+    def factor(self):
+        return 1.0 + self.num_calls
 
 
 class DividedMean(OwnLoss):
@@ -168,7 +206,10 @@ KINDS = {
     "counter": Kind(Counter),
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
+    "own_backward": Kind(OwnBackward),
+    "own_backward_of_loss": Kind(OwnBackwardOfLoss),
     "hooked": Kind(Hooked),
+    "hears": Kind(HearsOfMicroBatches),
     "divided_mean": Kind(DividedMean),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
@@ -181,5 +222,6 @@ KINDS = {
     "adversarial": Kind(Adversarial),
     "mixes_in_place": Kind(MixesInPlace),
     "selects": Kind(Selects),
+    "curriculum_tokens": Kind(Trainer, llama, lambda: Curriculum(collate_tokens)),
     "grows": of_tokens(Trainer, max_steps=16),
 }

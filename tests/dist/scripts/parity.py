@@ -45,7 +45,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from unsloth_multigpu.step.feed import StepFeed
 
@@ -162,17 +162,6 @@ def classifier(texts, common):
     return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
 
 
-def grpo(texts, common):
-    config = GRPOConfig(folder, num_generations=4, max_completion_length=8, temperature=1.0, max_steps=2, **common)
-    return GRPOTrainer(
-        model=fast_lora(True),
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": texts}),
-        reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
-        processing_class=tokenizer,
-    )
-
-
 def fingerprint(tokens):
     return hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]
 
@@ -238,7 +227,6 @@ def run(job):
     facts = {
         **logged(trainer, "loss", "grad_norm"),
         "seen": {step: dict(rows) for step, rows in seen.items()},
-        "logged": [h for h in trainer.state.log_history if "grad_norm" in h][-1],
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         "accumulation_after": trainer.args.gradient_accumulation_steps,
         "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),

@@ -14,7 +14,7 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--out", required=True)
 args = parser.parse_args()
 
-ump.enable_multi_gpu(num_gpus=args.num_gpus)
+ump.enable_multi_gpu(num_gpus=args.num_gpus or None)
 
 import torch
 from tiny_llama import RaggedRows, collate, tiny_llama

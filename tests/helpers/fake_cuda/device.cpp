@@ -105,6 +105,9 @@ std::vector<Arena*>& arenas();
 
 constexpr size_t kAlignment = 512;
 constexpr size_t kArenaBytes = size_t(1) << 36;
+constexpr size_t kHugePage = size_t(2) << 20;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 struct Arena {
   char* base = nullptr;
@@ -121,14 +124,16 @@ struct Arena {
       if (equals == std::string::npos) limit = std::stoll(entry);
       else if (std::stoi(entry.substr(0, equals)) == index) limit = std::stoll(entry.substr(equals + 1));
     }
-    void* found = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr size_t num_bytes = kArenaBytes + kHugePage;
+    void* found = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(found != MAP_FAILED, "no address space is left for a device of ", kArenaBytes, " bytes");
-    base = static_cast<char*>(found);
+    base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(found), kHugePage));
+    madvise(base, kArenaBytes, MADV_HUGEPAGE);  // mprotect takes time for each page, and runs twice an operator.
     if (g_is_protected && g_key >= 0) TORCH_CHECK(!pkey_mprotect(base, kArenaBytes, PROT_READ | PROT_WRITE, g_key));
   }
 
   void set_readable(bool is_readable) {
-    if (base && end) mprotect(base, (end + 4095) / 4096 * 4096, is_readable ? PROT_READ | PROT_WRITE : PROT_NONE);
+    if (base && end) mprotect(base, round_up(end, kHugePage), is_readable ? PROT_READ | PROT_WRITE : PROT_NONE);
   }
 
   size_t take(size_t bytes) {
@@ -146,8 +151,8 @@ struct Arena {
   }
 
   void give_back(size_t offset, size_t bytes) {
-    size_t first_page = (offset + 4095) / 4096 * 4096, last_page = (offset + bytes) / 4096 * 4096;
-    if (bytes >= size_t(1) << 20) madvise(base + first_page, last_page - first_page, MADV_DONTNEED);
+    size_t first_page = round_up(offset, kHugePage), last_page = (offset + bytes) / kHugePage * kHugePage;
+    if (bytes >= 16 * kHugePage) madvise(base + first_page, last_page - first_page, MADV_DONTNEED);
     auto [block, _] = free_blocks.emplace(offset, bytes);
     auto next = std::next(block);
     if (next != free_blocks.end() && block->first + block->second == next->first) {

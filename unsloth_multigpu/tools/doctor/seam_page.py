@@ -45,7 +45,7 @@ _IMPORT_ERRORS = (
 
 def all_patches() -> list[Patch]:
     """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
-    from unsloth_multigpu.hooks.accelerate import device_patches
+    from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.shard import shard_patches
@@ -57,6 +57,7 @@ def all_patches() -> list[Patch]:
         followed_train_patch(lambda: False),
         *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
         *device_patches("cuda", 0, 1),
+        *loop_patches(MultiGPUConfig(), 2),
         *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
         *saving_patches(SaveGate(0, _not_in_a_run)),
