@@ -93,6 +93,7 @@ def test_line_says_what_was_measured():
         "first step: 2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast), equal gradient, differs by 0.0e+00"
     )
     assert exact.is_exact
+    assert "1.9 s on 2 ranks (1.90 times slower)," in str(Comparison(1, 2, 4, 4, found(model, model), 1e-5, 1.0, 1.9))
     other = Comparison(8, 2, 1, 4, found(model, model_with(seed=5)), 1e-5, 2.0, 1.0)
     assert str(other).startswith("step 8, 1 of 4 micro-batches: 2 s as one process, ")
     assert ", the gradient differs by " in str(other)

@@ -36,13 +36,16 @@ class Difference:
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
     """What a step takes: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
 
+    Where the ranks take longer, it ends with "(1.90 times slower)".
+
     Args:
         one_s: Seconds as one process.
         dealt_s: Seconds as the ranks share it, above 0.
         num_ranks: That share it; 1 = a planner deals it.
     """
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "one rank, as planned"
-    return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({one_s / dealt_s:.2f} times as fast)"
+    times = f"{one_s / dealt_s:.2f} times as fast" if dealt_s <= one_s else f"{dealt_s / one_s:.2f} times slower"
+    return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({times})"
 
 
 @dataclass(frozen=True)
