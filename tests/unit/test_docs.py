@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,11 @@ def test_links_of_the_package_lead_to_headings() -> None:
     for path, (page, anchor) in named:
         assert (ROOT / page).exists(), f"{path.name}: {page}"
         assert not anchor or anchor in anchors(ROOT / page), f"{path.name}: {page}#{anchor}"
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "unsloth"])
+@pytest.mark.parametrize("page", [*READMES, "docs/compared.md"])
+def test_comparison_is_of_the_versions_that_are_installed(page: str, name: str) -> None:
+    version = metadata.version(name).partition("+")[0]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.search(rf"\b{name}\b[^\n]*\b{re.escape(version)}\b", text, re.IGNORECASE)
