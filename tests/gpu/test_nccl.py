@@ -22,8 +22,8 @@ from tests.helpers.tiny import build_tiny
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 pytestmark = NEEDS_CARD
 BACKEND = place_of(2).backend
-# Interpreted, Unsloth's kernels are too slow for these sizes: tests/e2e/test_gpu_path.py has smaller ones.
-LIBRARIES = light("unsloth", "unsloth_zoo") if IS_FAKE else {}
+# Interpreted, the kernels of Unsloth and TRL are too slow for these sizes: tests/e2e/test_gpu_path.py has smaller ones.
+LIBRARIES = light("rich", "triton", "unsloth", "unsloth_zoo") if IS_FAKE else {}
 # Rows x batch size x accumulation: the last shape divides neither by the step nor by the ranks.
 EVEN, UNEVEN = "24x4x2", "26x3x3"
 JOBS = {

@@ -10,4 +10,4 @@ from __future__ import annotations
 from tests.helpers import run
 from tests.helpers.fake_cuda import cards
 
-run.ON_CPU = {**cards(8), "FAKE_CUDA_HIDES": "unsloth,unsloth_zoo"}
+run.ON_CPU = {**cards(8), "FAKE_CUDA_HIDES": "triton,unsloth,unsloth_zoo"}

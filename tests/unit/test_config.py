@@ -262,7 +262,7 @@ def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
     manager: Any = SimpleNamespace(meet_ranks=lambda: None)
     patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
-    (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
+    (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
     args = SimpleNamespace(per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False)
     patch.wrap(lambda self: None)(args)
     return args

@@ -1,4 +1,4 @@
-"""Corrects what accelerate assumes about devices and about the program that started the ranks."""
+"""Corrects what accelerate and PEFT assume about devices, and accelerate about the program that started the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from unsloth_multigpu.patching import Patch
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
+_INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
 def device_patches(device_type: str, device_index: int, local_rank: int) -> list[Patch]:
-    """Patches of accelerate's state for ranks on accelerators; none for CPU ranks.
+    """Patches of accelerate's state and PEFT's loading for ranks on accelerators; none for CPU ranks.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
@@ -48,6 +49,17 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
                 "has no such device.",
             )
         )
+    if device_type != "cpu" and device_index > 0:
+        patches += [
+            Patch(
+                target=target,
+                supports="peft>=0.18",
+                wrap=functools.partial(_of_rank, device_index),
+                reason='safetensors reads an adapter to "cuda" as to "cuda:0": each rank would take memory of card 0.',
+                optional=True,
+            )
+            for target in _INFERS_DEVICE
+        ]
     return patches
 
 
@@ -75,6 +87,14 @@ def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
             "In a loop with an Accelerator each rank takes whole batches: other steps than those of one process.",
         ),
     ]
+
+
+def _of_rank(device_index: int, original: Callable[[], str]) -> Callable[[], str]:
+    @functools.wraps(original)
+    def infer_device() -> str:
+        return f"{original()}:{device_index}"
+
+    return infer_device
 
 
 def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None]) -> Callable[..., None]:

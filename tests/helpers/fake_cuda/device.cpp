@@ -233,9 +233,21 @@ void release(void* context) {
 #define DEVICE_ALLOCATOR at::Allocator
 #endif
 
+// A rank that sees the devices of all ranks allocates on its own one alone: `torch.load` without `map_location` and "cuda:0"
+// in a rank above 0 take memory of rank 0's card, and are an error here.
+void check_is_own(DeviceIndex device) {
+  static const int own = [] {
+    const char *rank = std::getenv("LOCAL_RANK"), *ranks = std::getenv("LOCAL_WORLD_SIZE");
+    bool is_one_of_many = rank && ranks && std::atoi(ranks) > 1 && std::atoi(ranks) <= num_devices();
+    return is_one_of_many ? std::atoi(rank) : -1;
+  }();
+  TORCH_CHECK(own < 0 || device == own, "local rank ", own, " allocates on device ", int(device));
+}
+
 struct DeviceMemory final : DEVICE_ALLOCATOR {
   at::DataPtr allocate(size_t requested) override {
     DeviceIndex device = t_device;
+    check_is_own(device);
     g_is_opened[device] = true;
     auto place = Device(DeviceType::CUDA, device);
     if (!requested) return {nullptr, nullptr, &c10::detail::deleteNothing, place};

@@ -56,7 +56,7 @@ def all_patches() -> list[Patch]:
     return [
         followed_train_patch(lambda: False),
         *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
-        *device_patches("cuda", 0, 1),
+        *device_patches("cuda", 1, 0),
         *loop_patches(MultiGPUConfig(), 2),
         *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
