@@ -91,7 +91,7 @@ _TABLE = (
         called="step end",
     ),
     _seam("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
-    _seam("evaluation_loop", "Buffers are equal on all ranks before it begins, and its numbers after it."),
+    _seam("evaluation_loop", "Buffers are equal on all ranks before it begins."),
     _seam("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
     _seam("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
     _seam("_save_checkpoint", "A checkpoint has its name only when it is complete.", "model", "trial", called="save"),
@@ -129,6 +129,7 @@ _TABLE = (
         "event",
         *_EVENT,
     ),
+    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's numbers.", *_EVENT, "metrics"),
 )
 SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 

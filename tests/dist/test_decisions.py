@@ -57,6 +57,7 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path
         "epoch-stop": [3],
         "log": [["log", 3], 8],
         "evaluate": [["evaluate", 3], 8],
+        "drawn": [["evaluate", 3, 0], 8],
         "before-the-end": [["save", 3], 8],
         "chain": [["log", 2], ["evaluate", 2], ["save", 2], 2],
         "epoch-end": [["save", 8], 10],

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class EqualEvaluations(Part):
-    """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and its metrics after one.
+    """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and callbacks its metrics.
 
     DDP gives every rank rank 0's buffers as a step begins, so after a step they differ again. A warning names what
     training has changed: these values are not those of one process, because each rank has seen its own samples only.
@@ -39,18 +39,25 @@ class EqualEvaluations(Part):
         self._is_told = False
 
     def overrides(self) -> dict[str, Override]:
-        return {"evaluation_loop": self._evaluation_loop}
+        return {"evaluation_loop": self._evaluation_loop, "on_evaluate": self._decide_alike}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = self._hashes(self._buffers())
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluation_loop`. Its numbers reach callbacks, such as early stopping, before `evaluate` returns."""
+        """`Trainer.evaluation_loop`, in which each rank computes its rows with its own buffers."""
         self.make_equal()
-        output = original(*args, **kwargs)
-        if isinstance(output.metrics, dict):
-            output.metrics.update(self._manager.broadcast_numbers(output.metrics))
-        return output
+        return original(*args, **kwargs)
+
+    def _decide_alike(
+        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
+    ) -> Any:
+        """`CallbackHandler.on_evaluate`: callbacks, such as early stopping, act before `evaluate` returns.
+
+        A script's own `evaluate` may have added numbers to those of the loop.
+        """
+        metrics.update(self._manager.broadcast_numbers(metrics))
+        return original(args, state, control, metrics)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.make_equal()

@@ -26,8 +26,8 @@ class Recorder(TrainerCallback):
         if "loss" in logs:
             self.events.append(["log", state.global_step])
 
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.events.append(["evaluate", state.global_step])
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.events.append(["evaluate", state.global_step, *(v for k, v in metrics.items() if k == "eval_drawn")])
 
     def on_save(self, args, state, control, **kwargs):
         self.events.append(["save", state.global_step])
@@ -47,6 +47,16 @@ class Sets(TrainerCallback):
             setattr(control, self.flag, True)
 
 
+class Draws(Trainer):
+    """Adds a number of its own to an evaluation's, as transformers' example of question answering does."""
+
+    def evaluate(self, *args, **kwargs):
+        output = self.evaluation_loop(self.get_eval_dataloader(), "Evaluation", prediction_loss_only=True)
+        metrics = {**output.metrics, "eval_drawn": RANK}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
 class AddsLate(TrainerCallback):
     """A library may add a callback when the training has begun."""
 
@@ -61,13 +71,14 @@ def only(rank, step):
     return lambda mine: step if mine == rank else None
 
 
-def train(name, *callbacks, **arguments):
+def train(name, *callbacks, trainer_class=Trainer, **arguments):
     recorder = Recorder()
     settings = {"save_strategy": "no", "logging_steps": 100, "max_steps": 8, **arguments}
     args = TrainingArguments(
         name, per_device_train_batch_size=4, learning_rate=0.1, optim="sgd", report_to=[], disable_tqdm=True, **settings
     )
-    trainer = Trainer(Line(), args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[recorder, *callbacks])
+    callbacks = [recorder, *callbacks]
+    trainer = trainer_class(Line(), args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=callbacks)
     for callback in callbacks:
         callback.trainer = trainer
     trainer.train()
@@ -101,6 +112,7 @@ def cases():
     yield "epoch-stop", [Sets("should_epoch_stop", only(0, 3))], {}
     yield "log", [Sets("should_log", only(0, 3))], {}
     yield "evaluate", [Sets("should_evaluate", only(0, 3))], {}
+    yield "drawn", [Sets("should_evaluate", only(0, 3))], {"trainer_class": Draws}
     yield "before-the-end", [Sets("should_save", only(0, 2), "on_optimizer_step")], {}
     # The loop reads the flags one after the other, and callbacks are asked in between.
     chain = [
