@@ -130,6 +130,8 @@ def supervise(
     launcher = DDPLauncher(command, num_ranks, _with_shard_chosen(command, config, num_ranks), saves_when_stopped)
     code = launcher.run()
     if (most_ranks := launcher.most_ranks) is not None:
+        if launcher.stop.is_asked():  # While what the ranks have left was removed.
+            exit_like(-launcher.stop.signal_number)
         config = replace(config, num_gpus=most_ranks)
         told = _with_shard_chosen(command, config, most_ranks)
         code = DDPLauncher(command, most_ranks, told, saves_when_stopped).run()

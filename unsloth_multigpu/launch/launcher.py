@@ -49,8 +49,8 @@ class DDPLauncher:
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
 
     Attributes:
-        most_ranks: The number of ranks that can share a step, where `num_ranks` cannot and nobody has asked for it;
-            None where the run has another end.
+        most_ranks: The number of ranks that can share a step, where `num_ranks` cannot in the first training, and
+            nobody has asked for them; None where the run has another end.
         run_dir: The run's private folder.
         log_dir: Folder of rank_N.log.
         stop: Receives signals.
@@ -183,7 +183,8 @@ class DDPLauncher:
     def _takes_fewer_ranks(self, events: Sequence[Event]) -> bool:
         refusal = next((event for event in events if "most_ranks" in event.facts), None)
         is_asked_for = self.config.num_gpus is not None or num_nodes(self.config.nnodes) > 1
-        if refusal is None or is_asked_for or self.stop.is_asked():
+        has_trained = any(event.kind == "trained" for event in events)  # The script would do that again.
+        if refusal is None or is_asked_for or has_trained or self.stop.is_asked():
             return False
         self.most_ranks = int(refusal.facts["most_ranks"])
         why = str(refusal.facts["error"]).split("\n")[0].partition(": ")[2]
