@@ -73,9 +73,10 @@ def test_loop_with_an_accelerator_is_told_how_it_keeps_its_steps(tmp_path):
         runs[name] = run_python([script, tmp_path / f"{name}.json"], tmp_path, env)
         assert runs[name].code == 0, runs[name].err
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["1"]["scored"] == found["2"]["scored"] == 24
     assert (len(found["1"]["whole"]), len(found["2"]["whole"])) == (6, 3)
     assert found["2"]["split"] == pytest.approx(found["1"]["split"], rel=1e-5)
-    # Of the first of the two loops only.
+    # Of the first of the two loops that train only.
     assert runs["2"].err.count(warning) == 1
     assert warning not in runs["1"].err + runs["2scale"].err
     refused = run_python(
@@ -84,4 +85,5 @@ def test_loop_with_an_accelerator_is_told_how_it_keeps_its_steps(tmp_path):
         {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2", "UNSLOTH_MULTIGPU_INEXACT": "raise"},
     )
     assert refused.code == 69
+    assert "    accelerator.backward(" in refused.err
     assert "Hint: Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))" in refused.err

@@ -81,7 +81,7 @@ def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
             "The samples of a Trainer's steps are chosen here; an accelerator that a script made is another one.",
         ),
         Patch(
-            "accelerate.accelerator:Accelerator.prepare_data_loader",
+            "accelerate.accelerator:Accelerator.backward",
             _SUPPORTS,
             functools.partial(_told_batches, of_trainers, config, world_size),
             "In a loop with an Accelerator each rank takes whole batches: other steps than those of one process.",
@@ -107,13 +107,15 @@ def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None])
 
 
 def _told_batches(
-    of_trainers: WeakSet[Any], config: MultiGPUConfig, world_size: int, original: Callable[..., Any]
-) -> Callable[..., Any]:
+    of_trainers: WeakSet[Any], config: MultiGPUConfig, world_size: int, original: Callable[..., None]
+) -> Callable[..., None]:
     told: WeakSet[Any] = WeakSet()
 
     @functools.wraps(original)
-    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in of_trainers and self not in told and not self.split_batches:
+    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Evaluations do not come here, and a loader that accelerate has not prepared gives other batches.
+        is_own = self not in of_trainers and self.gradient_state.in_dataloader
+        if is_own and self not in told and not self.split_batches:
             told.add(self)
             what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples"
             hint = (
@@ -124,9 +126,9 @@ def _told_batches(
                 raise SetupError(f"{what} of one process.", hint=hint)
             if self.is_main_process:
                 logger.warning("%s of one process. %s", what, hint)
-        return original(self, *args, **kwargs)
+        original(self, *args, **kwargs)
 
-    return prepare_data_loader
+    return backward
 
 
 def _checked(original: Callable[..., bool]) -> Callable[..., bool]:

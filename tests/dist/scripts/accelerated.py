@@ -1,4 +1,4 @@
-"""A loop with an Accelerator of its own: as accelerate shares batches by default, and with batches that are split."""
+"""Loops with Accelerators of their own: one scores rows, one trains as accelerate shares batches, one splits them."""
 
 import json
 import os
@@ -33,7 +33,16 @@ def train(**options: object) -> list[float]:
     return norms
 
 
+def score() -> int:
+    """Rows that are scored without training."""
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(torch.nn.Linear(3, 1), DataLoader(torch.randn(24, 3), batch_size=4))
+    with torch.no_grad():
+        return sum(len(accelerator.gather_for_metrics(model(batch))) for batch in loader)
+
+
 found = {
+    "scored": score(),
     "whole": train(),
     "split": train(dataloader_config=DataLoaderConfiguration(split_batches=True)),
 }
