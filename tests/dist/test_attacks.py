@@ -33,6 +33,7 @@ EXACT = [
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "ignored_rows", "token_class_weights", "weighted_rows")),
     *(f"{kind}:{SHARED}" for kind in ("attended_mean", "summed_target")),
     *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm", "questions", "router")),
+    f"own_backward:{WHOLE}",
     # Half of the parts have no label, and their mean is no number.
     *("masked:22x2x3", "masked:21x3x1"),
     # Rows of several lengths that are never collated together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -221,7 +221,9 @@ class StepPasses:
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
         """One call of `training_step`; returns its weighed loss."""
         micro_batch.is_weighed, self._is_own_backward = False, True
-        loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
+        is_left_out = micro_batch.piece.is_filler and has_own_step(self._trainer)
+        with _without_gradient(model) if is_left_out else nullcontext():
+            loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
         return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
 
@@ -293,3 +295,13 @@ class StepPasses:
         if self._manager.identity.world_size == 1:
             return nullcontext()
         return instance_attribute(self._trainer.args, "average_tokens_across_devices", False)
+
+
+@contextmanager
+def _without_gradient(model: nn.Module) -> Iterator[None]:
+    """Adds nothing to gradients, whatever a script's own step passes backward: nobody has weighed that."""
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_hook(torch.zeros_like).remove)
+        yield
