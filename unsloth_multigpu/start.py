@@ -19,10 +19,10 @@ from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_opt
 
 logger = get_logger(__name__)
 
-# Option -> torchrun's variable for it, as Kubeflow sets it, and the values that ask for nothing.
+# Option -> torchrun's variable for it, as Kubeflow sets it; values that ask for nothing; what would happen unasked.
 _OF_CLUSTER = {
-    "nnodes": ("PET_NNODES", ("", "1")),
-    "num_gpus": ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS)),
+    "nnodes": ("PET_NNODES", ("", "1"), "each node would train by itself"),
+    "num_gpus": ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS), "all devices of the machine would train"),
 }
 
 
@@ -38,11 +38,11 @@ def check_cluster(arguments: Mapping[str, Any]) -> None:
         ConfigError: A variable asks for several nodes or for a number of ranks, and no option does.
     """
     given = given_options(arguments)
-    for name, (cluster_variable, neutral) in _OF_CLUSTER.items():
+    for name, (cluster_variable, neutral, otherwise) in _OF_CLUSTER.items():
         value = os.environ.get(cluster_variable, "")
         if name not in given and value not in neutral:
             raise ConfigError(
-                f"{cluster_variable}={value!r} is set, and {name} was not given: each node would train by itself.",
+                f"{cluster_variable}={value!r} is set, and {name} was not given: {otherwise}.",
                 hint=f"Give {variable(name)}; of several nodes also the other options that docs/cluster.md lists for "
                 f"Kubeflow. Or start the script with torchrun, which reads the variables. For one node unset "
                 f"{cluster_variable}.",

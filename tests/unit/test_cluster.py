@@ -23,14 +23,18 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "option"),
-    [("PET_NNODES", "2", "nnodes"), ("PET_NNODES", "1:4", "nnodes"), ("PET_NPROC_PER_NODE", "4", "num_gpus")],
+    ("name", "value", "option", "otherwise"),
+    [
+        ("PET_NNODES", "2", "nnodes", "each node would train by itself"),
+        ("PET_NNODES", "1:4", "nnodes", "each node would train by itself"),
+        ("PET_NPROC_PER_NODE", "4", "num_gpus", "all devices of the machine would train"),
+    ],
 )
 def test_pod_that_would_train_by_itself_is_refused(
-    name: str, value: str, option: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, option: str, otherwise: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given") as error:
+    with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given: {otherwise}") as error:
         check_cluster({option: None})
     assert f"Give {ENV_PREFIX}{option.upper()}" in str(error.value)
     # What was given counts, whatever the cluster says.

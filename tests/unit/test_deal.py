@@ -125,5 +125,5 @@ def test_step_with_fewer_samples_than_ranks_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
         check_divisible(3, 4)
     check_divisible(4, 4)
-    hint = "Hint: Set num_gpus=3, or raise per_device_train_batch_size or gradient_accumulation_steps to 4 samples"
-    assert hint in str(error.value)
+    hint = "Hint: Set num_gpus=3 (of all nodes together), or raise per_device_train_batch_size"
+    assert f"{hint} or gradient_accumulation_steps to 4 samples" in str(error.value)

@@ -84,8 +84,8 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
         raise ConfigError(
             f"per_device_train_batch_size={one.batch} x gradient_accumulation_steps={one.accumulation}{at_once}: the "
             f"completions of a step, or of a generation, cannot be shared evenly by {world_size} ranks.",
-            hint=f"Set num_gpus={most_ranks}; or per_device_train_batch_size={batch} works with this accumulation; or "
-            "use global_batch='scale'.",
+            hint=f"Set num_gpus={most_ranks} (of all nodes together); or per_device_train_batch_size={batch} works "
+            "with this accumulation; or use global_batch='scale'.",
             most_ranks=most_ranks,
         )
     mine = shared // world_size
