@@ -18,6 +18,7 @@ REFUSED = {
     "hooked": "The script's hook on the gradient of lm_head.weight is never called where the model is sharded",
     "adafactor": "optim='adafactor' does not train weights that FSDP2 of accelerate has sharded",
     "inner": "model.norm.weight, lm_head.weight came whole out of step 1: a part of the model was called by itself",
+    "own_backward": "OwnBackward.training_step calls backward() by itself, and the model is sharded",
     "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
 }
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

@@ -219,12 +219,22 @@ class StepPasses:
             trainer.args.gradient_accumulation_steps = 1
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
-        """One call of `training_step`; returns its weighed loss."""
+        """One call of `training_step`; returns its weighed loss.
+
+        Raises:
+            SetupError: A script's own step calls `backward()` by itself, and the model is sharded.
+        """
         micro_batch.is_weighed, self._is_own_backward = False, True
         is_left_out = micro_batch.piece.is_filler and has_own_step(self._trainer)
         with _without_gradient(model) if is_left_out else nullcontext():
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
+        if self._is_own_backward and self.is_lockstep:
+            raise SetupError(
+                f"{type(self._trainer).__name__}.training_step calls backward() by itself, and the model is sharded: "
+                "micro-batches that a rank computes only to keep pace with the others would count.",
+                hint="Let it call self.accelerator.backward(loss).",
+            )
         return loss if micro_batch.is_weighed or not micro_batch.factor else loss * micro_batch.factor
 
     def _multiply_gradients(self, model: nn.Module) -> None:
@@ -299,7 +309,7 @@ class StepPasses:
 
 @contextmanager
 def _without_gradient(model: nn.Module) -> Iterator[None]:
-    """Adds nothing to gradients, whatever a script's own step passes backward: nobody has weighed that."""
+    """Adds nothing to gradients of whole weights, whatever a script's own step passes backward: nobody weighs that."""
     with ExitStack() as stack:
         for parameter in model.parameters():
             if parameter.requires_grad:

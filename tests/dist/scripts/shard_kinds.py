@@ -165,6 +165,20 @@ def by_hand():
     return model, rows, {"trainer_class": ByHand}
 
 
+class OwnBackward(Trainer):
+    """Knows nothing of accelerate."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**self._prepare_inputs(inputs)).loss
+        loss.backward()
+        return loss.detach()
+
+
+def own_backward():
+    model, rows, _ = llama()
+    return model, rows, {"trainer_class": OwnBackward}
+
+
 args.out.mkdir(parents=True, exist_ok=True)
 for kind in args.kinds.split(","):
     torch.manual_seed(0)
