@@ -158,7 +158,7 @@ def resume(folder, num_ranks, lines):
 
 
 def test_killed_rank_costs_no_step_and_one_card_goes_on(tmp_path):
-    """The second attempt ends with the weights of an undisturbed training, as one card does with two cards' checkpoint."""
+    """The second attempt, and one card with a checkpoint of two, end with the weights of an undisturbed training."""
     assert "resumes from checkpoints_killed/checkpoint-6" in resume(tmp_path, 2, RESUMES)
     one = {**RESUMES["elastic"], "folder": "on_one", "from": "checkpoints_elastic/checkpoint-6"}
     resume(tmp_path, 1, {"on_one": one})
