@@ -36,6 +36,7 @@ class StepShape:
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
         whole: See `deal_step`.
+        in_each: See `deal_step`.
         is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
     """
 
@@ -47,6 +48,7 @@ class StepShape:
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
+    in_each: bool = False
     is_lockstep: bool = False
 
     def in_order(self, sizes: Sequence[int]) -> list[Piece]:
@@ -59,8 +61,10 @@ class StepShape:
 
     def _share(self, make: MakePlan | None, sizes: Sequence[int]) -> Callable[[], list[Piece]]:
         if make is None:
-            make = functools.partial(deal_step, sizes, self.world_size, regroup=self.regroup, whole=self.whole)
-        return functools.partial(_share, make, self.rank, is_lockstep=self.is_lockstep, whole=self.whole)
+            how = {"regroup": self.regroup, "whole": self.whole, "in_each": self.in_each}
+            make = functools.partial(deal_step, sizes, self.world_size, **how)
+        keeps_whole = self.whole or self.in_each
+        return functools.partial(_share, make, self.rank, is_lockstep=self.is_lockstep, whole=keeps_whole)
 
 
 def _share(make: MakePlan, rank: int, *, is_lockstep: bool, whole: bool) -> list[Piece]:
