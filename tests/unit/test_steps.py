@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
@@ -125,6 +126,20 @@ def test_trainer_must_prepare_one_loader(num_loaders):
     trainer = Losing(num_loaders)
     with fed(trainer, feed(trainer)), pytest.raises(SetupError, match=f"prepared {num_loaders} data loaders; expected"):
         trainer.get_train_dataloader()
+
+
+def test_callback_of_micro_batches_is_named_where_one_process_is_only_guarded(caplog):
+    class Hears:
+        def on_substep_end(self, args, state, control, **kwargs):
+            raise AssertionError("a step is one item of the loop")
+
+    trainer = Losing()
+    trainer.add_callback(Hears())
+    steps = feed(trainer)
+    steps._manager.check_same = lambda facts: None
+    steps.passes.compute_loss = trainer.compute_loss
+    steps._dealt(DataLoader(range(8), batch_size=2), StepShape(0, 1, 4, False))
+    assert "Hears.on_substep_end is not called" in caplog.text
 
 
 def test_loader_asked_for_behind_the_beginning_leaves_the_loops_as_it_is():

@@ -243,7 +243,7 @@ class StepFeed(Part):
         if self._is_shared:
             dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole, in_each=in_each)
-        if self._is_shared and self.num_accumulated > 1:
+        if self.num_accumulated > 1:
             self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
         gathered = ", each compared with the rows of all ranks" if in_each else ""
