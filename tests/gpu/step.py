@@ -99,9 +99,9 @@ def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
             7,
             "what the line costs in one process",
             240,
-            "--ranks 1 --arms one_process,line_one,guarded_one --interleave steps",
+            "--ranks 1 --arms one_process,line_one,guarded_one",
             warmup=6,
-            repeats=2,
+            repeats=3,
             judge=judge_line(bench.is_tiny),
         ),
     )

@@ -235,7 +235,6 @@ def test_run_is_measured_without_its_warm_up() -> None:
         ("--epochs 3", "--epochs 3 is for --strategies, not for --arms"),
         ("--steps 2 --strategies ddp", "--steps 2: expected more than --warmup 2"),
         ("--lengths fixed:20 --strategies ddp", "--lengths fixed:20: expected text:MAX"),
-        ("--interleave steps --strategies ddp", "--interleave steps is for --arms, not for --strategies"),
         ("--four-bit --library unsloth --train full", "--four-bit with --library unsloth --train full"),
     ],
 )

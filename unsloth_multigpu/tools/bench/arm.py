@@ -12,7 +12,7 @@ from typing import Any
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import flag
-from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
+from unsloth_multigpu.options import INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.tools.bench.bench_option import ARMS as ARMS_OPTION
 from unsloth_multigpu.tools.bench.bench_option import STRATEGIES as STRATEGIES_OPTION
 from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
@@ -212,9 +212,6 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if options.interleave == "steps":
-        # A rank makes no progress during the turns of the other arms.
-        variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
         variables |= HIDDEN
     elif arm.num_devices(options) == 1:

@@ -30,7 +30,7 @@ LEARNING_RATE = 1e-3
 MAX_TEST_ROWS = 128
 # Defaults of a benchmark of strategies, where they differ from those of arms.
 _OF_STRATEGIES: Mapping[str, Any] = {"steps": 40, "lengths": "text:128"}
-_ONLY_FOR = {**dict.fromkeys(("library", "padding_free", "interleave"), ARMS), "epochs": STRATEGIES}
+_ONLY_FOR = {**dict.fromkeys(("library", "padding_free"), ARMS), "epochs": STRATEGIES}
 
 
 def _option(default: Any, text: str, shown: str = "N", *, words: Sequence[str] = (), group: str) -> Any:
@@ -94,13 +94,7 @@ class BenchOptions:
     # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
     warmup: int = _run(2, f"first steps, which are not timed ({NUM_WARMUP_ON_DEVICE} of arms on GPUs)")
     repeats: int = _run(3, "rounds, each of which runs every arm once")
-    interleave: str = _run(
-        "runs",
-        "steps = all arms are in memory at once and take turns step by step, which ratios need on a machine that "
-        "others disturb; runs = one after the other",
-        words=("runs", "steps"),
-    )
-    timeout_s: float = _run(900.0, "limit of one run, or turn", "SECONDS")
+    timeout_s: float = _run(900.0, "limit of one run", "SECONDS")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> BenchOptions:
@@ -140,11 +134,6 @@ class BenchOptions:
     def num_samples_per_step(self) -> int:
         """Samples of an optimizer step over all ranks: the same number in every arm."""
         return self.batch_size * self.accumulation * self.ranks
-
-    @property
-    def timeout_of_turns_s(self) -> float:
-        """The limit of a run of all arms in turns, in seconds."""
-        return self.timeout_s * (1 + len(self.arms) * (self.warmup + self.steps + 1))
 
     @property
     def num_rows(self) -> int:

@@ -17,7 +17,7 @@ class MeasuredStep:
     """One optimizer step of one rank.
 
     Args:
-        wall_s: From the end of the step before to its own; where arms take turns, from the begin of its turn.
+        wall_s: From the end of the step before to its own.
         cpu_s: CPU time of the process in the same span.
         compute_s: Time in forward and backward, without waiting for other ranks.
         micro_batches: Of each: rows, longest row, tokens that are no padding.
@@ -145,11 +145,8 @@ def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str,
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step.micro_batches]
     num_tokens = sum(tokens for _, _, tokens in sizes)
-    if options.interleave == "steps":
-        # Ranks waited for each other behind each step. Else who is late in one step may be early in the next.
-        wall_s = sum(max(rank.wall_s for rank in step) for step in steps)
-    else:
-        wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
+    # Of the whole run: who is late in one step may be early in the next.
+    wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
     return {
         "tokens_per_s": num_tokens / wall_s,
         "padding_share": 1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),

@@ -122,8 +122,6 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         f", {options.optim}": options.optim != BenchOptions.optim,
     }
     notes = {
-        "turns: all arms of a round are in memory at once, and one trains at a time, a step; launchers that watch "
-        "waiting ranks continue": options.interleave == "steps",
         f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "
         '(balance="off"), so that they differ in nothing but how gradients meet': options.is_learning,
         **{f"{name}: {find_arm(name).note}": find_arm(name).note for name in options.arms},

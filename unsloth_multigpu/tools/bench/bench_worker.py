@@ -15,7 +15,6 @@ from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.tools.bench.arm import Arm, find_arm
 from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.turn import Turn
 from unsloth_multigpu.tools.bench.unsloth_arm import load_model, make_trainer
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ def main(settings_file: str) -> None:
         given = {"check_first_step": "off", **arm.line, "device": options.device}
         enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
-    turn = None if settings["turns"] is None else Turn(settings["turns"], arm.name, rank)
-    record = _train(arm, options, rank, turn)
+    record = _train(arm, options, rank)
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -55,7 +53,7 @@ def main(settings_file: str) -> None:
         dist.destroy_process_group()  # Left to the interpreter's end its threads abort a process now and then.
 
 
-def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dict[str, Any]:
+def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
         importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
     import torch
@@ -76,15 +74,10 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            if turn is not None:
-                turn.wait()
             meter.mark_begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
-            if turn is not None:
-                turn.wait()
-                meter.mark_begin()
 
     # Samplers that need lengths find them here without reading the rows.
     data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})

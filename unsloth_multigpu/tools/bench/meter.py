@@ -61,7 +61,7 @@ class Meter:
         return self
 
     def mark_begin(self) -> None:
-        """An epoch begins, or this arm's turn. What came before it belongs to no step."""
+        """An epoch begins. What came before it belongs to no step."""
         self._begin = self._mark()
 
     def mark_step(self) -> None:
