@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from unsloth_multigpu.cli.screen import Progress
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import CommandOption
-from unsloth_multigpu.tools.bench import bench_option as option
-from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, STRATEGIES, choose_names, part_available
+from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
 from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
@@ -25,13 +24,10 @@ if TYPE_CHECKING:
 
 def bench_table() -> dict[str, CommandOption]:
     """Every option: name -> what it is."""
-    group = "what is compared"
-    arms, strategies = ("; ".join(f"{a.name}: {a.text}" for a in known.values()) for known in (ARMS, STRATEGIES))
-    others = ", ".join(name for name in ARMS if name not in DEFAULT_ARMS)
-    text = f'in place of arms gradient strategies, or "all"; the model learns a text. {strategies}'
+    arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
+    usual = ",".join(choose_names(None))
     return {
-        option.ARMS: CommandOption(str, f"{arms} [all but {others}]", "A,B", group=group),
-        option.STRATEGIES: CommandOption(str, text, "A,B", group=group),
+        "arms": CommandOption(str, f"{arms} [{usual}]", "A,B", group="what is compared"),
         **options_table(),
         "json": CommandOption(str, "write all figures there", "FILE", group="measurement"),
     }
@@ -49,8 +45,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """
     options = BenchOptions.from_arguments(arguments)
     _check_output(arguments.json)
-    names = choose_names(arguments.strategies if options.is_learning else arguments.arms, options)
-    options = on_device(options, is_warm=arguments.warmup is not None or options.is_learning)
+    names = choose_names(arguments.arms)
+    options = on_device(options, is_warm=arguments.warmup is not None)
     names, remarks = part_available(names, options)
     if not names:
         raise SetupError("; ".join(remarks) + ".", hint="Choose other arms.")

@@ -13,8 +13,6 @@ from typing import Any
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import CommandOption, did_you_mean, flag
 
-# What is compared: the names of the options that say of which, too.
-ARMS, STRATEGIES = "arms", "strategies"
 # Hidden size, layers, vocabulary. The last one has about 0.9e9 parameters.
 MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
     "tiny": (64, 2, 1000),
@@ -26,11 +24,6 @@ HEAD_SIZE = 64
 # A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
 NUM_WARMUP_ON_DEVICE = 20
 TRANSFORMERS, UNSLOTH = _LIBRARIES = ("transformers", "unsloth")
-LEARNING_RATE = 1e-3
-MAX_TEST_ROWS = 128
-# Defaults of a benchmark of strategies, where they differ from those of arms.
-_OF_STRATEGIES: Mapping[str, Any] = {"steps": 40, "lengths": "text:128"}
-_ONLY_FOR = {**dict.fromkeys(("library", "padding_free"), ARMS), "epochs": STRATEGIES}
 
 
 def _option(default: Any, text: str, shown: str = "N", *, words: Sequence[str] = (), group: str) -> Any:
@@ -54,13 +47,11 @@ class BenchOptions:
 
     Args:
         arms: Names of what is compared, in the order in which they run.
-        is_learning: Strategies are compared: the model learns a text, and is tested after each epoch.
         model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
         is_card_shared: All ranks use the one visible card, over gloo.
     """
 
     arms: Sequence[str] = ()
-    is_learning: bool = False
     model_folder: str | None = None
     is_card_shared: bool = False
     ranks: int = _what(2, "ranks of arms that have several")
@@ -80,7 +71,7 @@ class BenchOptions:
     optim: str = _model("adamw_torch", "of TrainingArguments", "NAME")
     lengths: str = _data(
         "lognormal:150:1024",
-        "lognormal:MEDIAN:MAX or fixed:N in tokens; text:MAX = Python's help texts, a byte is a token",
+        "lognormal:MEDIAN:MAX or fixed:N in tokens",
         "SPEC",
     )
     padding_free: bool = _data(
@@ -89,10 +80,9 @@ class BenchOptions:
     batch_size: int = _data(8, "samples of a micro-batch per device")
     accumulation: int = _data(1, "micro-batches of a step per rank")
     seed: int = _data(0, "of weights, lengths and tokens")
-    epochs: int = _run(2, "epochs, each with a test at its end")
-    steps: int = _run(3, "timed optimizer steps; with --strategies of an epoch")
+    steps: int = _run(3, "timed optimizer steps")
     # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
-    warmup: int = _run(2, f"first steps, which are not timed ({NUM_WARMUP_ON_DEVICE} of arms on GPUs)")
+    warmup: int = _run(2, f"first steps, which are not timed ({NUM_WARMUP_ON_DEVICE} on GPUs)")
     repeats: int = _run(3, "rounds, each of which runs every arm once")
     timeout_s: float = _run(900.0, "limit of one run", "SECONDS")
 
@@ -104,16 +94,8 @@ class BenchOptions:
             ConfigError: A value cannot be used.
         """
         given = {name: value for name, value in vars(arguments).items() if value is not None}
-        if {ARMS, STRATEGIES} <= given.keys():
-            raise ConfigError("--arms and --strategies are two benchmarks.", hint="Give one of them.")
-        kind = STRATEGIES if STRATEGIES in given else ARMS
         values = {name: given[name] for name in options_table() if name in given}
-        for name, value in values.items():
-            if _ONLY_FOR.get(name, kind) != kind:
-                only = f"is for {flag(_ONLY_FOR[name])}, not for {flag(kind)}"
-                raise ConfigError(f"{flag(name)} {value} {only}.", hint="Leave it out.")
-        is_learning = kind == STRATEGIES
-        options = cls(is_learning=is_learning, **{**(_OF_STRATEGIES if is_learning else {}), **values})
+        options = cls(**values)
         options._check(values)
         return options
 
@@ -138,7 +120,7 @@ class BenchOptions:
     @property
     def num_rows(self) -> int:
         """Rows of the data set: one epoch of whole steps."""
-        return self.num_samples_per_step * (self.steps + (0 if self.is_learning else self.warmup))
+        return self.num_samples_per_step * (self.steps + self.warmup)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         table = options_table()
@@ -160,10 +142,6 @@ class BenchOptions:
             raise _wrong("four_bit", f"with --library {self.library} --train {self.train}", "unsloth and lora")
         if not 0 < self.timeout_s < math.inf:
             raise _wrong("timeout_s", self.timeout_s, "seconds above 0")
-        if self.is_learning and not self.lengths.startswith("text:"):
-            raise _wrong("lengths", self.lengths, "text:MAX, since random tokens teach a model nothing")
-        if self.is_learning and self.steps <= self.warmup:
-            raise _wrong("steps", self.steps, f"more than --warmup {self.warmup}")
 
 
 def options_table() -> dict[str, CommandOption]:
@@ -171,10 +149,8 @@ def options_table() -> dict[str, CommandOption]:
     table = {}
     for row in (row for row in fields(BenchOptions) if row.metadata):
         option: CommandOption = row.metadata["option"]
-        defaults = [] if row.default is False else [f"{row.default:g}" if option.kind is float else str(row.default)]
-        defaults += [f"with --strategies {_OF_STRATEGIES[row.name]}"] if row.name in _OF_STRATEGIES else []
-        only = f"with {flag(_ONLY_FOR[row.name])}: " if row.name in _ONLY_FOR else ""
-        text = f"{only}{option.text}" + (f" [{'; '.join(defaults)}]" if defaults else "")
+        default = f"{row.default:g}" if option.kind is float else str(row.default)
+        text = option.text if row.default is False else f"{option.text} [{default}]"
         table[row.name] = option._replace(text=text)
     return table
 
@@ -188,6 +164,6 @@ def _check_lengths(text: str) -> None:
     kind, _, rest = text.partition(":")
     numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
     # Two tokens hold the number of the row, and a causal loss needs one more to predict.
-    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("text", 1, 0), ("lognormal", 2, 1))
+    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
     if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
-        raise _wrong("lengths", repr(text), "lognormal:MEDIAN:MAX, fixed:N or text:MAX (tokens, at least 3)")
+        raise _wrong("lengths", repr(text), "lognormal:MEDIAN:MAX or fixed:N (tokens, at least 3)")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Progress, left_s
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.option_type import flag
-from unsloth_multigpu.tools.bench.arm import Arm, arm_environment, find_arm
-from unsloth_multigpu.tools.bench.bench_option import ARMS, STRATEGIES, BenchOptions
+from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
+from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import RankRecord
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end
@@ -48,7 +47,7 @@ def run_rounds(
                 progress.begin(1 + len(took_s), total, label, left_s([1.0] * total, took_s) if took_s else None)
                 begin_s = time.monotonic()
                 try:
-                    done[name] = run_arm(find_arm(name), options, folder)
+                    done[name] = run_arm(ARMS[name], options, folder)
                 except LaunchError as failed:
                     return records, failed
                 took_s.append(time.monotonic() - begin_s)
@@ -86,6 +85,6 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
         tail = textwrap.indent(last_lines(log.read_text(encoding="utf-8", errors="replace")), "  | ")
         raise LaunchError(
             f"The arm {arm.name} ({arm.text}) {problem}. The end of its output:\n{tail}",
-            hint=f"Run it alone: unsloth-multigpu bench {flag(STRATEGIES if options.is_learning else ARMS)} {arm.name}",
+            hint=f"Run it alone: unsloth-multigpu bench --arms {arm.name}",
         )
     return [RankRecord.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]

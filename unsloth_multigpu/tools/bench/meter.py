@@ -70,10 +70,6 @@ class Meter:
         self._steps.append((self._begin, end))
         self._begin = end
 
-    def extend_step(self) -> None:
-        """What came since the last step belongs to it: ranks that step by themselves meet at an epoch's end."""
-        self._steps[-1] = (self._steps[-1][0], self._mark())
-
     def steps(self) -> list[dict[str, Any]]:
         """One record per step, see `result.MeasuredStep`."""
         return [
