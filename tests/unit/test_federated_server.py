@@ -66,10 +66,10 @@ def run(plan: training.ServerPlan, num_clients: int = 2, **options: Any) -> tupl
         ({"clients_per_gpu": "many"}, "clients_per_gpu='many'; expected a whole number of 1 or more"),
         ({"max_workers": 1.5}, "max_workers=1.5"),
         ({"placement": "random"}, "placement='random'; expected 'round_robin' or 'balanced'"),
-        ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean', 'project' or 'exact'"),
+        ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean' or 'project'"),
         (
-            {"lora_aggregation": "exact", "strategy": "fedadam"},
-            "lora_aggregation='exact' cannot work here: FedAdam does not take the example-weighted mean",
+            {"lora_aggregation": "project", "strategy": "fedadam"},
+            "lora_aggregation='project' cannot work here: FedAdam does not take the example-weighted mean",
         ),
         ({"seed": -1}, "seed=-1"),
         ({"log_dir": ""}, "log_dir=''"),

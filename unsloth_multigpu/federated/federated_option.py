@@ -85,7 +85,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "clients_per_gpu": (_is_whole, _COUNT),
     "max_workers": (lambda v: v is None or _is_whole(v), _COUNT),
     "placement": (lambda v: v in ("round_robin", "balanced"), "'round_robin' or 'balanced'"),
-    "lora_aggregation": (lambda v: v in ("mean", "project", "exact"), "'mean', 'project' or 'exact'"),
+    "lora_aggregation": (lambda v: v in ("mean", "project"), "'mean' or 'project'"),
     "seed": (lambda v: _is_whole(v, 0) and v < 2**31, "a whole number from 0 to 2**31 - 1"),
     "log_dir": (_is_text, "the name of a folder"),
     # A model can be called, too.

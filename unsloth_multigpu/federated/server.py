@@ -40,7 +40,7 @@ def create_multigpu_flower_server(
     max_workers: int | None = None,
     placement: Literal["round_robin", "balanced"] = "round_robin",
     strategy_kwargs: Mapping[str, Any] | None = None,
-    lora_aggregation: Literal["mean", "project", "exact"] = "mean",
+    lora_aggregation: Literal["mean", "project"] = "mean",
     seed: int = 0,
     log_dir: str = "logs",
 ) -> FederatedServer:
@@ -65,7 +65,7 @@ def create_multigpu_flower_server(
             seconds, to whichever device is free.
         strategy_kwargs: Arguments of the strategy's class, for a name.
         lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
-            nearest to mean(B A); "exact" = that, and clients add the rest to their base weights.
+            nearest to mean(B A).
         seed: Of models, clients and their choice.
         log_dir: Where the processes write what clients print, in slot_K.log.
 
