@@ -30,7 +30,6 @@ from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import findings
 from unsloth_multigpu.tools.doctor import seam_page as seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
-from unsloth_multigpu.tools.forecast import forecast_command as forecast
 from unsloth_multigpu.tools.verify import verify_command as verify
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
@@ -251,18 +250,6 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
     assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
     assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
     assert asked == [4]
-
-
-def test_forecast_refuses_ranks_that_it_cannot_check_before_the_first_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 2))
-    monkeypatch.setattr(forecast, "run_program", lambda *arguments: pytest.fail("a run was started"))
-    assert main.main(["forecast", "--check", "8", "train.py"]) == SetupError.exit_code
-    told = capsys.readouterr().err
-    assert told.startswith(
-        "error: --check 8 cannot be run here: num_gpus=8, but 2 GPU(s) are visible.\nHint: Give a number"
-    )
 
 
 HELPER = """

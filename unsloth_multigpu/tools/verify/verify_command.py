@@ -18,6 +18,7 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, MultiGPUError, SetupError
 from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
@@ -29,13 +30,13 @@ from unsloth_multigpu.tools.script_program import (
     thread_variables,
 )
 from unsloth_multigpu.tools.tail import last_lines
-from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
 SCHEMA_VERSION = 2
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
+_TOOL = "unsloth_multigpu.tools.verify.verify_tool:Verify"
 # The begin of the script's output, by which the next call knows that it may replace the file.
 HEADING = "unsloth-multigpu verify: what the script printed"
 # Options that a run does not have, or that mean something else here: see cli.command.
@@ -90,7 +91,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
                 **variables,
                 **threads,
                 **device_variables(config.device, num_gpus),
-                **ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout).variables(),
+                **StepsRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout).variables(_TOOL),
             }
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             with output.of(label) as stream:
