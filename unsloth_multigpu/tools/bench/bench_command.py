@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.cli.screen import Progress
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
 from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
@@ -29,12 +28,12 @@ def bench_table() -> dict[str, CommandOption]:
     return {
         "arms": CommandOption(str, f"{arms} [{usual}]", "A,B", group="what is compared"),
         **options_table(),
-        "json": CommandOption(str, "write all figures there", "FILE", group="measurement"),
+        "json": CommandOption(bool, "print one JSON object with all figures [a table]", group="measurement"),
     }
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Runs every arm in every round, and prints a table of the rounds in which none failed.
+    """Runs every arm in every round, and prints those in which none failed.
 
     Returns:
         0, or 1 if an arm failed.
@@ -44,7 +43,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
         SetupError: This machine lacks what was asked for.
     """
     options = BenchOptions.from_arguments(arguments)
-    _check_output(arguments.json)
     names = choose_names(arguments.arms)
     options = on_device(options, is_warm=arguments.warmup is not None)
     names, remarks = part_available(names, options)
@@ -66,24 +64,26 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _publish(
-    file: str | None, options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]
+    as_json: bool, options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]
 ) -> None:
-    """Prints the table, and writes the file that was asked for."""
+    """Prints the table, or all figures."""
     from unsloth_multigpu.tools.bench.bench_result import summarize
     from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
 
     results = summarize(runs, options)
     device = next(iter(runs.values()))[0][0].device
     lines = [*conditions(options, device), *remarks]
-    show_results(lines, results)
-    if file:
-        outcome = {
-            "options": dataclasses.asdict(options),
-            "conditions": lines,
-            "results": [dataclasses.asdict(result) for result in results],
-            "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
-        }
-        Path(file).write_text(json_text(outcome), encoding="utf-8")
+    screen = Screen()
+    if not as_json:
+        show_results(screen, lines, results)
+        return
+    outcome = {
+        "options": dataclasses.asdict(options),
+        "conditions": lines,
+        "results": [dataclasses.asdict(result) for result in results],
+        "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
+    }
+    screen.line(json_text(outcome).rstrip())
 
 
 def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
@@ -113,14 +113,3 @@ def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
     warmup = options.warmup if is_warm else max(NUM_WARMUP_ON_DEVICE, options.warmup)
     is_shared = count == 1 and options.ranks > 1
     return dataclasses.replace(options, device=kind, warmup=warmup, is_card_shared=is_shared)
-
-
-def _check_output(file: str | None) -> None:
-    """Finds out before the measurement whether its result can be kept."""
-    if not file:
-        return
-    try:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"--json: {error}", hint="Name a file in a folder that can be written.") from error

@@ -41,9 +41,8 @@ _LEGEND = (
 )
 
 
-def show_results(lines: Sequence[str], results: Sequence[ArmResult]) -> None:
+def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResult]) -> None:
     """Prints the conditions and the table with what explains its columns."""
-    screen = Screen()
     for line in lines:
         screen.line(line)
     rows = [result_row(result) for result in results]

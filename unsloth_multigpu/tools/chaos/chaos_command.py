@@ -40,7 +40,7 @@ OWN_OPTIONS: dict[str, CommandOption] = {
         f"{', '.join(KINDS)}. [all]",
         "FAULTS",
     ),
-    "json": CommandOption(str, "File of the results.", "FILE"),
+    "json": CommandOption(bool, "Print one JSON object. [a table]"),
     "limit_s": CommandOption(float, "Limit of each start of the ranks, in seconds. [600]", "SECONDS"),
 }
 # With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
@@ -119,7 +119,7 @@ class Judge:
 
 
 def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
-    """Runs `program` once without faults and once with each, prints the table and writes what was asked for.
+    """Runs `program` once without faults and once with each, and prints what came of it.
 
     Args:
         options: What the command line gave; None = not given.
@@ -157,7 +157,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
         judge = _prepare(folder, scene, ended, run_options)
         rows = _try_all(named or all_faults(judge.whole.num_steps, num_ranks), judge, ended, progress)
-    return _report(rows, judge, options.json)
+    return _report(rows, judge, as_json=options.json)
 
 
 def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
@@ -204,13 +204,14 @@ def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Prog
     return rows
 
 
-def _report(rows: Sequence[FaultRow], judge: Judge, file: str | None) -> int:
+def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
     bad = [row.fault for row in rows if row.reasons]
-    if file:
+    screen = Screen()
+    if as_json:
         facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
-        Path(file).write_text(json_text(result), encoding="utf-8")
-    screen = Screen()
+        screen.line(json_text(result).rstrip())
+        return 1 if bad else 0
     show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
     told = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should."

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +25,9 @@ from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
-    common_variables,
-    device_variables,
     parse_numbers,
-    run_program,
+    run_first_steps,
 )
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
@@ -41,7 +39,6 @@ MOST_RANKS = 1024
 _FEWEST_STEPS = 3
 # A fit that repeats what it was made from worse than this is worth a word.
 _TOLERANCE = 0.15
-_LOG_LINES = 15
 _REDUCE_LIMIT_S = 120.0
 _TOOL = "unsloth_multigpu.tools.forecast.forecast_tool:Measure"
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
@@ -214,33 +211,25 @@ def _short(seconds: float) -> str:
 
 def _run(request: Request, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns what it has recorded."""
-    environment = {
-        **common_variables(folder / "logs"),
-        **({variable("device"): "cpu"} if request.device == "cpu" else {}),
-        **device_variables(request.device, 1),
-        **StepsRequest(str(folder), request.num_steps, num_gpus=1).variables(_TOOL),
-    }
-    log, file = folder / "log", folder / "rank_0.json"
-    with log.open("wb") as output:
-        code = run_program(program, environment, output, folder.name, request.limit_s)
-    if code != 0 or not file.exists():
-        raise _no_answer(code, log)
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
-
-
-def _no_answer(code: int, log: Path) -> SetupError:
-    lines = last_lines(log.read_text(encoding="utf-8", errors="replace"), _LOG_LINES).split("\n")
-    shown = "".join(f"\n  | {line}" for line in lines)
-    if code == 0:
-        return SetupError(
+    place = folder / "one"
+    place.mkdir()
+    asked = StepsRequest(str(place), request.num_steps, num_gpus=1)
+    variables = {variable("device"): "cpu"} if request.device == "cpu" else {}
+    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.limit_s)
+    shown = textwrap.indent(f"\n{tail}", "  | ")
+    if code != 0:
+        raise SetupError(
+            f"The script ended with exit code {code}; there is no forecast.{shown}",
+            hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
+        )
+    file = place / "rank_0.json"
+    if not file.exists():
+        raise SetupError(
             f"The script ended without a training that forecast could follow.{shown}",
             hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
         )
-    return SetupError(
-        f"The script ended with exit code {code}; there is no forecast.{shown}",
-        hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
-    )
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
 
 
 def _num_devices() -> int:
