@@ -220,17 +220,20 @@ def test_run_is_measured_without_its_warm_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--arms ours,theirs", "--arms: there is no 'theirs'"),
-        ("--arms ours,ours", "--arms: 'ours' is given twice"),
-        ("--ranks 0", "--ranks 0: expected at least 1"),
-        ("--warmup -1", "--warmup -1: expected at least 0"),
-        ("--model-size 100x2", "--model-size 100x2: expected a multiple of 64"),
-        ("--model-size 64x2x15", "--model-size 64x2x15: expected a multiple of 64 as hidden size, and a vocabulary"),
-        ("--model-size huge", "--model-size huge: expected tiny, small"),
-        ("--train half", "--train half: expected one of full, lora"),
-        *((f"--lengths {text}", f"--lengths {text!r}") for text in ("lognormal:300:200", "fixed:2", "normal:1:2")),
-        ("--timeout-s 0", "--timeout-s 0.0: expected seconds above 0"),
-        ("--four-bit --library unsloth --train full", "--four-bit with --library unsloth --train full"),
+        ("--arms ours,theirs", "arms='ours,theirs': there is no 'theirs'"),
+        ("--arms ours,ours", "arms='ours,ours': 'ours' is given twice"),
+        ("--ranks 0", "ranks=0; expected a whole number of at least 1"),
+        ("--warmup -1", "warmup=-1; expected a whole number of at least 0"),
+        ("--model-size 100x2", "model_size='100x2'; expected tiny, small, medium, 1b, or HIDDENxLAYERS"),
+        ("--model-size 64x2x15", "with a multiple of 64 as hidden size and a vocabulary of at least 256"),
+        ("--model-size huge", "model_size='huge'; expected tiny, small"),
+        ("--train half", "train='half'; expected 'full' or 'lora'"),
+        *(
+            (f"--lengths {text}", f"lengths={text!r}; expected lognormal")
+            for text in ("lognormal:300:200", "fixed:2", "normal:1:2")
+        ),
+        ("--timeout-s 0", "timeout_s=0.0; expected a number of at least 1"),
+        ("--four-bit --library unsloth --train full", "four_bit with library='unsloth' and train='full'"),
     ],
 )
 def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch) -> None:

@@ -105,10 +105,10 @@ def test_a_link_is_found_from_two_sizes(bytes_per_s, latency_s, num_ranks):
 
 @pytest.mark.parametrize("text", ["infiniband", "ethernet", "ethernet:0", "ethernet:fast"])
 def test_unknown_link_is_refused(text):
-    with pytest.raises(ConfigError, match=r"is no link; expected nvlink, pcie, or ethernet"):
-        parse_link(text)
-    assert parse_link("Ethernet:25").bytes_per_s == 3e9
-    assert parse_link("nvlink") is NVLINK
+    with pytest.raises(ConfigError, match=r"link='.*'; expected nvlink, pcie, or ethernet"):
+        parse_link("link", text)
+    assert parse_link("link", "Ethernet:25").bytes_per_s == 3e9
+    assert parse_link("link", "nvlink") is NVLINK
 
 
 @pytest.mark.parametrize(

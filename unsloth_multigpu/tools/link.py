@@ -48,7 +48,7 @@ NVLINK = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO, "NCCL's own figures: A100, 12
 PCIE = Link("pcie", 24 * _GIGA, 5.7 * _MICRO, "NCCL's own figures: PCIe 4 x16 with peer access, 24 GB/s, 5.7 us")
 
 
-def parse_link(text: str) -> Link:
+def parse_link(name: str, text: str) -> Link:
     """A link by the name that a command line gives it.
 
     Raises:
@@ -60,7 +60,7 @@ def parse_link(text: str) -> Link:
     match = re.fullmatch(r"ethernet:(\d+(?:\.\d+)?)", text.lower())
     if match is None or not (gbit := float(match[1])):
         raise ConfigError(
-            f"{text!r} is no link; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
+            f"{name}={text!r}; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
             hint="ethernet:1 is 1 Gbit/s.",
         )
     source = f"NCCL's own figures: 96 % of {gbit:g} Gbit/s, 14 us"

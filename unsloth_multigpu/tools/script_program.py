@@ -146,7 +146,7 @@ def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_of_each(num_ranks))}
 
 
-def parse_numbers(text: str) -> list[int]:
+def parse_numbers(name: str, text: str) -> list[int]:
     """ "1,2,8" as numbers of GPUs, smallest first.
 
     Raises:
@@ -154,6 +154,6 @@ def parse_numbers(text: str) -> list[int]:
     """
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise ConfigError(
-            f"--gpus {text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
+            f"{name}={text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
         )
     return sorted({int(number) for number in text.split(",")})

@@ -43,7 +43,6 @@ class Arm:
         training: What it adds to `TrainingArguments`.
         needs: A word that transformers' `training_args.py` must have; without it the arm is skipped.
         note: What a reader must know to compare it.
-        is_usual: It runs where no arms are named.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Arm:
     training: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
     note: str = ""
-    is_usual: bool = False
 
     @property
     def uses_all_devices(self) -> bool:
@@ -99,24 +97,22 @@ _MEETINGS = "ranks meet every 4 steps"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(REFERENCE, "Trainer, one process", has_one_process=True, is_usual=True),
+        Arm(REFERENCE, "Trainer, one process", has_one_process=True),
         Arm(
             "ours",
             "one line: enable_multi_gpu()",
             {"balance": "auto"},
             note="DDP does not search for unused parameters, as it does by default in a Trainer without the line; the "
             "first step is not compared with one process",
-            is_usual=True,
         ),
-        Arm("ours_off", 'one line, balance="off"', {"balance": "off"}, is_usual=True),
-        Arm(TORCHRUN, "torchrun + Trainer", launcher=_torchrun, is_usual=True),
+        Arm("ours_off", 'one line, balance="off"', {"balance": "off"}),
+        Arm(TORCHRUN, "torchrun + Trainer", launcher=_torchrun),
         Arm(
             "rebalance",
             "torchrun + batch_rebalance",
             launcher=_torchrun,
             training={"train_sampling_strategy": "batch_rebalance"},
             needs="batch_rebalance",
-            is_usual=True,
         ),
         Arm("ours_one", 'one line, one process, balance="tokens"', {"balance": "tokens"}, True),
         Arm("line_one", "one line, one process: what it costs there", {}, True),
@@ -151,20 +147,18 @@ _OF_LAUNCHERS = (
 )
 
 
-def choose_names(text: str | None) -> list[str]:
-    """The names in `text`, with commas between them; all usual ones where it is None.
+def choose_names(text: str) -> list[str]:
+    """The names in `text`, with commas between them.
 
     Raises:
         ConfigError: A name that is none, or one given twice.
     """
-    if text is None:
-        return [arm.name for arm in ARMS.values() if arm.is_usual]
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ARMS:
-            raise ConfigError(f"--arms: there is no {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
+            raise ConfigError(f"arms={text!r}: there is no {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
         if names.count(name) > 1:
-            raise ConfigError(f"--arms: {name!r} is given twice.", hint="Name each once; see --repeats.")
+            raise ConfigError(f"arms={text!r}: {name!r} is given twice.", hint="Name each once; see --repeats.")
     return names
 
 

@@ -11,7 +11,7 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import CommandOption
 from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
-from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
+from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
 from unsloth_multigpu.tools.plain_json import json_text
@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 def bench_table() -> dict[str, CommandOption]:
     """Every option: name -> what it is."""
+    table = BenchOptions.table()
     arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
-    usual = ",".join(choose_names(None))
-    return {
-        "arms": CommandOption(str, f"{arms} [{usual}]", "A,B", group="what is compared"),
-        **options_table(),
-        "json": CommandOption(bool, "print one JSON object with all figures [a table]", group="measurement"),
-    }
+    return {**table, "arms": table["arms"]._replace(text=f"{arms} [{BenchOptions.arms}]")}
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -42,13 +38,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
         ConfigError: An option has a value that cannot be used.
         SetupError: This machine lacks what was asked for.
     """
-    options = BenchOptions.from_arguments(arguments)
-    names = choose_names(arguments.arms)
+    options = BenchOptions.read(arguments)
+    names = choose_names(options.arms)
     options = on_device(options, is_warm=arguments.warmup is not None)
     names, remarks = part_available(names, options)
     if not names:
         raise SetupError("; ".join(remarks) + ".", hint="Choose other arms.")
-    options = dataclasses.replace(options, arms=names)
+    options = dataclasses.replace(options, arms=",".join(names))
     with exit_on_signal(), Progress("bench") as progress:
         for line in remarks:
             progress.say(line)
@@ -59,13 +55,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
         progress.say(f"error: {failed}")
         remarks.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.repeats}")
     if num_rounds:
-        _publish(arguments.json, dataclasses.replace(options, repeats=num_rounds), remarks, runs)
+        _publish(dataclasses.replace(options, repeats=num_rounds), remarks, runs)
     return 0 if failed is None else 1
 
 
-def _publish(
-    as_json: bool, options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]
-) -> None:
+def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]) -> None:
     """Prints the table, or all figures."""
     from unsloth_multigpu.tools.bench.bench_result import summarize
     from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
@@ -74,7 +68,7 @@ def _publish(
     device = next(iter(runs.values()))[0][0].device
     lines = [*conditions(options, device), *remarks]
     screen = Screen()
-    if not as_json:
+    if not options.json:
         show_results(screen, lines, results)
         return
     outcome = {

@@ -31,15 +31,16 @@ def run_rounds(
     Returns:
         `records[arm][round][rank]` of the rounds in which every arm ran to its end, and what ended the last one early.
     """
-    records: dict[str, list[list[RankRecord]]] = {name: [] for name in options.arms}
-    total = options.repeats * len(options.arms)
+    names = options.arms.split(",")
+    records: dict[str, list[list[RankRecord]]] = {name: [] for name in names}
+    total = options.repeats * len(names)
     took_s: list[float] = []
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(options.repeats):
             # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
-            first = number % len(options.arms)
+            first = number % len(names)
             done = {}
-            for name in [*options.arms[first:], *options.arms[:first]]:
+            for name in [*names[first:], *names[:first]]:
                 # Processes that an arm leaves behind are found by its path, which is not a prefix of another arm's.
                 folder = Path(root, str(number + 1), f"{name}.arm")
                 folder.mkdir(parents=True)

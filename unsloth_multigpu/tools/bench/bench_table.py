@@ -88,7 +88,7 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         ", 4-bit weights": options.four_bit,
         f", {options.optim}": options.optim != BenchOptions.optim,
     }
-    notes = [f"{name}: {ARMS[name].note}" for name in options.arms if ARMS[name].note]
+    notes = [f"{name}: {ARMS[name].note}" for name in options.arms.split(",") if ARMS[name].note]
     # Options of ours in the environment change the arms that have the line.
     mine = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX))
     return [

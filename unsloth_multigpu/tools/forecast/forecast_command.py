@@ -10,11 +10,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.option_type import CommandOption
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.first_steps import StepsRequest
@@ -33,7 +34,6 @@ from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
 SCHEMA_VERSION = 2
-DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8", 16
 MOST_RANKS = 1024
 # Steps that must be timed, or one slow step would decide.
 _FEWEST_STEPS = 3
@@ -46,52 +46,41 @@ _LEGEND = (
     "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
     "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging."
 )
-OWN_OPTIONS: dict[str, CommandOption] = {
-    "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
-    "link": CommandOption(
-        str,
-        "The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines. [measured by an "
-        "all-reduce where there are two GPUs, else pcie]",
-        "NAME",
-    ),
-    "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
-    "device": CommandOption(str, '"cpu": measures on the CPU. [auto]', "{auto,cpu}"),
-    "json": CommandOption(bool, "Print one JSON object. [a table]"),
-    "timeout_s": CommandOption(float, f"Limit of each run, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
-}
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    numbers = parse_numbers(name, text)
+    if numbers[-1] > MOST_RANKS:
+        raise ConfigError(f"{name}={text!r}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
+    return numbers
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a command line asks for, checked."""
+class ForecastOptions(Arguments):
+    """Options of `unsloth-multigpu forecast`.
 
-    numbers: tuple[int, ...]
-    link: Link | None
-    num_steps: int
-    device: str
-    limit_s: float
+    Args:
+        gpus: Numbers of GPUs, with commas between.
+        link: The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines.
+        steps: Optimizer steps that are run; the first two are not timed.
+        device: "cpu": measures on the CPU.
+        json: Print one JSON object.
+        timeout_s: Limit of each run, in seconds.
+    """
 
-    @classmethod
-    def read(cls, options: argparse.Namespace) -> Request:
-        """Checks what was given.
-
-        Raises:
-            ConfigError: A value that cannot be used.
-        """
-        numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
-        if numbers[-1] > MOST_RANKS:
-            raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-        num_steps = DEFAULT_STEPS if options.steps is None else options.steps
-        limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
-        if num_steps < 5:
-            raise ConfigError(f"--steps {num_steps}; expected at least 5.", hint="Leave it out for the default.")
-        if limit_s <= 0:
-            raise ConfigError(f"--timeout-s {limit_s:g}; expected more than 0.", hint="Leave it out.")
-        device = options.device or "auto"
-        if device not in ("auto", "cpu"):
-            raise ConfigError(f"--device {device!r}; expected auto or cpu.", hint="Leave it out.")
-        link = None if options.link is None else parse_link(options.link)
-        return cls(numbers, link, num_steps, device, limit_s)
+    gpus: Annotated[Any, Option(check=_numbers, shown="N,N,...")] = "2,4,8"
+    link: Annotated[
+        Any,
+        Option(
+            check=parse_link,
+            shown="NAME",
+            otherwise="measured by an all-reduce where there are two GPUs, else pcie",
+        ),
+    ] = None
+    steps: Annotated[int, Option(least=5)] = 16
+    device: Annotated[str, Option(words=("auto", "cpu"))] = "auto"
+    json: Annotated[bool, Option()] = False
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -109,11 +98,11 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
         RankTimeoutError: A run took longer than its limit.
     """
-    request = Request.read(options)
+    request = ForecastOptions.read(options)
     check_is_no_rank("forecast")
     screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_signal():
-        progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
+        progress.say(f"runs {request.steps} steps of {' '.join(program)} on one rank")
         record, link = _run(request, program, folder), request.link
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
@@ -126,9 +115,9 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             link = _measured_link(folder) if has_cards else assumed
     work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
-    rows = [estimate(work, n, link) for n in sorted({1, *request.numbers}) if n <= num_samples]
-    refused = [n for n in request.numbers if n > num_samples]
-    if options.json:
+    rows = [estimate(work, n, link) for n in sorted({1, *request.gpus}) if n <= num_samples]
+    refused = [n for n in request.gpus if n > num_samples]
+    if request.json:
         values = {
             "schema_version": SCHEMA_VERSION,
             "command": list(program),
@@ -209,13 +198,13 @@ def _short(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def _run(request: Request, program: Sequence[str], folder: Path) -> dict[str, Any]:
+def _run(request: ForecastOptions, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns what it has recorded."""
     place = folder / "one"
     place.mkdir()
-    asked = StepsRequest(str(place), request.num_steps, num_gpus=1)
+    asked = StepsRequest(str(place), request.steps, num_gpus=1)
     variables = {variable("device"): "cpu"} if request.device == "cpu" else {}
-    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.limit_s)
+    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.timeout_s)
     shown = textwrap.indent(f"\n{tail}", "  | ")
     if code != 0:
         raise SetupError(

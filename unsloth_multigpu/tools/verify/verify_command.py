@@ -7,13 +7,14 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
-from unsloth_multigpu.option_type import CommandOption
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.plain_json import json_text
@@ -28,18 +29,26 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
 SCHEMA_VERSION = 2
-DEFAULT_STEPS = 5
 _TOOL = "unsloth_multigpu.tools.verify.verify_tool:Verify"
-# Options that a run does not have, or that mean something else here: see cli.command.
-OWN_OPTIONS: dict[str, CommandOption] = {
-    "num_gpus": CommandOption(
-        int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]", "N"
-    ),
-    "steps": CommandOption(int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]", "N"),
-    "no_dropout": CommandOption(bool, "Switch dropout off in both runs. [as in the script]"),
-    "json": CommandOption(bool, "Print one JSON object, the receipt. [a table]"),
-    "timeout_s": CommandOption(float, f"Limit of each of the two runs, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
-}
+
+
+@dataclass(frozen=True)
+class VerifyOptions(Arguments):
+    """Options that a run does not have, or that mean something else here.
+
+    Args:
+        num_gpus: Ranks that are compared with one process.
+        steps: Optimizer steps that are compared.
+        no_dropout: Switch dropout off in both runs.
+        json: Print one JSON object, the receipt.
+        timeout_s: Limit of each of the two runs, in seconds.
+    """
+
+    num_gpus: Annotated[int | None, Option(least=1, otherwise="all visible GPUs; 2 CPU ranks without one")] = None
+    steps: Annotated[int, Option(least=1)] = 5
+    no_dropout: Annotated[bool, Option()] = False
+    json: Annotated[bool, Option()] = False
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
 def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -57,13 +66,10 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
-    num_steps = DEFAULT_STEPS if options.steps is None else options.steps
-    limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
-    if num_steps < 1:
-        raise ConfigError(f"--steps {num_steps}; expected at least 1.", hint=f"Leave it out for {DEFAULT_STEPS}.")
+    own = VerifyOptions.read(options)
+    num_steps = own.steps
     given = {name: getattr(options, name) for name in command_options("verify")}
-    # The same rules as for the options of a run.
-    config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
+    config = MultiGPUConfig.resolve({**given, "num_gpus": own.num_gpus})
     num_ranks = _num_ranks(config)
     threads = thread_variables(config.device, num_ranks)
     variables = {variable(name): str(value) for name, value in given.items() if value is not None} | threads
@@ -74,8 +80,8 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             place.mkdir()
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             progress.show(label, 0, 1)
-            asked = StepsRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
-            code, tail = run_first_steps(program, _TOOL, asked, config.device, variables, limit_s)
+            asked = StepsRequest(str(place), num_steps, num_gpus, dropout=not own.no_dropout)
+            code, tail = run_first_steps(program, _TOOL, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
                 print(tail, file=sys.stderr)
@@ -85,7 +91,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
     receipt = _receipt(program, *records)
     screen = Screen()
-    if options.json:
+    if own.json:
         screen.line(json_text(receipt).rstrip())
     else:
         from unsloth_multigpu.tools.verify.page import show  # Imports torch.
