@@ -34,7 +34,7 @@ def test_forecast_is_made_from_one_rank(tmp_path: Path) -> None:
     assert one["total_s"] == pytest.approx(50 * one["step_s"])
     assert 0.5 * one["step_s"] < two["step_s"] < 1.5 * one["step_s"]
     assert found["num_timed_steps"] == 8
-    assert found["link"]["source"].startswith("assumed; ")
+    assert found["link"]["name"] == "pcie"
     assert found["notes"][0].startswith("measured on a CPU")
     assert found["measured"]["is_planned"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,9 +18,8 @@ from unsloth_multigpu.options import variable
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
-from unsloth_multigpu.tools.link import PCIE, Link, fit_link, parse_link
+from unsloth_multigpu.tools.forecast.link import Link, parse_link
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
@@ -69,14 +66,7 @@ class ForecastOptions(Arguments):
     """
 
     gpus: Annotated[Any, Option(check=_numbers, shown="N,N,...")] = "2,4,8"
-    link: Annotated[
-        Any,
-        Option(
-            check=parse_link,
-            shown="NAME",
-            otherwise="measured by an all-reduce where there are two GPUs, else pcie",
-        ),
-    ] = None
+    link: Annotated[Any, Option(check=parse_link, shown="NAME")] = "pcie"
     steps: Annotated[int, Option(least=5)] = 16
     device: Annotated[str, Option(words=("auto", "cpu"))] = "auto"
     json: Annotated[bool, Option()] = False
@@ -103,16 +93,13 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_signal():
         progress.say(f"runs {request.steps} steps of {' '.join(program)} on one rank")
-        record, link = _run(request, program, folder), request.link
+        record = _run(request, program, folder)
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
                 f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
-        if link is None:
-            assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
-            has_cards = record["device"] != "CPU" and _num_devices() > 1
-            link = _measured_link(folder) if has_cards else assumed
+    link = request.link
     work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
     rows = [estimate(work, n, link) for n in sorted({1, *request.gpus}) if n <= num_samples]
@@ -219,30 +206,3 @@ def _run(request: ForecastOptions, program: Sequence[str], folder: Path) -> dict
         )
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
-
-
-def _num_devices() -> int:
-    from unsloth_multigpu.start import visible_accelerators
-
-    return visible_accelerators()[1]
-
-
-def _measured_link(folder: Path) -> Link:
-    Progress("forecast").say("measures an all-reduce on the ranks of this machine")
-    variables = {variable("log_dir"): str(folder / "reduce"), variable("max_restarts"): "0"}
-    place = Path(tempfile.mkdtemp(dir=folder))
-    with Probe("unsloth_multigpu.tools.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
-        found = probe.outcome()
-    if "error" in found:
-        raise SetupError(
-            f"The link could not be measured: {found['error']}",
-            hint="Give --link; `unsloth-multigpu doctor` says more.",
-        )
-    if found["num_ranks"] == 1:
-        raise SetupError(
-            "The link could not be measured: one rank has nobody to send to.",
-            hint="Give --link nvlink, pcie or ethernet:25.",
-        )
-    where = f"measured here: {found['num_ranks']} x {found['device']} over {found['backend']}"
-    small = (found["small_num_bytes"], found["small_seconds"])
-    return fit_link("this machine's", small, (found["num_bytes"], found["seconds"]), found["num_ranks"], where)
