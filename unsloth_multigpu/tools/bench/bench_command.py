@@ -14,7 +14,6 @@ from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
 from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, l
         "results": [dataclasses.asdict(result) for result in results],
         "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
     }
-    screen.line(json_text(outcome).rstrip())
+    screen.json(outcome)
 
 
 def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:

@@ -28,7 +28,6 @@ from unsloth_multigpu.tools.chaos.chaos_result import (
 )
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
@@ -219,7 +218,7 @@ def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
     if as_json:
         facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
-        screen.line(json_text(result).rstrip())
+        screen.json(result)
         return 1 if bad else 0
     show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")

@@ -19,7 +19,6 @@ from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
 from unsloth_multigpu.tools.forecast.link import Link, parse_link
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
@@ -117,7 +116,7 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             "refused": refused,
             "advice": advise(rows),
         }
-        screen.line(json_text(values).rstrip())
+        screen.json(values)
     else:
         _show(screen, record, work, link, rows, refused)
     return 0

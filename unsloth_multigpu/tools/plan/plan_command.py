@@ -15,7 +15,6 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, in_gib, usable_bytes, would_do
 from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Question, ask
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB
 
@@ -74,7 +73,7 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     answer = ask(command_of(program), os.environ, Question(asked, own.tokens, own.memory), limit_s=own.timeout_s)
     screen = Screen()
     if own.json:
-        screen.line(json_text(_values(answer, numbers)).rstrip())
+        screen.json(_values(answer, numbers))
     else:
         show(screen, answer, numbers)
     return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer, numbers) else 0

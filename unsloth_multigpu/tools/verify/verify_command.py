@@ -17,7 +17,6 @@ from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
@@ -92,7 +91,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     receipt = _receipt(program, *records)
     screen = Screen()
     if own.json:
-        screen.line(json_text(receipt).rstrip())
+        screen.json(receipt)
     else:
         from unsloth_multigpu.tools.verify.page import show  # Imports torch.
 
