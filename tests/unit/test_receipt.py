@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from unsloth_multigpu import session
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.step.sketch import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import run_comparison as comparison

@@ -18,7 +18,6 @@ import torch
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shard_engine import find_engine
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
@@ -26,6 +25,7 @@ from unsloth_multigpu.part import Override
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.sketch import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import Still
+from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
