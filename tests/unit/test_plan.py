@@ -79,15 +79,17 @@ def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
     assert after <= before * (1 + 1e-9)
 
 
-@given(steps(), SPEEDS, st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
-def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, floor) -> None:
+@given(steps(), SPEEDS, st.booleans())
+def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(step, speeds, is_padded) -> None:
     lengths, sizes = step
-    cost = CostModel(128.0, 512.0, is_padded=is_padded, possible=((0.0, 0.0), (0.0, 500.0), (0.0, 4000.0), (0.0, 1e7)))
+    cost = CostModel(128.0, 512.0, is_padded=is_padded, is_unknown=True)
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
-    true = CostModel(0.0, floor, is_padded=is_padded)
     in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
-    assert slowest_time(parts_of(plan), lengths, speeds, true) <= slowest_time(in_order, lengths, speeds, true)
+    counts, before = (
+        max(len(share) / s for share, s in zip(p, speeds, strict=True)) for p in (parts_of(plan), in_order)
+    )
+    assert counts <= before
 
 
 @given(steps(), SPEEDS, COSTS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from unsloth_multigpu.errors import ConfigError
@@ -101,48 +101,21 @@ def balance_step(
     if not regroup and (len(set(sizes)) > 1 or len(sizes) % len(speeds)):
         return in_order
     dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
+    to_plan_with = cost.to_plan_with()
     if regroup:
-        limit = balance.max_tokens or _reach(dealt, lengths, cost)
-        candidates = [plan_step(lengths, speeds, model, limit) for model in _planned_for(cost, lengths)]
+        planned = plan_step(lengths, speeds, to_plan_with, balance.max_tokens or _reach(dealt, lengths, cost))
     else:
-        candidates = [deal_micro_batches(lengths, sizes[0], speeds, cost)]
-    planned = _fastest(candidates, dealt, lengths, balance, lockstep_time if is_lockstep else slowest_time)
+        planned = deal_micro_batches(lengths, sizes[0], speeds, to_plan_with)
+    time_of = lockstep_time if is_lockstep else slowest_time
+    before, after = (time_of(plan, lengths, speeds, to_plan_with) for plan in (dealt, planned))
+    # A limit that was asked for holds even where it makes the step slower.
+    if after >= before and balance.max_tokens is None:
+        planned = dealt
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
         [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share] or [_filler(shortest)]
         for share in planned
     ]
-
-
-def _planned_for(cost: CostModel, lengths: Sequence[int]) -> list[CostModel]:
-    """Models to make plans for: the one that is taken for true, and where that may be wrong, more costly ones."""
-    most = sum(map(cost.row_work, lengths))
-    costly = sorted(overhead + floor for overhead, floor in cost.possible)
-    tried = {min(costly[k], most) for k in (len(costly) // 2, len(costly) - 1)} if costly else set()
-    return [cost, *(replace(cost, overhead_tokens=overhead, floor_tokens=0.0) for overhead in sorted(tried))]
-
-
-def _fastest(
-    candidates: Sequence[list[MicroBatches]],
-    dealt: list[MicroBatches],
-    lengths: Sequence[int],
-    balance: Balance,
-    time_of: Callable[..., float],
-) -> list[MicroBatches]:
-    """The plan that is fastest in the mean of all costs that are possible; `dealt` where no plan suits all of them."""
-    cost = balance.cost
-    judges = [replace(cost, overhead_tokens=o, floor_tokens=f, possible=()) for o, f in cost.possible] or [cost]
-
-    def times(plan: Sequence[MicroBatches]) -> list[float]:
-        return [time_of(plan, lengths, balance.speeds, judge) for judge in judges]
-
-    reference = times(dealt)
-    # A token more: a step may cost nothing.
-    parts = [[(t + 1) / (r + 1) for t, r in zip(times(plan), reference, strict=True)] for plan in candidates]
-    # A limit that was asked for holds even where it makes the step slower.
-    is_forced = balance.max_tokens is not None
-    able = [(sum(part), k) for k, part in enumerate(parts) if is_forced or (max(part) <= 1.0 and min(part) < 1.0)]
-    return candidates[min(able)[1]] if able else dealt
 
 
 def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> int:

@@ -125,7 +125,7 @@ class Recorder(FirstSteps):
             if k in step_s and positions
         ]
         samples = [(work, seconds) for _, work, seconds in laps]
-        cost = dataclasses.replace(fit_cost(cost, samples), possible=())
+        cost = fit_cost(cost, samples)
         token_s = 1 / throughput(cost, samples)
         computed = {k: sum(s for n, _, s in laps if n == k) for k in step_s}
         fitted = {k: sum(token_s * cost.of_work(work) for n, work, _ in laps if n == k) for k in step_s}
