@@ -179,7 +179,7 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
     in_order = deal_step(sizes, world_size, regroup=True)
     before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
     assert after <= before * (1 + 1e-9)
-    plan = in_lockstep(planned, whole=False)
+    plan = in_lockstep(planned, regroup=True, whole=False)
     assert len({len(share) for share in plan}) == 1
     assert rows_of(plan) == list(range(len(lengths)))
     for share in plan:
@@ -191,10 +191,10 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
 
 
 def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
-    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), whole=True)
+    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), regroup=False, whole=True)
     (filler,) = [piece for share in plan for piece in share if piece.is_filler]
     assert filler.positions == (6, 7)
-    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), whole=False)
+    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), regroup=False, whole=False)
     assert all(len(piece.positions) == 1 for share in one_row for piece in share if piece.is_filler)
 
 

@@ -101,14 +101,14 @@ def test_batches_that_a_script_returns_are_taken(is_filler):
 
 @pytest.mark.parametrize("regroup", [True, False])
 def test_tokens_and_labels_of_a_filler_are_none(regroup):
-    pieces = [Piece((0, 1)), Piece((0,), share=0.0, is_filler=True)]
+    pieces = [Piece((0, 1)), Piece((0,), share=0.0, is_filler=True, is_muted=regroup)]
     rows = [[torch.tensor([3, 4]), torch.tensor([5, 6])], [torch.tensor([3, 4])]]
 
     def collate(rows):
         ids = torch.stack(rows)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    step = collate_step(pieces, rows, 2, collate, regroup)
+    step = collate_step(pieces, rows, 2, collate)
     assert step["input_ids"].tolist() == [3, 4, 5, 6]
     # A mean over no labels is not a number.
     assert step.micro_batches[1].inputs["labels"].tolist() == ([[-100, -100]] if regroup else [[3, 4]])

@@ -22,6 +22,8 @@ class Piece:
         reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
         is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
             takes part in the gradient exchange.
+        is_muted: A filler whose labels are left out. A mean over no labels is not a number; there the filler's share
+            of zero is enough.
         work: What its rows cost, in tokens; 0 where lengths are not known.
     """
 
@@ -29,6 +31,7 @@ class Piece:
     share: float = 1.0
     reference: int = 0
     is_filler: bool = False
+    is_muted: bool = False
     work: float = 0.0
 
 
@@ -75,7 +78,7 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bo
     else:
         plan = [_pieces_within(share, sizes) for share in shares]
     # Some models cannot compute a part, such as one row of a batch norm.
-    filler = _filler(*range(sizes[0])) if whole else _filler(0)
+    filler = _filler(*(range(sizes[0]) if whole else (0,)), is_muted=regroup)
     return [pieces or [filler] for pieces in plan]
 
 
@@ -113,7 +116,8 @@ def balance_step(
         planned = dealt
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
-        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share] or [_filler(shortest)]
+        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share]
+        or [_filler(shortest, is_muted=regroup)]
         for share in planned
     ]
 
@@ -126,7 +130,7 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
     return max(map(len, parts)) * cost.padded(max(lengths))
 
 
-def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
+def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) -> Plan:
     """Gives all ranks the same number of micro-batches, by fillers, and computes the costliest of all ranks together.
 
     Ranks that hold shards of the weights exchange them in every layer of every micro-batch: with unequal numbers of
@@ -135,21 +139,22 @@ def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
 
     Args:
         plan: `plan[rank]` = its micro-batches.
+        regroup: See `deal_step`.
         whole: See `deal_step`.
     """
     most = max(map(len, plan))
     pieces = [piece for share in plan for piece in share]
     smallest = min(pieces, key=lambda p: (p.work / len(p.positions), len(p.positions), p.positions))
     positions = min(pieces, key=lambda p: len(p.positions)).positions if whole else smallest.positions[-1:]
-    filler = _filler(*positions)
+    filler = _filler(*positions, is_muted=regroup)
     return [
         [*[filler] * (most - len(share)), *sorted(share, key=lambda p: (p.work, p.is_filler is False))]
         for share in plan
     ]
 
 
-def _filler(*positions: int) -> Piece:
-    return Piece(positions, share=0.0, is_filler=True)
+def _filler(*positions: int, is_muted: bool) -> Piece:
+    return Piece(positions, share=0.0, is_filler=True, is_muted=is_muted)
 
 
 def check_divisible(num_samples: int, world_size: int) -> None:

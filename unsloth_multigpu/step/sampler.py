@@ -8,8 +8,9 @@ place in the training alone, so that a step is the same whether those before it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -73,7 +74,10 @@ class StepSampler(BatchSampler):
             samples = tuple(i for batch in step for i in batch)
             sizes = tuple(map(len, step))
             seed = draw_seed(self.shape.rank_seed, self._epoch, place)
-            yield [_StepIndex(samples, sizes, seed, self.shape.pieces(samples, sizes))]
+            make = None if self.shape.planner is None else self.shape.planner(samples, sizes)
+            # A worker of the loader gets no planner: it holds the trainer.
+            dealt_by = replace(self.shape, planner=None)
+            yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
         assert self._reference.batch_sampler is not None
@@ -116,8 +120,6 @@ class StepLoader(DataLoader[Any]):
     def deal(self, shape: StepShape) -> None:
         """Deals samples by another shape, from the next epoch on."""
         self._steps.shape = shape
-        if not isinstance(self.dataset, StepStream):
-            self.dataset.regroup = shape.regroup  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
@@ -174,7 +176,7 @@ def step_loader(
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast)
     steps = StepLoader(
-        _StepDataset(loader.dataset, loader.collate_fn, shape.regroup),
+        _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
         collate_fn=_only,
         # It seeds the workers before the sampler is asked for the order, which it may draw from the same generator.
@@ -205,16 +207,15 @@ class _ReadyBatch:
 class _StepDataset(Dataset[Any]):
     """Looks up and collates a whole step. A class, because worker processes may receive it pickled."""
 
-    def __init__(self, dataset: Any, collate: Collate, regroup: bool) -> None:
+    def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
         self.collate = collate
-        self.regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
         pieces = index.make_pieces()
         with seeded_draws(index.seed):
             rows = [self.rows_of([index.samples[p] for p in piece.positions]) for piece in pieces]
-            step = collate_step(pieces, rows, len(index.sizes), self.collate, self.regroup)
+            step = collate_step(pieces, rows, len(index.sizes), self.collate)
         step.sizes, step.samples = index.sizes, index.samples
         return step
 
