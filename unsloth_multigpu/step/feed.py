@@ -220,7 +220,7 @@ class StepFeed(Part):
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole)
-        sizes = [1 if loader.batch_sampler is None else trainer._train_batch_size] * self.num_accumulated
+        sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
         dealt = ""
         if self._is_shared:

@@ -138,17 +138,18 @@ def step_loader(
         broadcast: Sends rank 0's order to all ranks.
 
     Raises:
-        SetupError: A stream gives whole batches. There are fewer rows than a batch, and incomplete ones are dropped. Or
-            the script's sampler has divided the rows among the ranks.
+        SetupError: The data set gives whole batches. There are fewer rows than a batch, and incomplete ones are
+            dropped. Or the script's sampler has divided the rows among the ranks.
     """
-    settings = {**worker_settings(loader), "pin_memory": loader.pin_memory}
     assert loader.collate_fn is not None
+    if loader.batch_sampler is None:
+        raise SetupError(
+            "A data set of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
+            hint="Let the data set give rows and the loader batches of them. Or let each batch be a row: "
+            "DataLoader(..., batch_size=1, collate_fn=lambda rows: rows[0]) with per_device_train_batch_size=1. Or set "
+            "global_batch='scale'.",
+        )
     if isinstance(loader.dataset, IterableDataset):
-        if loader.batch_size is None:
-            raise SetupError(
-                "A stream of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
-                hint="Let the data set give rows and the loader batches of them, or set global_batch='scale'.",
-            )
         rows_only = DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
@@ -168,11 +169,6 @@ def step_loader(
         )
     if shape.world_size > 1:
         _refuse_divided(loader)
-    if loader.batch_sampler is None:
-        # The data set gives whole batches: each is a micro-batch of one row, which is the batch.
-        batches = BatchSampler(loader.sampler, 1, drop_last=False)
-        ready = _ReadyBatch(loader.collate_fn)
-        loader = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=ready, **settings)
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast)
     steps = StepLoader(
@@ -181,7 +177,8 @@ def step_loader(
         collate_fn=_only,
         # It seeds the workers before the sampler is asked for the order, which it may draw from the same generator.
         generator=loader.generator,
-        **settings,
+        pin_memory=loader.pin_memory,
+        **worker_settings(loader),
     )
     steps.one_process = one_process
     return steps
@@ -191,17 +188,6 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a loader that say how its rows are read."""
     names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(loader, name) for name in (*names, "timeout")}
-
-
-class _ReadyBatch:
-    """Collates nothing: the one row of a micro-batch is a batch already. A class, because workers get it pickled."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self._convert = convert
-
-    def __call__(self, rows: Rows) -> Any:
-        (batch,) = rows
-        return self._convert(batch)
 
 
 class _StepDataset(Dataset[Any]):
