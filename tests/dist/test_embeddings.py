@@ -1,4 +1,4 @@
-"""sentence-transformers on two ranks: the steps of one process."""
+"""sentence-transformers on two ranks: the steps of one process, also where a row is compared with all of a batch."""
 
 import json
 from pathlib import Path
@@ -10,20 +10,34 @@ from tests.helpers.tiny import build_tiny
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 SCRIPT = Path(__file__).parent / "scripts" / "embeddings.py"
+HIDDEN = hide("bitsandbytes", "torchao", "triton")
 
 
-def test_incomplete_last_batch_is_trained_as_in_one_process(tmp_path):
-    model, logs = build_tiny(tmp_path / "model"), {}
-    for ranks in ("1", "2"):
-        out = tmp_path / f"{ranks}.json"
-        run = run_python(
-            [SCRIPT, model, out],
-            tmp_path,
-            {**hide("bitsandbytes", "torchao", "triton"), "UNSLOTH_MULTIGPU_NUM_GPUS": ranks},
-        )
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What one process and two ranks have logged, and what the ranks have printed."""
+    folder, logs = tmp_path_factory.mktemp("embeddings"), []
+    model = build_tiny(folder / "model")
+    for num_ranks in ("1", "2"):
+        out = folder / f"{num_ranks}.json"
+        run = run_python([SCRIPT, model, out], folder, {**HIDDEN, "UNSLOTH_MULTIGPU_NUM_GPUS": num_ranks})
         assert run.code == 0, run.err
-        logs[ranks] = json.loads(out.read_text())
-    assert "12 + 15" in run.err or "15 + 12" in run.err, run.err
-    assert len(logs["1"]) == 4
-    assert [row[1] for row in logs["2"]] == [row[1] for row in logs["1"]]
-    assert [row[0] for row in logs["2"]] == pytest.approx([row[0] for row in logs["1"]], rel=1e-5)
+        logs.append(json.loads(out.read_text()))
+    return *logs, run.err
+
+
+@pytest.mark.parametrize("loss", ["cosine", "ranking", "ranking_whole", "nested", "cached", "cross_encoder"])
+def test_steps_are_those_of_one_process(trained, loss):
+    one, two = (logs[loss] for logs in trained[:2])
+    assert len(one["steps"]) == 4
+    assert [row[1] for row in two["steps"]] == [row[1] for row in one["steps"]]
+    assert [row[0] for row in two["steps"]] == pytest.approx([row[0] for row in one["steps"]], rel=1e-5)
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+
+def test_only_an_uneven_step_is_not_shared(trained):
+    said = trained[2]
+    assert said.count("each compared with the rows of all ranks") == 3
+    assert "12 + 15" in said
+    assert said.count("equal gradient") == 6
+    assert "not exactly the training of one process" not in said

@@ -49,6 +49,16 @@ def test_example_trains_on_every_device(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_embeddings_find_more_texts_than_before(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    run = run_python([EXAMPLES / "embeddings.py"], tmp_path, ENV)
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    ((before, now),) = re.findall(r"^2 ranks\. .* (\d+)% before, (\d+)% now$", run.out, re.M)
+    assert int(now) > int(before)
+    assert "equal gradient" in run.err
+
+
+@pytest.mark.thorough
 def test_plain_loop_learns_the_same_on_two_ranks(tmp_path: Path) -> None:
     outputs = []
     for world_size, options in ((1, []), (2, ["--num-gpus", "2"])):

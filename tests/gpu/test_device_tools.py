@@ -38,7 +38,6 @@ HANG_TIMEOUT_S = 8.0
 # Commands.
 
 
-@pytest.mark.thorough
 def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
     # It imports what it finds. Unsloth takes as long as all the rest.
     run = run_python([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})
@@ -234,7 +233,6 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
         assert [each.opened for each in reports(tmp_path / "report")] == [[0], [1]]
 
 
-@pytest.mark.thorough
 @needs_device
 def test_each_of_eight_ranks_opens_its_own_device(tmp_path: Path) -> None:
     variables = cards(8, report=tmp_path / "report")

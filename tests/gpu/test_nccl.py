@@ -125,7 +125,7 @@ def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
-OF_NCCL = [pytest.param(name, marks=pytest.mark.thorough) for name in ("bf16", "powersgd") if BACKEND == "nccl"]
+OF_NCCL = [pytest.param("bf16", marks=pytest.mark.thorough), "powersgd"] if BACKEND == "nccl" else []
 
 
 @pytest.mark.parametrize("compression", ["fp16", *OF_NCCL])
@@ -139,19 +139,32 @@ def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     assert run.code == 0, run.err
 
 
-def test_killed_rank_costs_no_step(tmp_path):
-    """A rank is killed behind a checkpoint; the second attempt ends with the weights of an undisturbed training."""
-    line = {"lora": True, "dropout": 0.1, "args": {"gradient_accumulation_steps": 2}}
-    lines = {"killed": {**line, "kill": [1, 8]}, "whole": line}
-    options = {"resume": "auto", "max_restarts": 1, "balance": "off"}
-    configurations = [f"{name}={json.dumps(one)}" for name, one in lines.items()]
-    run = run_python(
-        [SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, {**PLAIN, **of_ranks(2)}
-    )
+RESUMED = {"lora": True, "args": {"gradient_accumulation_steps": 2}}
+# The masks of dropout are drawn by the generators of the devices.
+RESUMES = {
+    "killed": {**RESUMED, "dropout": 0.1, "kill": [1, 8]},
+    "whole": {**RESUMED, "dropout": 0.1},
+    "elastic": {**RESUMED, "random": False},
+}
+
+
+def resume(folder, num_ranks, lines):
+    options = json.dumps({"resume": "auto", "max_restarts": 1, "balance": "off"})
+    configurations = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
+    arguments = [SCRIPTS / "resume.py", str(num_ranks), options, *configurations]
+    run = run_python(arguments, folder, {**PLAIN, **of_ranks(num_ranks)})
     assert run.code == 0, run.err
-    assert "resumes from checkpoints_killed/checkpoint-6" in run.err
-    killed, whole = (load_file(tmp_path / f"{name}.safetensors") for name in lines)
-    assert max(float((killed[name] - whole[name]).abs().max()) for name in whole) < 1e-5
+    return run.err
+
+
+def test_killed_rank_costs_no_step_and_one_card_goes_on(tmp_path):
+    """The second attempt, and one card with a checkpoint of two, end with the weights of an undisturbed training."""
+    assert "resumes from checkpoints_killed/checkpoint-6" in resume(tmp_path, 2, RESUMES)
+    one = {**RESUMES["elastic"], "folder": "on_one", "from": "checkpoints_elastic/checkpoint-6"}
+    resume(tmp_path, 1, {"on_one": one})
+    for name, other in (("killed", "whole"), ("on_one", "elastic")):
+        mine, whole = (load_file(tmp_path / f"{each}.safetensors") for each in (name, other))
+        assert max(float((mine[key] - whole[key]).abs().max()) for key in whole) < 1e-5
 
 
 # A cell, or a script. The test reads what rank 0 logged.

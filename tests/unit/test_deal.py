@@ -57,6 +57,19 @@ def test_filler_stands_alone_counts_nothing_and_reads_a_sample_that_exists(
 
 
 @given(SIZES, RANKS)
+def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes: list[int], world_size: int) -> None:
+    plan = deal_step(sizes, world_size, regroup=False, in_each=True)
+    if any(size % world_size for size in sizes):
+        assert plan == deal_step(sizes, world_size, regroup=False, whole=True)
+        return
+    assert sorted(p for share in plan for p in rows(share)) == list(range(sum(sizes)))
+    for share in plan:
+        assert [piece.reference for piece in share] == list(range(len(sizes)))
+        assert [len(piece.positions) * world_size for piece in share] == sizes
+        assert {piece.share for piece in share} == {1 / world_size}
+
+
+@given(SIZES, RANKS)
 def test_regrouped_ranks_differ_by_one_row_at_most(sizes: list[int], world_size: int) -> None:
     lengths = [len(rows(share)) for share in deal_step(sizes, world_size, regroup=True)]
     assert max(lengths) - min(lengths) <= 1

@@ -24,7 +24,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, count_of, find_reduction, has_router_loss
+from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, LossReduction, count_of, find_reduction, has_router_loss
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -196,7 +196,7 @@ class SerialTrainer(Part):
     def _find_reduction(self) -> LossReduction:
         """Of the loss, as its class declares it or the user says it."""
         reduction = find_reduction(self.trainer, self._loss, self.config.loss_reduction)
-        if reduction.kind in (AUTO, WHOLE):
+        if reduction.kind in (AUTO, WHOLE, GATHERED):
             raise SetupError(
                 f"loss_reduction={reduction.kind!r}: a micro-batch cannot be cut into shards, because it is not known "
                 "how their losses make up its own.",

@@ -53,7 +53,9 @@ class Balance:
     max_tokens: int | None = None
 
 
-def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> Plan:
+def deal_step(
+    sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False, in_each: bool = False
+) -> Plan:
     """Splits one optimizer step into contiguous shares, as even as whole samples, or micro-batches, allow.
 
     Args:
@@ -63,11 +65,16 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bo
             the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
             rows of two of them, and they stay whole if their number divides evenly.
         whole: True where a micro-batch must never be cut, whatever their number: the loss is known for whole ones only.
+        in_each: True where all ranks have an equal part of each micro-batch; where one does not divide by the ranks,
+            all of the step stay whole.
 
     Returns:
         `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once outside of fillers.
     """
     num_rows = sum(sizes)
+    if in_each and not any(size % world_size for size in sizes):
+        return [_equal_parts(sizes, world_size, rank) for rank in range(world_size)]
+    whole = whole or in_each
     if whole or (not regroup and len(sizes) % world_size == 0):
         cuts = [sum(sizes[: r * len(sizes) // world_size]) for r in range(world_size + 1)]
     else:
@@ -172,11 +179,13 @@ def check_divisible(num_samples: int, world_size: int) -> None:
         )
 
 
-def equation(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> str:
+def equation(
+    sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False, in_each: bool = False
+) -> str:
     """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
     if world_size == 1 and len(set(sizes)) == 1:
         return f"{sum(sizes)} = {sizes[0]} samples x {len(sizes)} accumulation"
-    plan = deal_step(sizes, world_size, regroup=regroup, whole=whole)
+    plan = deal_step(sizes, world_size, regroup=regroup, whole=whole, in_each=in_each)
     pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
@@ -188,6 +197,14 @@ def _even_pieces(share: range, max_rows: int) -> list[Piece]:
     num_pieces = -(-len(share) // max_rows)
     cuts = [share.start + i * len(share) // num_pieces for i in range(num_pieces + 1)] if num_pieces else []
     return [Piece(tuple(range(a, b))) for a, b in pairwise(cuts)]
+
+
+def _equal_parts(sizes: Sequence[int], world_size: int, rank: int) -> list[Piece]:
+    parts = []
+    for reference, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
+        begin, rows = end - size + rank * size // world_size, size // world_size
+        parts.append(Piece(tuple(range(begin, begin + rows)), 1 / world_size, reference))
+    return parts
 
 
 def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:

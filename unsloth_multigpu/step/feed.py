@@ -21,6 +21,7 @@ from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import (
     AUTO,
+    GATHERED,
     WHOLE,
     Inexact,
     find_reduction,
@@ -219,17 +220,19 @@ class StepFeed(Part):
         self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
-        shape = replace(shape, regroup=regroup, whole=passes.is_whole)
+        in_each = passes.reduction.kind == GATHERED and not passes.is_whole and shape.world_size > 1
+        shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
         dealt = ""
         if self._is_shared:
             dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
-        how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
+        how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole, in_each=in_each)
         if self._is_shared and self.num_accumulated > 1:
             self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
-        logger.info("samples per step: %s%s%s", how, whole, dealt)
+        gathered = ", each compared with the rows of all ranks" if in_each else ""
+        logger.info("samples per step: %s%s%s%s", how, whole, gathered, dealt)
         self.metrics.begin(loader, self.num_accumulated)
         return shape
 
@@ -241,10 +244,18 @@ class StepFeed(Part):
                 to be measured; or the first step cannot show it, and `inexact="raise"`.
         """
         world_size, config = self._manager.identity.world_size, self._manager.config
-        if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE):
+        if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE, GATHERED):
             return False
         if self.num_accumulated >= world_size or self._trainer._train_batch_size == 1:
             return True
+        if self.passes.reduction.kind == GATHERED:
+            if (rows := self._trainer._train_batch_size) % world_size:
+                logger.warning(
+                    "one rank computes a micro-batch of %d rows, which %d ranks cannot share equally: let "
+                    "per_device_train_batch_size, or gradient_accumulation_steps, be a multiple of %d",
+                    *(rows, world_size, world_size),
+                )
+            return False
         name, ways = name_of(self._trainer, self.passes.compute_loss), whole_ways(world_size)
         if self.passes.reduction.kind == WHOLE:
             raise SetupError(

@@ -13,11 +13,14 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
+from unsloth_multigpu.step.gathered import gathering_losses
 from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"
+# Found, never asked for: the mean over the rows of a rank, each of which is compared with the rows of all ranks.
+GATHERED = "gathered"
 IGNORED = -100
 # What the mean in a loss is taken over. The losses of parts add up where it is a sum.
 ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
@@ -56,7 +59,7 @@ class LossReduction:
     """How the losses of parts of a micro-batch make up its own.
 
     Args:
-        kind: A value of `loss_reduction`; "auto" = it is not known, and the first step measures it.
+        kind: A value of `loss_reduction`, or "gathered"; "auto" = it is not known, and the first step measures it.
         mean_over: What a part counts among the other parts, see `possible_means`.
         rows_are_independent: A mean over rows in which the other rows do not change the weight of a row: rows may be
             exchanged between micro-batches.
@@ -117,6 +120,8 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
         )
     if asked != AUTO:
         return LossReduction(asked, _MEAN_OVER[asked], rows_are_independent=asked == ROW_MEAN)
+    if gathering_losses(trainer):
+        return LossReduction(GATHERED)
     if is_of_script(trainer, compute_loss) or has_own_step(trainer):
         return LossReduction(AUTO)
     name = author_of(trainer, compute_loss)

@@ -115,6 +115,8 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
     if getattr(compute_loss, "__self__", None) is not trainer:
         return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
+    if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # Of sentence-transformers.
+        return f"the loss {type(loss).__name__}"
     owner = _owner_of(trainer, "compute_loss")
     if owner.__module__.startswith("transformers."):
         return f"the loss of {class_of(base_model(trainer.model)).__name__}"

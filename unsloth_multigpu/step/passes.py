@@ -14,8 +14,9 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.balance import Balancer
+from unsloth_multigpu.step.gathered import gathering, gathering_losses
 from unsloth_multigpu.step.inputs import free_rows, on_device, take
-from unsloth_multigpu.step.loss import SUM, TOKEN_SUM, LossReduction, without_effect
+from unsloth_multigpu.step.loss import GATHERED, SUM, TOKEN_SUM, LossReduction, without_effect
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import seen_alone
 from unsloth_multigpu.step.own_code import has_own_step
@@ -69,7 +70,7 @@ class StepPasses:
         self.compute_loss = self._trainer.compute_loss
         # A mean over each rank's own tokens is not what one process computes.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
-        with self.balancer.stopwatch.on_model():
+        with self.balancer.stopwatch.on_model(), gathering(gathering_losses(self._trainer), False):
             yield
 
     def accumulation_of_script(self) -> AbstractContextManager[None]:
@@ -209,11 +210,14 @@ class StepPasses:
         if has_own_step(trainer):
             # A script's own step divides by the accumulation that it reads here.
             trainer.args.gradient_accumulation_steps = self.num_accumulated
+        is_cut = self._manager.identity.world_size > 1 and any(0 < m.piece.share < 1 for m in step.micro_batches)
+        losses = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
         try:
-            for i, micro_batch in enumerate(step.micro_batches):
-                self.mark(i)
-                self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
-                yield micro_batch
+            with gathering(losses, is_cut):
+                for i, micro_batch in enumerate(step.micro_batches):
+                    self.mark(i)
+                    self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
+                    yield micro_batch
         finally:
             self.current = None
             trainer.args.gradient_accumulation_steps = 1

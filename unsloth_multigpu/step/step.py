@@ -31,6 +31,7 @@ class StepShape:
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
         whole: See `deal_step`.
+        in_each: See `deal_step`.
         is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
     """
 
@@ -42,12 +43,15 @@ class StepShape:
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
+    in_each: bool = False
     is_lockstep: bool = False
 
     def pieces(self, sizes: Sequence[int], make: MakePlan | None = None) -> list[Piece]:
         """This rank's pieces of a step, by a plan of the planner or in order."""
-        plan = deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole) if make is None else make()
-        return (in_lockstep(plan, regroup=self.regroup, whole=self.whole) if self.is_lockstep else plan)[self.rank]
+        how = {"regroup": self.regroup, "whole": self.whole, "in_each": self.in_each}
+        plan = deal_step(sizes, self.world_size, **how) if make is None else make()
+        keeps_whole = self.whole or self.in_each
+        return (in_lockstep(plan, regroup=self.regroup, whole=keeps_whole) if self.is_lockstep else plan)[self.rank]
 
 
 class MicroBatch:

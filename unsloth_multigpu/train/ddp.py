@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,6 +61,7 @@ class DDPWrapping(Part):
         self._trainer = trainer
         self._manager = manager
         self._config: MultiGPUConfig = manager.config
+        self._hooks = ExitStack()  # On the model, while it is trained.
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -75,7 +77,8 @@ class DDPWrapping(Part):
             check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
             logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
         forget_evaluation(self._trainer)
-        yield
+        with ExitStack() as self._hooks:
+            yield
 
     def overrides(self) -> dict[str, Override]:
         return {"prepare_model": self._prepare_model}
@@ -103,7 +106,14 @@ class DDPWrapping(Part):
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model again.")
         if is_trained:
             make_readable(inner, model, handler.find_unused_parameters)
+            if handler.find_unused_parameters:
+                self._hooks.callback(model.register_forward_hook(_as_plain_dict).remove)
         return wrapped
+
+
+def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
+    """A forward hook. DDP looks for tensors in a dict alone: in a `BatchEncoding`, every parameter would be unused."""
+    return dict(output) if isinstance(output, UserDict) else output
 
 
 def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:

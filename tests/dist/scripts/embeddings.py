@@ -1,4 +1,7 @@
-"""Trains a tiny model of sentence-transformers: 27 pairs, so that the last batch and the last step are incomplete."""
+"""Trains a tiny model of sentence-transformers by several losses: the last batch and the last step are incomplete.
+
+Usage: embeddings.py MODEL_FOLDER OUT_FILE
+"""
 
 import json
 import os
@@ -18,31 +21,75 @@ from sentence_transformers import (
     losses,
     models,
 )
+from sentence_transformers.cross_encoder import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
+from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+LOSSES = {
+    "cosine": (losses.CosineSimilarityLoss, 2),
+    "ranking": (losses.MultipleNegativesRankingLoss, 1),
+    # As a script for torchrun has it: whole micro-batches, of which one rank alone has each, gather nothing.
+    "ranking_whole": (lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True), 2),
+    "nested": (lambda m: losses.MatryoshkaLoss(m, losses.MultipleNegativesSymmetricRankingLoss(m), [8, 4]), 1),
+    "cached": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), 1),
+    "cross_encoder": (BinaryCrossEntropyLoss, 1),
+}
 model_folder, out = sys.argv[1:]
-torch.manual_seed(0)
-words = models.Transformer(model_folder, max_seq_length=32)
-words.tokenizer.pad_token = words.tokenizer.eos_token
-model = SentenceTransformer(modules=[words, models.Pooling(words.get_word_embedding_dimension())], device="cpu")
-rows = [
-    {"sentence1": "one word " * (i % 5 + 1), "sentence2": f"{i} " * (i % 3 + 1), "score": i % 3 / 2} for i in range(27)
-]
-trainer = SentenceTransformerTrainer(
-    model=model,
-    args=SentenceTransformerTrainingArguments(
-        "trained",
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-        logging_steps=1,
-        learning_rate=1e-3,
-        save_strategy="no",
-        report_to=[],
-    ),
-    train_dataset=Dataset.from_list(rows),
-    loss=losses.CosineSimilarityLoss(model),
-)
-trainer.train()
+rows = [{"first": f"one word {i} " * (i % 5 + 1), "second": f"{i} " * (i % 3 + 1)} for i in range(27)]
+
+
+def build_embedder():
+    words = models.Transformer(model_folder, max_seq_length=32)
+    words.tokenizer.pad_token = words.tokenizer.eos_token
+    return SentenceTransformer(modules=[words, models.Pooling(words.get_word_embedding_dimension())], device="cpu")
+
+
+def build_cross_encoder():
+    """A BERT without dropout, whose draws ranks would have anew."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=1, **sizes, **dropout)
+    BertForSequenceClassification(config).save_pretrained("bert")
+    tokenizer.save_pretrained("bert")
+    return CrossEncoder("bert", num_labels=1, max_length=32, device="cpu")
+
+
+def train(name):
+    make_loss, num_accumulated = LOSSES[name]
+    if name in ("cosine", "cross_encoder"):
+        data = Dataset.from_list([{**row, "score": i % 3 / 2} for i, row in enumerate(rows)])
+    else:
+        data = Dataset.from_list(rows)
+    torch.manual_seed(0)
+    is_cross = name == "cross_encoder"
+    model = build_cross_encoder() if is_cross else build_embedder()
+    make_trainer = CrossEncoderTrainer if is_cross else SentenceTransformerTrainer
+    make_arguments = CrossEncoderTrainingArguments if is_cross else SentenceTransformerTrainingArguments
+    trainer = make_trainer(
+        model=model,
+        args=make_arguments(
+            "trained",
+            per_device_train_batch_size=8 // num_accumulated,
+            gradient_accumulation_steps=num_accumulated,
+            per_device_eval_batch_size=4,
+            eval_strategy="epoch",
+            num_train_epochs=1,
+            logging_steps=1,
+            learning_rate=1e-3,
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=data,
+        eval_dataset=data.select(range(9)),
+        loss=make_loss(model),
+    )
+    trainer.train()
+    log = trainer.state.log_history
+    steps = [[row["grad_norm"], row["learning_rate"]] for row in log if "grad_norm" in row]
+    return {"steps": steps, "eval_loss": [row["eval_loss"] for row in log if "eval_loss" in row]}
+
+
+logs = {name: train(name) for name in LOSSES}
 if os.environ.get("RANK", "0") == "0":
-    log = [row for row in trainer.state.log_history if "loss" in row]
-    Path(out).write_text(json.dumps([[row["grad_norm"], row["learning_rate"]] for row in log]))
+    Path(out).write_text(json.dumps(logs))
