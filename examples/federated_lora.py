@@ -165,7 +165,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", **number, default=8, help="texts of an optimizer step of a client [8]")
     parser.add_argument("--max-workers", **number, help="clients that run at the same time [one per GPU or slot]")
     parser.add_argument("--strategy", default="fedavg", help="fedavg, fedprox, fedadam, fedyogi, krum, ... [fedavg]")
-    parser.add_argument("--lora-aggregation", choices=["mean", "project", "exact"], default="mean", help="[mean]")
+    parser.add_argument("--lora-aggregation", choices=["mean", "project"], default="mean", help="[mean]")
     options = parser.parse_args()
     for name, value in vars(options).items():
         if isinstance(value, int) and value < 1:

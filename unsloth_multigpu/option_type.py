@@ -58,7 +58,7 @@ class Option:
         shown: What stands for a value in `--help`.
         hint: What to do about a value that cannot be used; "" = leave the option out.
         otherwise: What the default None stands for.
-        commands: Commands that have it, of "run", "verify" and "chaos".
+        commands: Commands that have an option of a run, of "run", "verify" and "chaos". () = no command line has it.
         is_of_node: Each node may set it for itself: it does not change the training.
         type, default, help: Of the field and the docstring of its class; `options_of` sets them.
     """
@@ -138,6 +138,15 @@ class Option:
             return self.otherwise
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    def on_command_line(self, usual: str) -> CommandOption:
+        """The option as a command has it.
+
+        Args:
+            usual: Its default there, in words.
+        """
+        text = f"{self.help} [{usual}]" if usual else self.help
+        return CommandOption(str if self.check else self.type, text, self.metavar(), self.group)
+
     def _fits(self, value: Any) -> bool:
         if self.type is bool:
             return isinstance(value, bool)
@@ -161,20 +170,18 @@ class Option:
 
 
 class CommandOption(NamedTuple):
-    """An option of a command. A table of them may have plain tuples, too: type and text alone.
+    """An option on a command line.
 
     Args:
         kind: Type of its value; bool for a switch.
         text: What it means.
-        shown: What stands for a value in `--help`; "" = the name of the type.
-        words: What a value is one of, in place of `shown`.
+        shown: What stands for a value in `--help`.
         group: Heading under which `--help` lists it; "" = under none.
     """
 
     kind: type[Any]
     text: str
-    shown: str = ""
-    words: tuple[str, ...] = ()
+    shown: str
     group: str = ""
 
 

@@ -289,9 +289,7 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
     """
     usual = {name: option.usual() for name, option in options_of(MultiGPUConfig).items()} | dict(defaults or {})
     return {
-        name: CommandOption(
-            str if option.check else option.type, f"{option.help} [{usual[name]}]", option.metavar(), group=group
-        )
+        name: option.on_command_line(f"{usual[name]}")
         for group in GROUPS
         for name, option in options_of(MultiGPUConfig).items()
         if command in option.commands and option.group == group

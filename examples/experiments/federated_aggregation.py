@@ -1,4 +1,4 @@
-"""How far is mean(B) mean(A) from mean(B A), and does it matter? Four ways to average LoRA clients, on the CPU.
+"""How far is mean(B) mean(A) from mean(B A), and does it matter? Three ways to average LoRA clients, on the CPU.
 
     python examples/experiments/federated_aggregation.py            # about a minute and a half
     python examples/experiments/federated_aggregation.py --quick    # seconds; its losses mean little
@@ -34,7 +34,7 @@ from unsloth_multigpu.federated.client import ClientModel, client_seed, seeded
 
 CPU = torch.device("cpu")
 NUM_CLIENTS, LENGTH, BATCH = 6, 32, 8
-VARIANTS = ("mean", "project", "exact", "frozen A")
+VARIANTS = ("mean", "project", "frozen A")
 
 
 def main() -> None:
@@ -74,30 +74,27 @@ def run(variant: str, base: nn.Module, clients: list[torch.Tensor], held_out: to
     """Returns per round (what the plain mean misses, what the variant misses, loss); round 0 is the base."""
     model = ClientModel(lambda: with_adapter(base, options.rank, is_a_frozen=variant == "frozen A"), seed)
     model.build(CPU)
-    arrays, residual = model.read(), None
+    arrays = model.read()
     weights = [len(rows) for rows in clients]
-    results = [(None, None, loss_of(model.prepare(arrays, residual, CPU), held_out))]
+    results = [(None, None, loss_of(model.prepare(arrays, CPU), held_out))]
     for server_round in range(1, options.rounds + 1):
         replies = [
-            turn(model, arrays, residual, rows, options, client_seed(seed, server_round, client))
+            turn(model, arrays, rows, options, client_seed(seed, server_round, client))
             for client, rows in enumerate(clients)
         ]
         averaged = weighted_mean(replies, weights, list(arrays))
         plain = aggregate_lora(replies, weights, averaged, mode="mean")
         chosen = plain
-        if variant in ("project", "exact"):
-            chosen = aggregate_lora(replies, weights, averaged, mode=variant, residual=residual)
-        arrays, residual = chosen.arrays, chosen.residual
-        missed = None if variant == "exact" else chosen.relative_remainder
-        loss = loss_of(model.prepare(arrays, residual, CPU), held_out)
-        results.append((plain.relative_remainder, missed, loss))
+        if variant == "project":
+            chosen = aggregate_lora(replies, weights, averaged, mode=variant)
+        arrays = chosen.arrays
+        loss = loss_of(model.prepare(arrays, CPU), held_out)
+        results.append((plain.relative_remainder, chosen.relative_remainder, loss))
     return results
 
 
-def turn(
-    model: ClientModel, arrays: ArrayRecord, residual: ArrayRecord | None, rows: torch.Tensor, options, seed: int
-) -> ArrayRecord:
-    trained = model.prepare(arrays, residual, CPU)
+def turn(model: ClientModel, arrays: ArrayRecord, rows: torch.Tensor, options, seed: int) -> ArrayRecord:
+    trained = model.prepare(arrays, CPU)
     with seeded(seed, CPU):
         fit(trained, rows, options.steps, options.learning_rate)
     result = model.read()

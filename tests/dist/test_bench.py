@@ -15,14 +15,14 @@ QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--ba
 
 
 @pytest.mark.slow
-def test_bench_compares_the_arms_in_turns(tmp_path):
+def test_bench_compares_the_arms(tmp_path):
     home = tmp_path / "tmp"
     home.mkdir()
     options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
-    options += ["--gradient-checkpointing", "--steps", "1", "--warmup", "1", "--interleave", "steps"]
-    run = run_python([*BENCH, *QUICK, *options, "--json", "out/b.json"], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
+    options += ["--gradient-checkpointing", "--steps", "1", "--warmup", "1"]
+    run = run_python([*BENCH, *QUICK, *options, "--json"], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
     assert run.code == 0, run.err
-    outcome = json.loads((tmp_path / "out" / "b.json").read_text())
+    outcome = json.loads(run.out)
     one, ours, torchrun = outcome["results"]
     for result in (ours, torchrun):
         assert result["has_same_samples"], result["name"]
@@ -42,9 +42,8 @@ def test_bench_compares_the_arms_in_turns(tmp_path):
     assert num_micro_batches["one_process"] == [4, 4]
     assert num_micro_batches["torchrun"] == [2, 2]
     for text in ("accumulation 2, 2 ranks; scripts for one GPU accumulate 4", "bf16, lora training", "device: cpu"):
-        assert text in run.out
-    assert "turns: all arms of a round are in memory at once" in run.out
-    assert run.err.count("round 1/1, all arms in turns") == 1
+        assert any(text in line for line in outcome["conditions"]), text
+    assert run.err.count("round 1/1, ") == 3
     assert list(home.iterdir()) == []
     assert orphans(str(home)) == []
 
@@ -53,9 +52,9 @@ def test_bench_compares_the_arms_in_turns(tmp_path):
 @pytest.mark.slow
 def test_bench_compares_the_other_arms(tmp_path):
     arms = "one_process,ours_off,rebalance,ours_one,guarded_one"
-    run = run_python([*BENCH, *QUICK, "--arms", arms, "--json", "b.json"], tmp_path, LIBRARIES)
+    run = run_python([*BENCH, *QUICK, "--arms", arms, "--json"], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
-    results = {r["name"]: r for r in json.loads((tmp_path / "b.json").read_text())["results"]}
+    results = {r["name"]: r for r in json.loads(run.out)["results"]}
     assert list(results) == arms.split(",")
     for name, result in results.items():
         assert result["has_same_samples"], name
@@ -67,29 +66,29 @@ def test_bench_compares_the_other_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_trains_with_unsloth(tmp_path):
     options = ["--library", "unsloth", "--train", "lora", "--gradient-checkpointing", "--arms", "one_process,ours"]
-    options += ["--warmup", "1", "--model-size", "64x1", "--json", "b.json"]
+    options += ["--warmup", "1", "--model-size", "64x1", "--json"]
     run = run_python([*BENCH, *QUICK, *options], tmp_path, {"TMPDIR": str(tmp_path)})
     assert run.code == 0, run.err
-    one, ours = json.loads((tmp_path / "b.json").read_text())["results"]
+    outcome = json.loads(run.out)
+    one, ours = outcome["results"]
     assert ours["has_same_samples"]
     assert ours["norm_difference"] < 1e-5
     # Dealt by length, as with the plain Trainer.
     assert ours["padding_share"]["median"] < one["padding_share"]["median"]
-    assert "FastLanguageModel and SFTTrainer of Unsloth\n" in run.out
+    assert any(line.endswith("FastLanguageModel and SFTTrainer of Unsloth") for line in outcome["conditions"])
     assert list(tmp_path.glob("unsloth_multigpu_*")) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_stopped_bench_leaves_nothing(tmp_path):
-    options = ["--arms", "torchrun", "--interleave", "steps"]
-    process = start([*BENCH, *QUICK, *options], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
+    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
     # torchrun and its two ranks, in whose command the settings file stands.
     wait_until(lambda: len(orphans(f"{tmp_path}/unsloth_multigpu_bench_")) >= 3, 60, "ranks")
     process.send_signal(signal.SIGTERM)
     run = finish(process, 60)
     assert (run.code, run.out) == (143, "")
-    assert run.err == "bench: 1 of 1: round 1/1, all arms in turns\n"
+    assert run.err == "bench: 1 of 1: round 1/1, torchrun\n"
     assert orphans(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -97,34 +96,17 @@ def test_stopped_bench_leaves_nothing(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_compares_strategies(tmp_path):
-    # Each arm costs a start. One process with replicas and two ranks must learn the same, each in its own way.
-    options = ["--strategies", "legacy,allreduce", "--repeats", "1", "--steps", "3", "--batch-size", "4"]
-    # Ragged rows, and more micro-batches than ranks.
-    options += ["--lengths", "text:60", "--accumulation", "2", "--warmup", "1"]
-    options += ["--model-size", "64x1x256", "--json", "b.json"]
-    run = run_python([*BENCH, *options], tmp_path, LIBRARIES)
+    # One process with replicas, two ranks that meet in each step, and two that meet in every fourth.
+    options = ["--arms", "one_process,legacy,allreduce,local_sgd", "--steps", "3", "--accumulation", "2"]
+    run = run_python([*BENCH, *QUICK, *options, "--json"], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
-    outcome = json.loads((tmp_path / "b.json").read_text())
-    legacy, allreduce = (outcome["runs"][name][0] for name in ("legacy", "allreduce"))
-    assert (len(legacy), len(allreduce)) == (1, 2)
-    for rank in allreduce:
-        assert rank["gradient_norms"] == pytest.approx(legacy[0]["gradient_norms"], rel=1e-5)
-    for number, step in enumerate(legacy[0]["steps"]):
-        assert sorted(step["samples"]) == sorted(n for rank in allreduce for n in rank["steps"][number]["samples"])
-    assert [result["name"] for result in outcome["results"]] == ["legacy", "allreduce"]
-    results = outcome["results"]
-    for learned in results:
-        assert learned["num_updates"] == 6
-        assert learned["epoch_s"]["low"] > 0
-        first, second = ({what: spread["median"] for what, spread in epoch.items()} for epoch in learned["epochs"])
-        others = [{what: spread["median"] for what, spread in epoch.items()} for epoch in results[0]["epochs"]]
-        assert [first, second] == [pytest.approx(other, rel=1e-3) for other in others]
-        # The logarithm of 256 tokens is 5.5 before the first step.
-        assert 5.56 > first["train_loss"] > second["train_loss"]
-        assert first["test_loss"] > second["test_loss"] > 0
-        assert 0 < second["accuracy"] < 1
+    outcome = json.loads(run.out)
+    one, legacy, allreduce, local_sgd = outcome["results"]
+    assert [len(outcome["runs"][result["name"]][0]) for result in outcome["results"]] == [1, 1, 2, 2]
+    assert all(result["has_same_samples"] for result in outcome["results"])
+    assert max(legacy["norm_difference"], allreduce["norm_difference"]) < 1e-5
+    assert local_sgd["norm_difference"] is None
     # All gradients to the CPU and back, and all weights, with each step; half of that where two ranks share it.
-    moved, sent = (learned["sent_bytes_per_step"] for learned in results)
-    assert 0 < 2 * sent < moved
-    for words in ("strategy", "accuracy 2", "text:60", "2 epochs of 3, timed but for the first 1"):
-        assert words in run.out
+    assert one["sent_bytes_per_step"] == 0
+    assert 0 < 2 * allreduce["sent_bytes_per_step"] < legacy["sent_bytes_per_step"]
+    assert 0 < local_sgd["sent_bytes_per_step"] < allreduce["sent_bytes_per_step"]

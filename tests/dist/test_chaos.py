@@ -46,10 +46,10 @@ def test_killed_run_goes_on_to_the_same_weights_and_leaves_the_users_folder_alon
     (home / "train.py").write_text(READS + SCRIPT.read_text() + WRITES)
     shutil.copy(SCRIPT.with_name("tiny_llama.py"), home)
     before = files_in(home)
-    options = ["--faults", "kill@1:4", "--max-restarts", "1", "--json", "found.json"]
+    options = ["--faults", "kill@1:4", "--max-restarts", "1", "--json"]
     run = run_python([*CHAOS, *options, "train.py", "--steps", "5"], home, {**BARE, "TMPDIR": str(scratch)})
     assert run.code == 0, run.out + run.err
-    (row,) = json.loads((home / "found.json").read_text())["rows"]
+    (row,) = json.loads(run.out)["rows"]
     assert row["told"].startswith("rank 1 was killed by SIGKILL after step 3")
     assert row["told"].endswith("Starting all ranks again (1).")
     assert row["from_step"] == 2
@@ -59,7 +59,7 @@ def test_killed_run_goes_on_to_the_same_weights_and_leaves_the_users_folder_alon
     assert list(scratch.glob("unsloth_multigpu_*")) == []
     after = files_in(home)
     assert {name: after.get(name) for name in before} == before
-    assert after.keys() - before.keys() == {"found.json", "notes.txt"}
+    assert after.keys() - before.keys() == {"notes.txt"}
     # How long it all takes is said when it is known.
     said = run.err.splitlines()
     assert said[0].startswith("chaos: the run without faults, at most 600 s")

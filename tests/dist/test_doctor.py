@@ -55,9 +55,6 @@ def test_doctor_finds_this_machine_ready(tmp_path):
     (reduced,) = (row["facts"] for row in result["rows"] if row["section"] == "all-reduce")
     assert set(reduced["num_wrong_by_rank"]) == {0}
     assert reduced["algorithm_gb_per_s"] > 0
-    # A second, small message tells latency from bandwidth.
-    assert reduced["small_num_bytes"] == 2**20
-    assert 0 < reduced["small_seconds"] < 10
     if reduced["device"] == "cpu":
         assert (reduced["num_ranks"], reduced["backend"]) == (2, "gloo")
     assert rows["imports", "transformers"]["state"] == "ok"
@@ -78,7 +75,7 @@ def test_doctor_finds_every_planted_fault(tmp_path):
     assert run.code == 1, run.out
     failed = [line.strip() for line in run.out.splitlines() if line.startswith("  FAIL")]
     assert any(line.startswith("FAIL  peft  ") and "0.1.0 (>=0.18,<0.22)" in line for line in failed), run.out
-    assert any("wrong sums, by rank [0, 2]" in line for line in failed), run.out
+    assert any("wrong sums, by rank [0, 1]" in line for line in failed), run.out
     assert any("peft.peft_model:PeftModel.save_pretrained" in line and "is known for >=0.18" in line for line in failed)
     assert run.out.count("Hint: ") >= len(failed)
     last = run.out.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""`unsloth-multigpu forecast` on whole scripts: one rank is measured, nothing is saved, and two ranks are compared."""
+"""`unsloth-multigpu forecast` on whole scripts: one rank is measured, and nothing is saved."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def forecast(folder: Path, mode: str, *options: str) -> Finished:
     return run
 
 
-def test_forecast_is_made_from_one_rank_and_compared_with_two(tmp_path: Path) -> None:
-    run = forecast(tmp_path, "list", "--json", "--check", "2", "--gpus", "2,4,8", "--device", "cpu")
+def test_forecast_is_made_from_one_rank(tmp_path: Path) -> None:
+    run = forecast(tmp_path, "list", "--json", "--gpus", "2,4,8", "--device", "cpu")
     assert run.code == 0, run.err
     found = json.loads(run.out)
     assert [row["num_ranks"] for row in found["forecasts"]] == [1, 2, 4]
@@ -34,16 +34,9 @@ def test_forecast_is_made_from_one_rank_and_compared_with_two(tmp_path: Path) ->
     assert one["total_s"] == pytest.approx(50 * one["step_s"])
     assert 0.5 * one["step_s"] < two["step_s"] < 1.5 * one["step_s"]
     assert found["num_timed_steps"] == 8
-    assert found["link"]["source"].startswith("assumed; ")
+    assert found["link"]["name"] == "pcie"
     assert found["notes"][0].startswith("measured on a CPU")
     assert found["measured"]["is_planned"]
-    check = found["check"]
-    assert check["num_ranks"] == 2
-    # A model this small says little of the time.
-    assert 0.1 < check["forecast_s"] / check["measured_s"] < 10.0
-    first = check["first_step"]
-    assert (first["ranks"], first["is_exact"]) == (2, True)
-    assert first["one_process_s"] > 0 < first["dealt_s"]
 
 
 @pytest.mark.thorough

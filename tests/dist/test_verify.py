@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.run import BARE, LIGHT, ROOT, finish, orphans, run_python, start, wait_until
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.step.comparison import times_in_words
+from unsloth_multigpu.tools.verify.page import show
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
 VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]
@@ -32,14 +35,17 @@ def verify(folder: Path, *arguments: object, script: str = "train.py", env: Mapp
     return run
 
 
-def receipt(folder: Path, name: str = "receipt.json"):
-    return json.loads((folder / name).read_text())
+def shown(receipt: dict) -> str:
+    """The table of a receipt."""
+    stream = io.StringIO()
+    show(Screen(stream), receipt)
+    return stream.getvalue()
 
 
 def left(folder: Path) -> list[str]:
     """Every file in the folder, but those that are there on purpose and temporary ones of libraries."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch", "receipt.json", "receipt.log")
+    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch")
     return [str(p) for p in files if p.parts[0] not in expected]
 
 
@@ -49,11 +55,11 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     (tmp_path / "train.py").write_text("# enable_multi_gpu()\n" + SCRIPT.read_text())
     # The third step ends an epoch with one sample for three ranks; two of them compute a filler.
     # Beside the weights, such updates are small.
-    options = ["--steps", 4, "--no-dropout", "--num-gpus", 3]
+    options = ["--json", "--steps", 4, "--no-dropout", "--num-gpus", 3]
     run = verify(tmp_path, *options, "train.py", "--dropout", "0.3", "--lr", 1e-5)
     assert run.code == 0, run.err
-    assert "One process and 3 ranks agree over 4 steps." in run.out
-    found = receipt(tmp_path)
+    found = json.loads(run.out)
+    assert "One process and 3 ranks agree over 4 steps." in shown(found)
     assert found["agree"] is True
     assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 2)
     assert [step["num_samples"] for step in found["steps"]] == [[9, 9], [9, 9], [1, 1], [9, 9]]
@@ -68,38 +74,36 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     one_s, ranks_s = found["one_process_s"], found["ranks_s"]
     assert one_s == pytest.approx(statistics.median(each["one_process_s"] for each in compared))
     assert ranks_s == pytest.approx(statistics.median(each["dealt_s"] for each in compared))
-    assert times_in_words(one_s, ranks_s, 3) in run.out
-    # On the screen is what verify does. What the script printed is in the file that it names.
-    assert [line for line in run.err.splitlines() if not line.startswith("verify: 4 steps on ")] == []
-    printed = (tmp_path / "receipt.log").read_text()
-    assert printed.count("'loss': ") >= 8
-    for name in ("one process", "3 ranks"):
-        assert printed.count(f"\n===== 4 steps on {name} =====\n") == 1
+    assert times_in_words(one_s, ranks_s, 3) in shown(found)
+    # On the screen is what verify does, and not what the script prints.
+    assert [line.split(" took ")[0] for line in run.err.splitlines()] == [
+        "verify: 4 steps on one process",
+        "verify: 4 steps on 3 ranks",
+    ]
 
 
 @pytest.mark.slow
 def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
-    run = verify(tmp_path, "--steps", 2, "--json", "found.json", "train.py", "--fault", "scaled")
+    run = verify(tmp_path, "--steps", 2, "--json", "train.py", "--fault", "scaled")
     assert run.code == 77, run.err
-    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in run.out
-    assert "Look for code of the script that depends on the rank" in run.out
-    found = receipt(tmp_path, "found.json")
+    found = json.loads(run.out)
+    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in shown(found)
+    assert "Look for code of the script that depends on the rank" in shown(found)
     assert found["agree"] is False
     assert found["steps"][1]["loss_difference"] < 1e-4
     assert 5e-3 < found["steps"][1]["grad_norm_difference"] < 2e-2
     # Both passes of the ranks see that there are ranks: only another run shows it.
     assert found["steps"][1]["compared"]["is_exact"]
-    assert not (tmp_path / "receipt.json").exists()
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
-    run = verify(tmp_path, "--steps", 2, "train.py", "--fault", "counter", "--dropout", "0.3")
+    run = verify(tmp_path, "--json", "--steps", 2, "train.py", "--fault", "counter", "--dropout", "0.3")
     assert run.code == 77, run.err
     draws = "dropout: draws random numbers, of which each rank has others than one process. For agreement: --no-dropout"
-    assert draws in run.out
-    found = receipt(tmp_path)
+    found = json.loads(run.out)
+    assert draws in shown(found)
     same_weights = "the gradient from the same weights, as one process and as dealt, differs by"
     assert any(same_weights in reason for reason in found["reasons"])
     assert not found["steps"][0]["compared"]["is_exact"]
@@ -109,10 +113,11 @@ def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
 @pytest.mark.slow
 def test_fault_behind_the_gradient_is_named(tmp_path):
     # Replicas stay equal, and so do loss and gradient norm of the first step. Beside the weights the fault is small.
-    run = verify(tmp_path, "--steps", 1, "--num-gpus", 2, "train.py", "--lr", 1e-5, "--fault", "learning_rate")
+    options = ["--json", "--steps", 1, "--num-gpus", 2]
+    run = verify(tmp_path, *options, "train.py", "--lr", 1e-5, "--fault", "learning_rate")
     assert run.code == 77, run.err
-    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: weights: the updates of " in run.out
-    found = receipt(tmp_path)
+    found = json.loads(run.out)
+    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: weights: the updates of " in shown(found)
     assert len(found["reasons"]) == 1
     # Half as much again, as sketches estimate it.
     assert all(0.48 < weight["relative"] < 1.2 for weight in found["weights"] if weight["counts"])
@@ -141,7 +146,6 @@ def test_larger_steps_are_named(tmp_path):
     assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
     assert "Remove what may differ without a fault" in run.out
     # There is no step of one process to compare with, and nothing is said of speed.
-    assert receipt(tmp_path)["one_process_s"] is None
     assert "as fast" not in run.out
 
 
@@ -154,13 +158,15 @@ def test_error_of_the_script_is_passed_on(tmp_path):
     assert run.err.count("ValueError: rank 1 fell\n") == 1
     assert "verify: 3 steps on 2 ranks ended with exit code 1." in run.err
     assert run.out == ""
-    assert not (tmp_path / "receipt.json").exists()
 
 
 def test_script_that_trains_nothing_is_told_so(tmp_path):
     run = verify(tmp_path, "train.py", "--fault", "no_training")
     assert run.code == 69
-    assert "error: train.py --fault no_training ended without a training that verify could follow.\nHint: " in run.err
+    assert (
+        "error: train.py --fault no_training ended without a training that verify could follow. The end of " in run.err
+    )
+    assert "Hint: It must call train()" in run.err
 
 
 def test_exit_code_of_the_script_is_passed_on(tmp_path):
@@ -168,7 +174,7 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
     run = verify(tmp_path, "train.py")
     assert run.code == 3
     assert "words\n" in run.err
-    assert "ended with exit code 3. All of its output: receipt.log\n" in run.err
+    assert run.err.endswith("verify: 5 steps on one process ended with exit code 3.\n")
     assert run.out == ""
 
 
@@ -178,12 +184,11 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     run = verify(tmp_path, "--timeout-s", 5, "train.py")
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
+    assert "The end of its output:\n" in run.err
     # By SIGTERM, which the whole run must hear of.
-    assert "\nverify: All of its output: receipt.log\n" in run.err
-    printed = tmp_path / "receipt.log"
-    printed.unlink()
+    (tmp_path / "train.py").write_text("import time\nopen('here', 'w').close()\ntime.sleep(600)\n")
     process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
-    wait_until(lambda: printed.exists() and "here" in printed.read_text(), 60, "the script")
+    wait_until((tmp_path / "here").exists, 60, "the script")
     process.send_signal(signal.SIGTERM)
     assert finish(process).code == 128 + signal.SIGTERM
     assert orphans(str(tmp_path)) == []
@@ -199,9 +204,9 @@ def test_examples_with_the_line_agree(tmp_path):
     assert plain.code == 0, plain.out + plain.err
     assert not (tmp_path / "outputs/plain_transformers/adapter").exists()
     shutil.rmtree(tmp_path / "scratch")
-    options = ["--num-gpus", 2, "--steps", 2, "--"]
+    options = ["--json", "--num-gpus", 2, "--steps", 2, "--"]
     script = ["ddp_quick_start.py", "--steps", 4, "--batch-size", 5, "--no-compare"]
     unsloth = verify(tmp_path, *options, *script, script="ddp_quick_start.py", env=LIGHT)
     assert unsloth.code == 0, unsloth.out + unsloth.err
-    assert "SFTTrainer" in receipt(tmp_path)["runs"]["many"]["trainer"]
+    assert "SFTTrainer" in json.loads(unsloth.out)["runs"]["many"]["trainer"]
     assert not list(tmp_path.rglob("adapter_model*"))

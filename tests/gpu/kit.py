@@ -233,7 +233,7 @@ def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict
         result = None
         if step.prints or file.exists():
             try:
-                result = short_result(json.loads(text[text.index("{") :] if step.prints else file.read_text()))
+                result = short_result(json.loads(text[f"\n{text}".index("\n{") :] if step.prints else file.read_text()))
                 problems += step.judge(result)
             except (ValueError, KeyError, TypeError) as error:
                 problems.append(f"its result cannot be read: {type(error).__name__}: {error}")

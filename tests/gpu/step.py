@@ -99,9 +99,9 @@ def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
             7,
             "what the line costs in one process",
             240,
-            "--ranks 1 --arms one_process,line_one,guarded_one --interleave steps",
+            "--ranks 1 --arms one_process,line_one,guarded_one",
             warmup=6,
-            repeats=2,
+            repeats=3,
             judge=judge_line(bench.is_tiny),
         ),
     )
@@ -282,9 +282,9 @@ class _Bench:
         train = [] if "--train" in given else ["--train", "lora"]
         command = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", self.device, *size, *train, *given, *counts]
         # A run that hangs is to be ended by the benchmark, which says more than the limit of the step.
-        command += ["--timeout-s", str(limit_s - 20), "--json", "{json}"]
+        command += ["--timeout-s", str(limit_s - 20), "--json"]
         seen = only_cards or max(num_cards, 2 if "--ranks 2" in arguments else 1)
-        return Step(name, part, text, limit_s, tuple(command), num_cards, seen, judge=judge)
+        return Step(name, part, text, limit_s, tuple(command), num_cards, seen, prints=True, judge=judge)
 
 
 def short_result(outcome: Result) -> Result:

@@ -73,7 +73,6 @@ def test_split_is_the_dense_mean_and_its_nearest_product(federation) -> None:
     dense, split = dense_mean(pairs, weights), mean_of_products(pairs, weights)
     assert split.a.shape == pairs[0][0].shape
     assert split.b.shape == pairs[0][1].shape
-    assert close(split.b @ split.a + split.residual_b @ split.residual_a, dense, 1e-7)
     # Eckart and Young: no product of this rank comes nearer than what the singular values leave.
     left = torch.linalg.svdvals(dense)[len(split.a) :]
     distance = float((split.b @ split.a - dense).norm())
@@ -124,7 +123,6 @@ def test_project_replaces_factors_alone() -> None:
     replies = [record(a=torch.randn(2, 5), b=torch.randn(4, 2), head=torch.randn(3)) for _ in range(3)]
     averaged = weighted_mean(replies, [1, 2, 3], [A, B, "head"])
     result = aggregate_lora(replies, [1, 2, 3], averaged, mode="project")
-    assert result.residual is None
     assert torch.equal(to_tensor(result.arrays["head"]), to_tensor(averaged["head"]))
     dense = dense_mean([(to_tensor(r[A]), to_tensor(r[B])) for r in replies], [1, 2, 3])
     assert float((product(result.arrays) - dense).norm()) < float((product(averaged) - dense).norm())

@@ -314,40 +314,6 @@ def test_training_that_was_stopped_goes_on_to_the_same_bits(name: str, tmp_path:
     assert [path.name for path in rounds_in(tmp_path)] == ["round-3.pt", "round-4.pt"]
 
 
-def test_rest_of_exact_aggregation_goes_to_the_clients_and_on_from_a_saved_round(tmp_path: Path) -> None:
-    start = {"q.lora_A.default.weight": np.ones((1, 4), np.float32), "q.lora_B.default.weight": np.ones((3, 1), "f4")}
-
-    def moved(client_id: int, number: int, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
-        draw = np.random.default_rng([client_id, number])
-        found = {name: (value + draw.normal(size=value.shape)).astype(np.float32) for name, value in arrays.items()}
-        return found, {"num-examples": 1}
-
-    class RestsGrid(LocalGrid):
-        """Notes the rest of exact aggregation that each client gets."""
-
-        def __init__(self) -> None:
-            super().__init__(moved)
-            self.rests: list[Any] = []
-
-        def answer(self, message: Message) -> Message:
-            self.rests.append(message.content.array_records.get("residual"))
-            return super().answer(message)
-
-    def train(num_rounds: int, folder: Path | None = None) -> tuple[Any, list[Any]]:
-        grid = RestsGrid()
-        options: Any = {"evaluates": False, "lora_aggregation": "exact", "output_dir": folder, "buffers": ()}
-        trained = make_training(make_strategy("fedavg", {}), num_rounds, grid, start, **options)
-        trained.run()
-        return trained.residual, grid.rests
-
-    first, _ = train(1)
-    whole, rests = train(2)
-    assert rests == [None] * NUM_CLIENTS + [first] * NUM_CLIENTS
-    assert len(first) == 2
-    assert train(1, folder=tmp_path)[0] == first
-    assert train(2, tmp_path) == (whole, [first] * NUM_CLIENTS)
-
-
 def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,7 +81,7 @@ def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
         arguments = make_parser(main.find_commands()).parse_args(list(step.command[2:]))
-        options = BenchOptions.from_arguments(arguments)
+        options = BenchOptions.read(arguments)
         assert (options.model_shape[0] == 64) == is_tiny
         assert options.timeout_s < step.limit_s
         # They use as many cards as they have ranks, or share one.

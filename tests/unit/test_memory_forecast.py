@@ -107,19 +107,19 @@ def test_nothing_fits_near_the_limit() -> None:
     ("text", "expected"), [("24GiB", 24 * GIB), ("24", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 gib", 3 * GIB // 2)]
 )
 def test_memory_of_the_command_line(text: str, expected: int) -> None:
-    assert parse_memory(text) == expected
+    assert parse_memory("memory", text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "24 cats", "GiB", "0", "-1GiB"])
 def test_wrong_memory_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--memory"):
-        parse_memory(text)
+    with pytest.raises(ConfigError, match="memory="):
+        parse_memory("memory", text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "1.5", "-1"])
 def test_wrong_numbers_of_gpus_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--gpus"):
-        parse_numbers(text)
+    with pytest.raises(ConfigError, match="gpus="):
+        parse_numbers("gpus", text)
 
 
 ROWS = (of_total("ddp", 4, 145), of_total("sharded", 4, 50), of_total("ddp", 8, 140), of_total("sharded", 8, 28))
@@ -132,7 +132,7 @@ def lines_of(answer: Answer, numbers: Sequence[int]) -> list[str]:
 
 
 def test_table_says_which_row_fits_and_what_to_set() -> None:
-    lines = lines_of(Answer(TRAINING, ROWS, device_bytes=80 * GIB), parse_numbers("8,4,8"))
+    lines = lines_of(Answer(TRAINING, ROWS, device_bytes=80 * GIB), parse_numbers("gpus", "8,4,8"))
 
     assert lines[0] == (
         "Llama: 8,000 parameters, 80 trainable, 0 quantised; adamw_torch_fused, gradient checkpointing on, bfloat16"

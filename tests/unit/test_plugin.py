@@ -21,7 +21,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
+from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.wire.identity import RankIdentity
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -183,7 +183,8 @@ def test_library_newer_than_tested_is_told_once(
 
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
-    asked = ReceiptRequest("none", num_steps=1, num_gpus=2, dropout=True).variables() if is_compared else {}
+    tool = "unsloth_multigpu.tools.verify.verify_tool:Verify"
+    asked = StepsRequest("none", num_steps=1, num_gpus=2).variables(tool) if is_compared else {}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     started: list[bool] = []

@@ -18,17 +18,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from unsloth_multigpu import session
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.step.sketch import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import run_comparison as comparison
 from unsloth_multigpu.tools.verify import verify_command as command
 from unsloth_multigpu.tools.verify import verify_recorder as receipt
-from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest, Verify
+from unsloth_multigpu.tools.verify.verify_tool import Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 
@@ -317,8 +318,8 @@ def trainer(tmp_path):
 
 def record(trainer, folder, steps=None, **options):
     folder.mkdir()
-    request = ReceiptRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
-    assert tool_of(RunContext.read(request.variables())).request == request
+    request = StepsRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
+    assert tool_of(RunContext.read(request.variables(command._TOOL))).request == request
     recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), steps)
     with Loop(trainer, [recorder]).steering():
         trainer.train()

@@ -4,12 +4,42 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from unsloth_multigpu.option_type import CommandOption, flag
+from unsloth_multigpu.option_type import CommandOption, flag, options_of, take_values
 
-# Name -> what it is; a plain tuple has the type of the value, bool for a switch, and what it means.
-OptionTable = Mapping[str, "CommandOption | tuple[type[Any], str]"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OptionTable = Mapping[str, CommandOption]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The base of a dataclass of a command's own options, which are checked when it is made; see `option_type`."""
+
+    def __post_init__(self) -> None:
+        take_values(self)
+
+    @classmethod
+    def table(cls) -> dict[str, CommandOption]:
+        """The options by their names, as a command line has them."""
+        return {
+            name: option.on_command_line("" if option.default is False else option.usual())
+            for name, option in options_of(cls).items()
+            if option.commands
+        }
+
+    @classmethod
+    def read(cls, given: argparse.Namespace) -> Self:
+        """What a command line gave; None = the default.
+
+        Raises:
+            ConfigError: A value that cannot be used.
+        """
+        values = {name: getattr(given, name) for name in cls.table()}
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 class Command:
@@ -34,8 +64,7 @@ class Command:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Adds its options to its parser."""
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
-        for name, entry in self.table().items():
-            option = CommandOption(*entry)
+        for name, option in self.table().items():
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
             _add_option(groups[option.group], name, option)
@@ -56,7 +85,5 @@ def _add_option(group: argparse._ActionsContainer, name: str, option: CommandOpt
         action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(flag(name), action=action, help=text)
         return
-    words = f"{{{','.join(option.words)}}}" if option.words else ""
-    shown = option.shown or words or option.kind.__name__.upper()
     # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
-    group.add_argument(flag(name), type=option.kind, metavar=shown, help=text)
+    group.add_argument(flag(name), type=option.kind, metavar=option.shown, help=text)

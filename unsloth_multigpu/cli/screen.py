@@ -5,10 +5,12 @@ rich is imported where there is a terminal, so that a pipe or a log pays nothing
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.words import duration
@@ -56,6 +58,10 @@ class Screen:
         else:
             print(text, file=self.stream, flush=True)
 
+    def json(self, value: Any) -> None:
+        """A value as JSON that every reader takes."""
+        self.line(json.dumps(_plain(value), indent=1, allow_nan=False))
+
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
         """A table with the names of its columns.
 
@@ -78,6 +84,15 @@ class Screen:
         for row in rows:
             table.add_row(*(Text(cell, style=_style_of(cell)) for cell in row))
         self.console.print(table)
+
+
+def _plain(value: Any) -> Any:
+    """With text in place of the numbers that JSON does not have: nan, inf."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _style_of(cell: str) -> str:

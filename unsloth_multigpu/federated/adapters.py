@@ -17,11 +17,9 @@ from unsloth_multigpu.federated.aggregation import (
     find_pairs,
     not_projectable,
     partner_of,
-    residual_names,
     to_array,
     to_tensor,
 )
-from unsloth_multigpu.group.precision import sum_dtype
 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -117,74 +115,6 @@ def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape if packed is None else packed.shape)
 
 
-class BaseWeights:
-    """The base weights of a model's LoRA layers, as they were and with a residual on top.
-
-    The originals stay on the CPU from the first fold on, because adding and subtracting would drift, and every client
-    must find the same bits, whichever clients ran before in this process.
-    """
-
-    def __init__(self, model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> None:
-        self._model = model
-        self._pairs = find_pairs(travelling)
-        self._originals: dict[str, torch.Tensor] = {}
-
-    def fold(self, residual: ArrayRecord | None) -> bool:
-        """Base weight = original + LoRA factor * residual_B residual_A, in place; None brings the originals back.
-
-        Returns:
-            Whether it wrote anything.
-        """
-        if not residual and not self._originals:
-            return False
-        for name_a, name_b in self._pairs.items():
-            self._fold_layer(name_a, *residual_names(name_a, name_b), residual or ArrayRecord())
-        return True
-
-    @torch.no_grad()
-    def _fold_layer(self, name_a: str, rest_a: str, rest_b: str, residual: ArrayRecord) -> None:
-        layer, adapter = lora_layer(self._model, name_a)
-        weight = layer.get_base_layer().weight
-        if rest_a not in residual and name_a not in self._originals:
-            return
-        if name_a not in self._originals:
-            self._originals[name_a] = weight.detach().to("cpu", copy=True)
-        original = self._originals[name_a]
-        if rest_a not in residual:
-            weight.copy_(original)
-            return
-        # In 64 bits, which no setting makes coarser: with a client's TF32 the next ones would find another base.
-        # Some of Intel's GPUs have no 64-bit numbers.
-        device = weight.device if sum_dtype(weight.device) == torch.float64 else torch.device("cpu")
-        a, b = (to_tensor(residual[name]).to(device, torch.float64) for name in (rest_a, rest_b))
-        rest = layer.scaling[adapter] * (b @ a)
-        # An embedding's table is (in, out); so is the weight of GPT-2's Conv1D.
-        is_transposed = ".lora_embedding_" in name_a or getattr(layer, "fan_in_fan_out", False)
-        weight.copy_(original.to(device, torch.float64) + (rest.T if is_transposed else rest))
-
-
-def not_foldable(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
-    """Why base weights cannot take a residual, naming each; empty where they can.
-
-    A 4-bit or 8-bit weight has no room for a small change, and neither has one in half precision: bfloat16 lost 30 % of
-    the residual of a first round (federated_aggregation.py's model).
-    """
-    reasons = []
-    uses: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        uses[parameter.data_ptr()] = uses.get(parameter.data_ptr(), 0) + 1
-    for name in find_pairs(travelling):
-        layer, _ = lora_layer(model, name)
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if not isinstance(weight, torch.Tensor) or is_quantized_tensor(weight):
-            reasons.append(f"the base weight of {name} is quantised")
-        elif weight.dtype not in (torch.float32, torch.float64):
-            reasons.append(f"the base weight of {name} is {weight.dtype}, too coarse to add a residual to")
-        elif uses[weight.data_ptr()] > 1:
-            reasons.append(f"the base weight of {name} is tied to another layer's")
-    return reasons
-
-
 def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
     """Why B A is not what an adapter adds, as far as names and shapes tell, and PEFT's layers themselves."""
     reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
@@ -203,7 +133,7 @@ def lora_layer(model: nn.Module, name_a: str) -> tuple[Any, str]:
     return model.get_submodule(path), rest.removesuffix(".weight").split(".")[-1]
 
 
-def describe_adapter(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> str:
+def describe_adapter(model: nn.Module) -> str:
     """What `save_adapter` needs, as JSON; "" for what is no PEFT model with one active adapter."""
     configs: Any = getattr(model, "peft_config", None)
     names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
@@ -212,9 +142,7 @@ def describe_adapter(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -
     with TemporaryDirectory() as folder:
         configs[names[0]].save_pretrained(folder)
         config = json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))
-    layers = {name: lora_layer(model, name) for name in find_pairs(travelling)}
-    factors = {name: float(layer.scaling[adapter]) for name, (layer, adapter) in layers.items()}
-    return json.dumps({"name": names[0], "config": config | {"inference_mode": True}, "factors": factors})
+    return json.dumps({"name": names[0], "config": config | {"inference_mode": True}})
 
 
 def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -223,13 +151,8 @@ def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> 
     return {name: value for name, value in model.named_parameters() if name in partners}
 
 
-def save_adapter(
-    folder: Path, arrays: Mapping[str, torch.Tensor], residual: ArrayRecord | None, adapter_config: str
-) -> None:
+def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_config: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads; needs no model.
-
-    With a residual the adapter has a higher rank, for the ORIGINAL base weights: its product is that of adapter and
-    residual together.
 
     Args:
         arrays: The global state and `frozen_factors`. What is trained besides the adapter (biases, norms) is written,
@@ -242,40 +165,18 @@ def save_adapter(
     from safetensors.torch import save_file
 
     described = json.loads(adapter_config)
-    config, state = described["config"], dict(arrays)
-    if missing := sorted({partner for name in state if (partner := partner_of(name))} - state.keys()):
+    if missing := sorted({partner for name in arrays if (partner := partner_of(name))} - arrays.keys()):
         raise FederatedError(
             f"{missing[0]} is not among the tensors of the adapter to be saved.",
             hint="Pass what does not train (frozen A) as well.",
         )
-    if residual:
-        rank = _widen(state, residual, described["factors"])
-        # One rank and the factor 1 for all layers; what the factors were is in B.
-        config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
     mark = f".{described['name']}"
-    kept = {_name_on_disk(name, mark): value.contiguous() for name, value in state.items()}
+    kept = {_name_on_disk(name, mark): value.contiguous() for name, value in arrays.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _widen(state: dict[str, torch.Tensor], residual: ArrayRecord, factors: Mapping[str, float]) -> int:
-    """Appends the residual to A and B, with rows of zeros up to one rank for all; returns that rank."""
-    wide = {}
-    for name_a, name_b in find_pairs(state).items():
-        a, b, factor = state[name_a], state[name_b], factors[name_a]
-        rest_a, rest_b = residual_names(name_a, name_b)
-        if rest_a in residual:
-            a, b = torch.cat([a, to_tensor(residual[rest_a])]), torch.cat([b, to_tensor(residual[rest_b])], 1)
-        wide[name_a, name_b] = a, factor * b
-    rank = max(a.shape[0] for a, _ in wide.values())
-    for (name_a, name_b), (a, b) in wide.items():
-        missing = rank - a.shape[0]
-        state[name_a] = torch.nn.functional.pad(a, (0, 0, 0, missing))
-        state[name_b] = torch.nn.functional.pad(b, (0, missing))
-        if (bias := name_b.removesuffix("weight") + "bias") in state:  # PEFT's factor is for B's bias as well.
-            state[bias] = factors[name_a] * state[bias]
-    return rank
+    (folder / "adapter_config.json").write_text(
+        json.dumps(described["config"], indent=2, sort_keys=True), encoding="utf-8"
+    )
 
 
 def _name_on_disk(name: str, mark: str) -> str:

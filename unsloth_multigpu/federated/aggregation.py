@@ -2,8 +2,7 @@
 
 A LoRA layer adds factor * B A to its base weight. Flower's strategies average A and B each on its own (FedIT, Zhang et
 al. 2023, "Towards Building the Federated GPT"). Here is the mean of the products, split into the adapter of the same
-rank that comes nearest to it (Eckart and Young 1936) and the rest, which the clients can add to their base weights
-(FedEx-LoRA, Singhal et al. 2024).
+rank that comes nearest to it (Eckart and Young 1936).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flwr.app import Array, ArrayRecord
 
 from unsloth_multigpu.errors import FederatedError
 
-LoraAggregation = Literal["mean", "project", "exact"]
+LoraAggregation = Literal["mean", "project"]
 
 # NumPy has no bfloat16, and the server would average in half precision.
 _HALF = (torch.bfloat16, torch.float16)
@@ -34,20 +33,16 @@ _MAX_CONDITION = 5.0
 # Up to this many clients x rank "mean" measures what it misses. The time grows with the square: 160 take 0.02 s of one
 # core for a layer of 4096 x 4096.
 _MAX_COLUMNS = 256
-# Travels as float32 (6e-8): what is smaller than this part of the largest singular value is rounding.
-_NOISE = 1e-8
 
 
 class Split(NamedTuple):
-    """The mean of products: b @ a + residual_b @ residual_a. Shapes (rank, in), (out, rank), (out, rest), (rest, in).
+    """The product b @ a that comes nearest to the mean of products. Shapes (rank, in), (out, rank).
 
-    The squares are those of the rest's and of the whole mean's Frobenius norms.
+    The squares are those of Frobenius norms: of what the product leaves of the mean, and of the whole mean.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    residual_b: torch.Tensor
-    residual_a: torch.Tensor
     remainder_square: float
     total_square: float
 
@@ -57,13 +52,11 @@ class LoraAggregate(NamedTuple):
 
     Args:
         arrays: All travelling tensors.
-        residual: What clients add to their original base weights, over all rounds; None but for "exact".
         relative_remainder: Part of mean(B A) that `arrays` do not hold, over all layers in Frobenius' norm; None
-            without LoRA layers, and where "mean" would compute for too long. "exact" holds it in `residual` instead.
+            without LoRA layers, and where "mean" would compute for too long.
     """
 
     arrays: ArrayRecord
-    residual: ArrayRecord | None = None
     relative_remainder: float | None = None
 
 
@@ -73,7 +66,6 @@ def aggregate_lora(
     averaged: ArrayRecord,
     *,
     mode: LoraAggregation,
-    residual: ArrayRecord | None = None,
 ) -> LoraAggregate:
     """Replaces A and B in what the strategy averaged.
 
@@ -81,28 +73,25 @@ def aggregate_lora(
         replies: The clients' arrays, in an order that does not change from run to run.
         weights: Numbers of examples.
         averaged: The strategy's result over all tensors. "mean" returns it and measures what it misses.
-        mode: "project" and "exact" take what `not_projectable` has nothing against.
-        residual: The one of the rounds before.
+        mode: "project" takes what `not_projectable` has nothing against.
 
     Raises:
         FederatedError: Weights that sum to nothing.
     """
     pairs = find_pairs(averaged)
     if mode == "mean":
-        return LoraAggregate(averaged, relative_remainder=_difference_of_means(pairs, replies, weights, averaged))
-    arrays, squares, rests = ArrayRecord(dict(averaged)), [0.0, 0.0], ArrayRecord(dict(residual or {}))
+        return LoraAggregate(averaged, _difference_of_means(pairs, replies, weights, averaged))
+    arrays, squares = ArrayRecord(dict(averaged)), [0.0, 0.0]
     for name_a, name_b in pairs.items():
         factors = [(_double(reply, name_a), _double(reply, name_b)) for reply in replies]
         split = mean_of_products(factors, weights)
         arrays[name_a], arrays[name_b] = _single(split.a), _single(split.b)
         squares = [squares[0] + split.remainder_square, squares[1] + split.total_square]
-        if mode == "exact":
-            _add_residual(rests, name_a, name_b, split)
-    return LoraAggregate(arrays, rests if mode == "exact" else None, _ratio(*squares))
+    return LoraAggregate(arrays, _ratio(*squares))
 
 
 def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: Sequence[float]) -> Split:
-    """The weighted mean of B A as the nearest product of the clients' rank, and the rest. Computes in float64.
+    """The product of the clients' rank that comes nearest to the weighted mean of B A. Computes in float64.
 
     Never forms out x in: with n clients, two QR factorizations of (n rank) columns and one SVD of at most that size.
     Which of the many A with the same product? The one whose rows come nearest to the mean of the clients' A, so that
@@ -123,9 +112,7 @@ def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights
     mean_a = torch.stack([part * a for part, (a, _) in zip(parts, pairs, strict=True)]).sum(0)
     kept = min(len(mean_a), len(values))
     a, b = _rescale(left[:, :kept] * values[:kept], right[:kept], mean_a)
-    rest = _significant(values, kept)
-    remainder, total = float(values[kept:].square().sum()), float(values.square().sum())
-    return Split(a, b, left[:, rest] * values[rest], right[rest], remainder, total)
+    return Split(a, b, float(values[kept:].square().sum()), float(values.square().sum()))
 
 
 def weighted_mean(replies: Sequence[ArrayRecord], weights: Sequence[float], names: Iterable[str]) -> ArrayRecord:
@@ -154,7 +141,7 @@ def partner_of(name: str) -> str | None:
 
 
 def not_projectable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Why "project" and "exact" cannot work on travelling tensors of these shapes, by name; empty where they can."""
+    """Why "project" cannot work on travelling tensors of these shapes, by name; empty where they can."""
     reasons = [] if find_pairs(shapes) else ["no pair of lora_A and lora_B is trained"]
     for name, shape in shapes.items():
         if "lora_" not in name or _PLAIN.fullmatch(name):
@@ -167,35 +154,12 @@ def not_projectable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     return reasons
 
 
-def residual_names(name_a: str, name_b: str) -> tuple[str, str]:
-    """Names of the residual's factors: (rest, in) and (out, rest)."""
-    return name_a.replace(".lora_", ".residual_"), name_b.replace(".lora_", ".residual_")
-
-
-def _add_residual(rests: ArrayRecord, name_a: str, name_b: str, split: Split) -> None:
-    """Adds the rest of a round to that of the rounds before, with no more columns than the sum needs."""
-    rest_a, rest_b = residual_names(name_a, name_b)
-    a, b = split.residual_a, split.residual_b
-    if rest_a in rests:
-        left, values, right = _svd_of_product(
-            torch.cat([_double(rests, rest_b), b], 1), torch.cat([_double(rests, rest_a), a])
-        )
-        kept = _significant(values, 0)
-        a, b = right[kept], left[:, kept] * values[kept]
-    rests[rest_a], rests[rest_b] = _single(a), _single(b)
-
-
 def _svd_of_product(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, k) @ (k, in) -> left (out, m), falling values (m,), right (m, in); m = at most k, out and in."""
     basis_b, inner_b = torch.linalg.qr(b)
     basis_a, inner_a = torch.linalg.qr(a.T)
     left, values, right = torch.linalg.svd(inner_b @ inner_a.T, full_matrices=False)
     return basis_b @ left, values, right @ basis_a.T
-
-
-def _significant(values: torch.Tensor, start: int) -> slice:
-    floor = float(values[0]) * _NOISE if len(values) else 0.0
-    return slice(start, max(start, int((values > floor).sum())))
 
 
 def _rescale(b: torch.Tensor, a: torch.Tensor, mean_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

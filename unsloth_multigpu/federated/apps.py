@@ -16,7 +16,6 @@ from unsloth_multigpu.federated.adapters import (
     describe_adapter,
     frozen_factors,
     layout_of,
-    not_foldable,
     to_arrays,
     travelling_buffers,
     variants,
@@ -25,7 +24,7 @@ from unsloth_multigpu.federated.client import ClientModel, FederatedClient, clie
 from unsloth_multigpu.federated.proximal import ProximalPull
 from unsloth_multigpu.federated.reply import CHANGED
 
-RESIDUAL, LAYOUT = "residual", "model-layout"
+LAYOUT = "model-layout"
 TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
 EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
 
@@ -112,10 +111,9 @@ class _Turn:
         model, tensors = built.model, built.travelling
         facts: dict[str, Any] = {
             "layout": layout_of(model),
-            "adapter-config": describe_adapter(model, tensors),
+            "adapter-config": describe_adapter(model),
             "buffers": list(travelling_buffers(model)),
             "not-projectable": variants(model, tensors),
-            "not-foldable": not_foldable(model, tensors),
         }
         frozen = to_arrays(frozen_factors(model, tensors))
         content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
@@ -125,14 +123,13 @@ class _Turn:
     @contextmanager
     def _prepared(self, message: Message, context: Context) -> Iterator[tuple[FederatedClient, nn.Module]]:
         """The client whose turn it is, and the model with the global weights; all is put back at the end."""
-        records = message.content.array_records
-        (arrays,) = [record for name, record in records.items() if name != RESIDUAL]
+        (arrays,) = message.content.array_records.values()
         config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
         layout: Any = config.pop(LAYOUT, [])
         client = self._client(config, context)
         try:
             with seeded(client.seed, client.device):
-                yield client, self._model.prepare(arrays, records.get(RESIDUAL), client.device, layout)
+                yield client, self._model.prepare(arrays, client.device, layout)
         finally:
             self._changed = self._model.release()
 

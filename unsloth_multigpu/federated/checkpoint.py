@@ -39,7 +39,6 @@ class SavedRound:
     Args:
         server_round: The last round that is in it.
         arrays: The global arrays after it.
-        residual: What exact aggregation of LoRA left in addition; None where there is nothing.
         layout: Names and shapes of the model's tensors.
         reports: Of all rounds so far.
         first_metrics: Of the server's evaluation before the first round.
@@ -49,7 +48,6 @@ class SavedRound:
 
     server_round: int
     arrays: ArrayRecord
-    residual: ArrayRecord | None
     layout: Sequence[str]
     reports: Sequence[RoundReport]
     first_metrics: Mapping[str, Any]
@@ -129,7 +127,7 @@ def rounds_in(output_dir: Path) -> list[Path]:
 def write_round(output_dir: Path, saved: SavedRound) -> None:
     """Writes a round as `round-K.pt` and deletes all but it and the one before; raises OSError."""
     state = {field.name: getattr(saved, field.name) for field in dataclasses.fields(saved)}
-    state |= {"arrays": pack(saved.arrays), "residual": pack(saved.residual), "facts": json.dumps(saved.facts)}
+    state |= {"arrays": pack(saved.arrays), "facts": json.dumps(saved.facts)}
     state["reports"] = [dataclasses.asdict(report) for report in saved.reports]
     part, name = output_dir / ".round.part", f"round-{saved.server_round}.pt"
     with part.open("wb") as file:
@@ -172,7 +170,7 @@ def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRo
             f"num_rounds={num_rounds}, but {file} is already the state after round {state['server_round']}.",
             hint="num_rounds counts all rounds, with those before a resume.",
         )
-    state |= {"arrays": unpack(state["arrays"]), "residual": unpack(state["residual"])}
+    state["arrays"] = unpack(state["arrays"])
     return SavedRound(**{**state, "reports": [round_from_dict(report) for report in state["reports"]]})
 
 

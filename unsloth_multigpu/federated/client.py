@@ -17,7 +17,6 @@ from torch import nn
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
-    BaseWeights,
     is_quantized,
     layout_difference,
     layout_of,
@@ -101,10 +100,10 @@ def build_model(model_builder: Callable[[], nn.Module], device: torch.device, se
 class ClientModel:
     """One model per process, for one client after the other. Each finds it as the builder left it.
 
-    Set before each client are the global weights and buffers, base weights with the residual, gradients, requires_grad,
-    and the modules' attributes: train or eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision
-    wraps it again in each Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that
-    replaced a parameter, changed a frozen one or moved the model has it built again for the next one.
+    Set before each client are the global weights and buffers, gradients, requires_grad, and the modules' attributes:
+    train or eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision wraps it again in each
+    Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that replaced a parameter,
+    changed a frozen one or moved the model has it built again for the next one.
     """
 
     def __init__(self, model_builder: Callable[[], nn.Module], seed: int) -> None:
@@ -121,13 +120,10 @@ class ClientModel:
             self._built = BuiltModel(build_model(self._model_builder, device, self._seed))
         return self._built
 
-    def prepare(
-        self, arrays: ArrayRecord, residual: ArrayRecord | None, device: torch.device, layout: Sequence[str] = ()
-    ) -> nn.Module:
+    def prepare(self, arrays: ArrayRecord, device: torch.device, layout: Sequence[str] = ()) -> nn.Module:
         """The model with the global state in it; raises FederatedError where its tensors differ from the server's.
 
         Args:
-            residual: Of all rounds together, for the original base weights.
             layout: The other clients' `layout_of`; empty is not compared.
         """
         built = self.build(device)
@@ -138,7 +134,7 @@ class ClientModel:
             )
         built.reset()
         write_arrays(built.travelling, arrays)
-        if built.base.fold(residual) or not built.marks:
+        if not built.marks:
             built.marks = built.marked()
         return built.model
 
@@ -173,7 +169,6 @@ class BuiltModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.travelling = travelling_tensors(model)
-        self.base = BaseWeights(model, self.travelling)
         self.marks: dict[str, tuple[Any, ...]] = {}
         self._shapes = {name: tuple(value.shape) for name, value in self.travelling.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from unsloth_multigpu.errors import SetupError, VersionError
-from unsloth_multigpu.federated.federated_option import FitOptions, check_options
+from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions, called_as
 from unsloth_multigpu.federated.round_report import FederatedResult
 from unsloth_multigpu.logs import Console
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
 from unsloth_multigpu.wire.identity import read_identity
 
@@ -40,7 +41,7 @@ def create_multigpu_flower_server(
     max_workers: int | None = None,
     placement: Literal["round_robin", "balanced"] = "round_robin",
     strategy_kwargs: Mapping[str, Any] | None = None,
-    lora_aggregation: Literal["mean", "project", "exact"] = "mean",
+    lora_aggregation: Literal["mean", "project"] = "mean",
     seed: int = 0,
     log_dir: str = "logs",
 ) -> FederatedServer:
@@ -65,7 +66,7 @@ def create_multigpu_flower_server(
             seconds, to whichever device is free.
         strategy_kwargs: Arguments of the strategy's class, for a name.
         lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
-            nearest to mean(B A); "exact" = that, and clients add the rest to their base weights.
+            nearest to mean(B A).
         seed: Of models, clients and their choice.
         log_dir: Where the processes write what clients print, in slot_K.log.
 
@@ -74,9 +75,20 @@ def create_multigpu_flower_server(
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
-    check_options(server_id=server_id, model_builder=model_builder, device=device, num_gpus=num_gpus)
-    check_options(clients_per_gpu=clients_per_gpu, max_workers=max_workers, placement=placement, seed=seed)
-    check_options(lora_aggregation=lora_aggregation, log_dir=log_dir, train_fn=train_fn, evaluate_fn=evaluate_fn)
+    ServerOptions(
+        server_id,
+        model_builder,
+        train_fn,
+        evaluate_fn,
+        device,
+        num_gpus,
+        clients_per_gpu,
+        max_workers,
+        placement,
+        lora_aggregation,
+        seed,
+        log_dir,
+    )
     _check_libraries()
     _refuse_ranks()
     from unsloth_multigpu.federated.training import ServerPlan
@@ -157,8 +169,10 @@ class FederatedServer:
             ResumeError: The saved round is broken or belongs to another training.
             FederatedError: Too many clients failed, or what they sent cannot be put together.
         """
-        check_options(num_clients=num_clients, server_evaluate=server_evaluate)
-        folder = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+        Option(least=1, type=int, hint="Change num_clients.").take("num_clients", num_clients)
+        if server_evaluate is not None:
+            called_as("server_evaluate(model, server_round)")("server_evaluate", server_evaluate)
+        folder: Any = output_dir  # A path becomes a text.
         options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
         _refuse_ranks()
         from unsloth_multigpu.federated.grid import task_identity

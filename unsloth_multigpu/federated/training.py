@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -21,10 +21,9 @@ from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
-from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
+from unsloth_multigpu.federated.aggregation import LoraAggregation, aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.apps import (
     LAYOUT,
-    RESIDUAL,
     EvaluateFunction,
     TrainFunction,
     make_client_app,
@@ -55,7 +54,6 @@ from unsloth_multigpu.logs import get_logger
 
 _log = get_logger(__name__)
 ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
-LoraAggregation = Literal["mean", "project", "exact"]
 # Loading a base model may take longer than a round of small clients.
 _LEAST_TIMEOUT_S = 300.0
 # A wait for nodes is logged after the first time, and then each time that the second one has passed.
@@ -89,7 +87,7 @@ class ServerPlan:
         first = self.new_strategy()
         if lora_aggregation != "mean" and not is_weighted_mean(first):
             fact = f"{type(first).__name__} does not take the example-weighted mean, as FedAvg does"
-            raise _no_lora_aggregation(lora_aggregation, fact)
+            raise _no_projection(fact)
         self.server_id = server_id
         self.model_builder = model_builder
         self.client_app = make_client_app(model_builder, train_fn, evaluate_fn, server_id=server_id, seed=seed)
@@ -109,7 +107,7 @@ class Start:
         adapter_config: For `save_adapter`; "" where the model has no adapter.
         frozen: Parts of the adapter that are not trained.
         buffers: Names of arrays that are no parameters.
-        obstacles: "project" and "exact" -> why they cannot work with this model.
+        not_projectable: Why lora_aggregation="project" cannot work with this model.
     """
 
     arrays: ArrayRecord
@@ -117,7 +115,7 @@ class Start:
     adapter_config: str = ""
     frozen: ArrayRecord = field(default_factory=ArrayRecord)
     buffers: Sequence[str] = ()
-    obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    not_projectable: Sequence[str] = ()
 
 
 class Training:
@@ -132,7 +130,6 @@ class Training:
 
     Attributes:
         arrays: The global arrays now.
-        residual: What clients add to their original base weights, under exact aggregation of LoRA.
         start: What a client said of its model, once one was asked.
     """
 
@@ -147,7 +144,6 @@ class Training:
         start: Start | None = None,
     ) -> None:
         self.arrays = ArrayRecord()
-        self.residual: ArrayRecord | None = None
         self.start = start
         self._plan, self._grid, self._num_clients, self._options = plan, grid, num_clients, options
         self._folder = None if options.output_dir is None else Path(options.output_dir)
@@ -179,8 +175,8 @@ class Training:
             saved = read_round(newest, self._facts, options.num_rounds) if newest else None
             if self.start is None:
                 self.start = ask_for_start(self._grid, max(1, len(self._devices)), options.round_timeout_s)
-            if reasons := self.start.obstacles.get(self._plan.lora_aggregation):
-                raise _no_lora_aggregation(self._plan.lora_aggregation, reasons[0])
+            if self._plan.lora_aggregation == "project" and self.start.not_projectable:
+                raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if saved is not None:
                 self._resume(saved, self.start)
@@ -206,7 +202,7 @@ class Training:
                 f"round {saved.server_round} is of another model: {difference}.",
                 hint="Use the model_builder of the training that stopped.",
             )
-        self.arrays, self.residual = saved.arrays, saved.residual
+        self.arrays = saved.arrays
         self._reports, self._first_metrics = list(saved.reports), saved.first_metrics
         saved.restore(self._strategy)
 
@@ -253,9 +249,8 @@ class Training:
                 self._failures.append(f"{name} used no reply: the weights stay as they were")
             return found
         if is_weighted_mean(self._strategy):
-            mode = self._plan.lora_aggregation
-            lora = aggregate_lora(kept, weights, arrays, mode=mode, residual=self.residual)
-            arrays, self.residual, found["lora_remainder"] = lora.arrays, lora.residual, lora.relative_remainder
+            lora = aggregate_lora(kept, weights, arrays, mode=self._plan.lora_aggregation)
+            arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
         elif has_server_optimizer(self._strategy) and start.buffers:
             # A server optimizer could step a running variance below zero.
             arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, start.buffers)})
@@ -270,9 +265,6 @@ class Training:
         with self._named(number, step), seeded_draws(client_seed(self._plan.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, cast(Grid, limited)))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
-        for message in messages:
-            if self.residual is not None:
-                message.content[RESIDUAL] = self.residual
         judged, failures = judge(
             list(self._grid.send_and_receive(messages, timeout=limit_s)),
             kind,
@@ -289,7 +281,7 @@ class Training:
         if self._server_evaluate is None:
             return {}
         try:
-            model = self._model.prepare(self.arrays, self.residual, self._plan.device).eval()
+            model = self._model.prepare(self.arrays, self._plan.device).eval()
             return dict(to_metrics(self._server_evaluate(model, number), "server_evaluate"))
         finally:
             if changed := self._model.release():
@@ -299,7 +291,7 @@ class Training:
     def _save(self, folder: Path, start: Start) -> None:
         packed, left_out = pack_strategy(self._strategy)
         first, number = self._first_metrics or {}, len(self._reports)
-        state = (self.arrays, self.residual, start.layout, self._reports, first, packed, self._facts)
+        state = (self.arrays, start.layout, self._reports, first, packed, self._facts)
         write_round(folder, SavedRound(number, *state))
         write_rounds(folder, self._reports[-1:], must_append=True)
         if left_out and number == 1:
@@ -364,11 +356,9 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
     replies = list(grid.send_and_receive(messages, timeout=limit_s))
     for reply in replies:
         if reply.has_content():
-            records, facts = reply.content.array_records, dict(reply.content.config_records["config"])
-            no_product, no_fold = (cast(list[str], facts.pop(name)) for name in ("not-projectable", "not-foldable"))
-            obstacles = {"project": no_product, "exact": [*no_product, *no_fold]}
+            records, facts = reply.content.array_records, reply.content.config_records["config"]
             known: dict[str, Any] = {name.replace("-", "_"): value for name, value in facts.items()}
-            return Start(records["arrays"], frozen=records["frozen"], obstacles=obstacles, **known)
+            return Start(records["arrays"], frozen=records["frozen"], **known)
     reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
     raise FederatedError(
         f"no client could build its model: {reason}",
@@ -396,8 +386,8 @@ def save_model(training: Training, folder: Path) -> None:
     # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
     same = [name for name in start.buffers if training.arrays[name] == start.arrays.get(name)]
     state = {name: value for name, value in tensors.items() if name not in same}
-    save_adapter(folder, state | tensors_of(start.frozen), training.residual, start.adapter_config)
+    save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
 
 
-def _no_lora_aggregation(mode: str, reason: str) -> ConfigError:
-    return ConfigError(f"lora_aggregation={mode!r} cannot work here: {reason}.", hint="Use lora_aggregation='mean'.")
+def _no_projection(reason: str) -> ConfigError:
+    return ConfigError(f"lora_aggregation='project' cannot work here: {reason}.", hint="Use lora_aggregation='mean'.")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.context import ToolRequest
 
 # Nothing of such a run may land in the user's folders or accounts.
 _SAVERS = (
@@ -36,8 +39,32 @@ _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_tota
 _TRACKERS = "transformers.integrations"
 
 
+@dataclass(frozen=True)
+class StepsRequest:
+    """What a tool asks of a run.
+
+    Args:
+        folder: Where every rank leaves `rank_N.json`.
+        num_steps: Optimizer steps after which the run ends.
+        num_gpus: Ranks of this run; wins over the script's own number.
+        dropout: False = it is switched off.
+    """
+
+    folder: str
+    num_steps: int
+    num_gpus: int
+    dropout: bool = True
+
+    def variables(self, tool: str) -> dict[str, str]:
+        """The environment that carries this request to a `FirstStepsTool`, "module:class"."""
+        return ToolRequest(tool, dataclasses.asdict(self)).variables()
+
+
 class FirstStepsTool(Tool):
     """What every tool does to a run of which it follows the first steps.
+
+    Args:
+        request: The values of a `StepsRequest`.
 
     Attributes:
         name: Of the command.
@@ -46,13 +73,29 @@ class FirstStepsTool(Tool):
     is_comparison = True
     name: str
     _new_folders: tuple[Path, ...] = ()
+    _recorder: FirstSteps | None = None
 
-    def alone(self, config: MultiGPUConfig, num_gpus: int, **changes: Any) -> MultiGPUConfig:
+    def __init__(self, **request: Any) -> None:
+        self.request = StepsRequest(**request)
+
+    def recorder(self, trainer: TrainerLike, session: Any, steps: Any) -> FirstSteps:
+        """What follows a training; the arguments are those of `part`."""
+        raise NotImplementedError
+
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
+        self._recorder = self.recorder(trainer, session, steps)
+        return self._recorder
+
+    def end_training(self) -> None:
+        assert self._recorder is not None
+        self._recorder.write()
+        self.leave_process()
+
+    def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
         """The options of a run on this machine, from the start.
 
         Args:
             config: Of the script.
-            num_gpus: Ranks; wins over the script's own number.
             **changes: Options that the tool itself changes.
 
         Raises:
@@ -64,7 +107,7 @@ class FirstStepsTool(Tool):
                 "process.",
                 hint="Leave enable_ddp out for this comparison.",
             )
-        given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": num_gpus}
+        given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": self.request.num_gpus}
         given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, **given, **changes)
 
@@ -100,15 +143,17 @@ class FirstSteps(Part):
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        num_steps: After which it ends.
+        request: What to record.
+        rank: This rank.
     """
 
     place = "recorder"
     keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
 
-    def __init__(self, trainer: TrainerLike, num_steps: int) -> None:
+    def __init__(self, trainer: TrainerLike, request: StepsRequest, rank: int) -> None:
         self._trainer = trainer
-        self._most_steps = num_steps
+        self._request = request
+        self._rank = rank
         self._first_step = 0
 
     @contextmanager
@@ -123,6 +168,15 @@ class FirstSteps(Part):
                 for name in (n for n in _SAVERS if hasattr(owner, n)):
                     stack.enter_context(instance_attribute(owner, name, _do_nothing))
             yield
+
+    def record(self) -> dict[str, Any]:
+        """What was recorded, as JSON values."""
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """Leaves what was recorded in the request's folder."""
+        file = Path(self._request.folder, f"rank_{self._rank}.json")
+        file.write_text(json.dumps(self.record()), encoding="utf-8")
 
     def _step(self) -> int:
         """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
@@ -142,7 +196,7 @@ class FirstSteps(Part):
     def _steer(self, control: ControlLike) -> None:
         """Nothing is saved or evaluated, and the last step ends the training."""
         control.should_save = control.should_evaluate = False
-        if self._step() >= self._most_steps:
+        if self._step() >= self._request.num_steps:
             control.should_training_stop = True
 
 

@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.tools.first_steps import StepsRequest
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
 
@@ -19,6 +20,8 @@ DEFAULT_LIMIT_S = 3600.0
 _RANK_MODULE = "unsloth_multigpu.cli.script_runner"
 # The supervisor gives its ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
+# Of what a run has printed, where it fails.
+_NUM_LINES = 40
 
 
 def command_of(program: Sequence[str]) -> list[str]:
@@ -32,39 +35,55 @@ def command_of(program: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
 
 
-def run_program(
+def run_first_steps(
     program: Sequence[str],
-    environment: Mapping[str, str],
-    output: BinaryIO,
-    marker: str,
+    tool: str,
+    request: StepsRequest,
+    device: str,
+    variables: Mapping[str, str],
     limit_s: float,
-) -> int:
-    """Runs a program to its end, and returns its exit code as a shell shows it.
+) -> tuple[int, str]:
+    """Runs the first steps of a program.
 
     Args:
         program: See `command_of`.
-        environment: All of its variables. One of them must hold `marker`.
-        output: Where it prints.
-        marker: By which its processes are found, ASCII.
+        tool: The `FirstStepsTool` that follows them, "module:class".
+        request: What it is asked. Its folder is private: the processes are found by its path.
+        device: "cpu" shows the run no accelerator.
+        variables: Of this run, beside `common_variables`.
         limit_s: After which it is ended.
+
+    Returns:
+        Its exit code as a shell shows it, and the end of what it has printed.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
     """
-    code = run_to_end(
-        command_of(program),
-        environment,
-        output,
-        marker=marker,
-        limit_s=limit_s,
-        terminate_limit_s=_TERMINATE_LIMIT_S,
-    )
+    folder = Path(request.folder)
+    environment = {
+        **common_variables(folder / "logs"),
+        **variables,
+        **device_variables(device, request.num_gpus),
+        **request.variables(tool),
+    }
+    log = folder / "output.log"
+    with log.open("wb") as output:
+        code = run_to_end(
+            command_of(program),
+            environment,
+            output,
+            # The request has the folder in it, as JSON, which writes only ASCII as it is.
+            marker=f"{folder.parent.name}/{folder.name}",
+            limit_s=limit_s,
+            terminate_limit_s=_TERMINATE_LIMIT_S,
+        )
+    tail = last_lines(log.read_text(encoding="utf-8", errors="replace"), _NUM_LINES)
     if code is None:
         raise RankTimeoutError(
-            f"The run did not reach its end within timeout_s={limit_s:g} seconds.",
+            f"The run did not reach its end within timeout_s={limit_s:g} seconds. The end of its output:\n{tail}",
             hint="Ask for fewer --steps, or raise --timeout-s where it only takes long.",
         )
-    return 128 - code if code < 0 else code
+    return 128 - code if code < 0 else code, tail
 
 
 def check_ranks(name: str, config: MultiGPUConfig) -> None:
@@ -127,7 +146,7 @@ def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_of_each(num_ranks))}
 
 
-def parse_numbers(text: str) -> list[int]:
+def parse_numbers(name: str, text: str) -> list[int]:
     """ "1,2,8" as numbers of GPUs, smallest first.
 
     Raises:
@@ -135,6 +154,6 @@ def parse_numbers(text: str) -> list[int]:
     """
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise ConfigError(
-            f"--gpus {text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
+            f"{name}={text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
         )
     return sorted({int(number) for number in text.split(",")})

@@ -25,7 +25,7 @@ from unsloth_multigpu.logs import get_logger
 logger = get_logger(__name__)
 
 _P = ParamSpec("_P")
-_POLL_S, _LOOK_S = 0.01, 0.2
+_POLL_S = 0.01
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
 # What file systems without flock answer, as some network ones and mounts of object stores.
@@ -136,7 +136,6 @@ def run_to_end(
     limit_s: float,
     terminate_limit_s: float,
     cwd: Path | None = None,
-    look: Callable[[int], None] | None = None,
 ) -> int | None:
     """Runs a command in a session of its own, which Ctrl-C does not reach, and leaves none of its processes behind.
 
@@ -148,20 +147,15 @@ def run_to_end(
         limit_s: Time limit.
         terminate_limit_s: Time between SIGTERM and SIGKILL after the limit.
         cwd: Working directory; None = that of this process.
-        look: Called a few times a second with the process id.
 
     Returns:
         The exit code, negative = the signal that ended it; None if it took longer than `limit_s`.
     """
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(list(command), cwd=cwd, env=dict(environment), start_new_session=True, **streams)
-    end_s = time.monotonic() + limit_s
     try:
-        while (left_s := end_s - time.monotonic()) > 0:
-            if look is not None:
-                look(process.pid)
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(left_s if look is None else min(_LOOK_S, left_s))
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s)
         return process.poll()
     finally:
         end_command(process, marker, terminate_limit_s)

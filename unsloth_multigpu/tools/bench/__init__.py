@@ -14,9 +14,8 @@ class BenchCommand(Command):
     name = "bench"
     help = "measure one process, this package, torchrun and others side by side"
     description = (
-        "Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and gradients. With "
-        "--strategies it compares gradient strategies on a text that the model learns. Exit code 0 = measured, "
-        "1 = an arm failed."
+        "Trains a random Llama in several ways, one after the other, and compares speed, waiting, memory, gradients "
+        "and what is sent. Exit code 0 = measured, 1 = an arm failed."
     )
 
     def table(self) -> OptionTable:

@@ -11,10 +11,7 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import flag
-from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
-from unsloth_multigpu.tools.bench.bench_option import ARMS as ARMS_OPTION
-from unsloth_multigpu.tools.bench.bench_option import STRATEGIES as STRATEGIES_OPTION
+from unsloth_multigpu.options import INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
@@ -91,6 +88,12 @@ class Arm:
         return (_torchrun if is_shared else self.launcher)(options.ranks)
 
 
+def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
+    # With samples dealt in order, each micro-batch has the same rows as without the line.
+    return Arm(name, text, {"balance": "off", **options}, has_one_process, note=note)
+
+
+_MEETINGS = "ranks meet every 4 steps"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
@@ -120,21 +123,6 @@ ARMS: Mapping[str, Arm] = {
             {"on_nan": "skip", "balance": "off"},
             True,
         ),
-    )
-}
-DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one"))
-
-
-def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
-    # With samples dealt in order, each micro-batch has the same rows as without the line.
-    return Arm(name, text, {"balance": "off", **options}, has_one_process, note=note)
-
-
-_MEETINGS = "ranks meet every 8 steps and at an epoch's end"
-STRATEGIES: Mapping[str, Arm] = {
-    arm.name: arm
-    for arm in (
-        ARMS[REFERENCE],
         _strategy(
             "legacy",
             "one process, a replica per device, one after the other",
@@ -146,9 +134,9 @@ STRATEGIES: Mapping[str, Arm] = {
         _strategy("allreduce", "all-reduce in buckets, after backward", strategy="allreduce"),
         _strategy("parameter_server", "rank 0 steps, the others get its weights", strategy="parameter_server"),
         _strategy(
-            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy="local_sgd:every_steps=8"
+            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy="local_sgd:every_steps=4"
         ),
-        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=8"),
+        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=4"),
     )
 }
 
@@ -159,28 +147,18 @@ _OF_LAUNCHERS = (
 )
 
 
-def find_arm(name: str) -> Arm:
-    """The arm or strategy of this name."""
-    return ARMS[name] if name in ARMS else STRATEGIES[name]
-
-
-def choose_names(text: str | None, options: BenchOptions) -> list[str]:
-    """The names in `text`, with commas between them; all usual ones where it is None or "all".
+def choose_names(text: str) -> list[str]:
+    """The names in `text`, with commas between them.
 
     Raises:
         ConfigError: A name that is none, or one given twice.
     """
-    kind, known, usual = ARMS_OPTION, ARMS, DEFAULT_ARMS
-    if options.is_learning:
-        kind, known, usual = STRATEGIES_OPTION, STRATEGIES, tuple(STRATEGIES)
-    if text in (None, "all"):
-        return list(usual)
-    names = [name.strip() for name in str(text).split(",")]
+    names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"{flag(kind)}: there is no {name!r}.", hint=f"Choose from {', '.join(known)}.")
+        if name not in ARMS:
+            raise ConfigError(f"arms={text!r}: there is no {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
         if names.count(name) > 1:
-            raise ConfigError(f"{flag(kind)}: {name!r} is given twice.", hint="Name each once; see --repeats.")
+            raise ConfigError(f"arms={text!r}: {name!r} is given twice.", hint="Name each once; see --repeats.")
     return names
 
 
@@ -190,7 +168,7 @@ def part_available(names: Sequence[str], options: BenchOptions) -> tuple[list[st
     folder = Path(next(iter(spec.submodule_search_locations or ())) if spec else "")
     source = (folder / "training_args.py").read_text(encoding="utf-8")
     missing = {}
-    for arm in map(find_arm, names):
+    for arm in (ARMS[name] for name in names):
         if arm.needs not in source:
             missing[arm.name] = f"transformers {installed_version('transformers')} has no {arm.needs}"
         elif options.is_card_shared and arm.has_one_process and arm.uses_all_devices:
@@ -212,9 +190,6 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if options.interleave == "steps":
-        # A rank makes no progress during the turns of the other arms.
-        variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
         variables |= HIDDEN
     elif arm.num_devices(options) == 1:

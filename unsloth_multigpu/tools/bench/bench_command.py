@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.cli.screen import Progress
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import CommandOption
-from unsloth_multigpu.tools.bench import bench_option as option
-from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, STRATEGIES, choose_names, part_available
-from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions, options_table
+from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
+from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
@@ -25,20 +22,13 @@ if TYPE_CHECKING:
 
 def bench_table() -> dict[str, CommandOption]:
     """Every option: name -> what it is."""
-    group = "what is compared"
-    arms, strategies = ("; ".join(f"{a.name}: {a.text}" for a in known.values()) for known in (ARMS, STRATEGIES))
-    others = ", ".join(name for name in ARMS if name not in DEFAULT_ARMS)
-    text = f'in place of arms gradient strategies, or "all"; the model learns a text. {strategies}'
-    return {
-        option.ARMS: CommandOption(str, f"{arms} [all but {others}]", "A,B", group=group),
-        option.STRATEGIES: CommandOption(str, text, "A,B", group=group),
-        **options_table(),
-        "json": CommandOption(str, "write all figures there", "FILE", group="measurement"),
-    }
+    table = BenchOptions.table()
+    arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
+    return {**table, "arms": table["arms"]._replace(text=f"{arms} [{BenchOptions.arms}]")}
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Runs every arm in every round, and prints a table of the rounds in which none failed.
+    """Runs every arm in every round, and prints those in which none failed.
 
     Returns:
         0, or 1 if an arm failed.
@@ -47,14 +37,13 @@ def run_bench(arguments: argparse.Namespace) -> int:
         ConfigError: An option has a value that cannot be used.
         SetupError: This machine lacks what was asked for.
     """
-    options = BenchOptions.from_arguments(arguments)
-    _check_output(arguments.json)
-    names = choose_names(arguments.strategies if options.is_learning else arguments.arms, options)
-    options = on_device(options, is_warm=arguments.warmup is not None or options.is_learning)
+    options = BenchOptions.read(arguments)
+    names = choose_names(options.arms)
+    options = on_device(options, is_warm=arguments.warmup is not None)
     names, remarks = part_available(names, options)
     if not names:
         raise SetupError("; ".join(remarks) + ".", hint="Choose other arms.")
-    options = dataclasses.replace(options, arms=names)
+    options = dataclasses.replace(options, arms=",".join(names))
     with exit_on_signal(), Progress("bench") as progress:
         for line in remarks:
             progress.say(line)
@@ -65,29 +54,29 @@ def run_bench(arguments: argparse.Namespace) -> int:
         progress.say(f"error: {failed}")
         remarks.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.repeats}")
     if num_rounds:
-        _publish(arguments.json, dataclasses.replace(options, repeats=num_rounds), remarks, runs)
+        _publish(dataclasses.replace(options, repeats=num_rounds), remarks, runs)
     return 0 if failed is None else 1
 
 
-def _publish(
-    file: str | None, options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]
-) -> None:
-    """Prints the table, and writes the file that was asked for."""
+def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]) -> None:
+    """Prints the table, or all figures."""
     from unsloth_multigpu.tools.bench.bench_result import summarize
     from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
 
     results = summarize(runs, options)
     device = next(iter(runs.values()))[0][0].device
     lines = [*conditions(options, device), *remarks]
-    show_results(lines, results)
-    if file:
-        outcome = {
-            "options": dataclasses.asdict(options),
-            "conditions": lines,
-            "results": [dataclasses.asdict(result) for result in results],
-            "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
-        }
-        Path(file).write_text(json_text(outcome), encoding="utf-8")
+    screen = Screen()
+    if not options.json:
+        show_results(screen, lines, results)
+        return
+    outcome = {
+        "options": dataclasses.asdict(options),
+        "conditions": lines,
+        "results": [dataclasses.asdict(result) for result in results],
+        "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
+    }
+    screen.json(outcome)
 
 
 def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
@@ -117,14 +106,3 @@ def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
     warmup = options.warmup if is_warm else max(NUM_WARMUP_ON_DEVICE, options.warmup)
     is_shared = count == 1 and options.ranks > 1
     return dataclasses.replace(options, device=kind, warmup=warmup, is_card_shared=is_shared)
-
-
-def _check_output(file: str | None) -> None:
-    """Finds out before the measurement whether its result can be kept."""
-    if not file:
-        return
-    try:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"--json: {error}", hint="Name a file in a folder that can be written.") from error

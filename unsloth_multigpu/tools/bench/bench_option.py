@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import CommandOption, did_you_mean, flag
+from unsloth_multigpu.option_type import Option, did_you_mean
 
-# What is compared: the names of the options that say of which, too.
-ARMS, STRATEGIES = "arms", "strategies"
 # Hidden size, layers, vocabulary. The last one has about 0.9e9 parameters.
 MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
     "tiny": (64, 2, 1000),
@@ -26,110 +22,106 @@ HEAD_SIZE = 64
 # A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
 NUM_WARMUP_ON_DEVICE = 20
 TRANSFORMERS, UNSLOTH = _LIBRARIES = ("transformers", "unsloth")
-LEARNING_RATE = 1e-3
-MAX_TEST_ROWS = 128
-# Defaults of a benchmark of strategies, where they differ from those of arms.
-_OF_STRATEGIES: Mapping[str, Any] = {"steps": 40, "lengths": "text:128"}
-_ONLY_FOR = {**dict.fromkeys(("library", "padding_free", "interleave"), ARMS), "epochs": STRATEGIES}
+_WHAT, _MODEL, _SAMPLES, _RUN = "what is compared", "model", "samples", "measurement"
 
 
-def _option(default: Any, text: str, shown: str = "N", *, words: Sequence[str] = (), group: str) -> Any:
-    """A field that is an option, whose help ends with its defaults.
+def _check_model_size(name: str, value: str) -> str:
+    hidden, _, vocabulary = _shape_of(value)
+    if hidden % HEAD_SIZE or not hidden or vocabulary < 256:
+        raise ConfigError(
+            f"{name}={value!r}; expected {', '.join(MODEL_SIZES)}, or HIDDENxLAYERS as in 192x4, with a multiple of "
+            f"{HEAD_SIZE} as hidden size and a vocabulary of at least 256.",
+            hint=did_you_mean(value, {size: size for size in MODEL_SIZES}) or "Leave it out for small.",
+        )
+    return value
 
-    Args:
-        words: What it is one of; empty = anything.
-    """
-    shown = f"{{{','.join(words)}}}" if words else shown
-    return field(default=default, metadata={"option": CommandOption(type(default), text, shown, tuple(words), group)})
+
+def _shape_of(size: str) -> tuple[int, int, int]:
+    """Hidden size, layers and vocabulary; zeros where the text is no size."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x(\d+))?", size)
+    return MODEL_SIZES.get(size) or ((int(match[1]), int(match[2]), int(match[3] or 2000)) if match else (0, 0, 0))
 
 
-_what, _model, _data, _run = (
-    functools.partial(_option, group=group) for group in ("what is compared", "model", "samples", "measurement")
-)
+def _check_lengths(name: str, value: str) -> str:
+    kind, _, rest = value.partition(":")
+    numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
+    # Two tokens hold the number of the row, and a causal loss needs one more to predict.
+    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
+    if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
+        expected = "lognormal:MEDIAN:MAX or fixed:N (tokens, at least 3)"
+        raise ConfigError(f"{name}={value!r}; expected {expected}.", hint="Leave it out for lognormal:150:1024.")
+    return value
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """One benchmark. `from_arguments` checks what was given. What has no option:
+class BenchOptions(Arguments):
+    """One benchmark.
 
     Args:
         arms: Names of what is compared, in the order in which they run.
-        is_learning: Strategies are compared: the model learns a text, and is tested after each epoch.
+        ranks: Ranks of arms that have several.
+        device: Where they train.
+        model_size: Hidden x layers, vocabulary: tiny = 64 x 2, 1000, small = 256 x 6, 2000, medium = 768 x 12, 16000,
+            1b = 2048 x 16, 32000.
+        dtype: bf16 = autocast; with lora the frozen weights are bf16, too.
+        gradient_checkpointing: Activations are computed again in the backward pass.
+        train: What is trained.
+        library: unsloth = FastLanguageModel and its SFTTrainer in every arm, on the same rows.
+        four_bit: With --library unsloth: frozen weights in 4 bits.
+        optim: Of TrainingArguments.
+        lengths: lognormal:MEDIAN:MAX or fixed:N in tokens.
+        padding_free: Rows lie end to end in every arm, as with TRL's padding_free, and as Unsloth lays them on several
+            ranks.
+        batch_size: Samples of a micro-batch per device.
+        accumulation: Micro-batches of a step per rank.
+        seed: Of weights, lengths and tokens.
+        steps: Timed optimizer steps.
+        warmup: First steps, which are not timed (20 on GPUs).
+        repeats: Rounds, each of which runs every arm once.
+        timeout_s: Limit of one run.
+        json: Print one JSON object with all figures.
         model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
         is_card_shared: All ranks use the one visible card, over gloo.
     """
 
-    arms: Sequence[str] = ()
-    is_learning: bool = False
-    model_folder: str | None = None
-    is_card_shared: bool = False
-    ranks: int = _what(2, "ranks of arms that have several")
-    device: str = _what("auto", "where they train", words=("auto", "cpu", "cuda"))
-    model_size: str = _model(
-        "small",
-        "hidden x layers, vocabulary: " + ", ".join(f"{n} = {h} x {d}, {v}" for n, (h, d, v) in MODEL_SIZES.items()),
-        "{tiny,small,medium,1b,HxL[xV]}",
+    arms: Annotated[str, Option(_WHAT, shown="A,B")] = "one_process,ours,ours_off,torchrun,rebalance"
+    ranks: Annotated[int, Option(_WHAT, least=1)] = 2
+    device: Annotated[str, Option(_WHAT, words=("auto", "cpu", "cuda"))] = "auto"
+    model_size: Annotated[str, Option(_MODEL, check=_check_model_size, shown="{tiny,small,medium,1b,HxL[xV]}")] = (
+        "small"
     )
-    dtype: str = _model("fp32", "bf16 = autocast; with lora the frozen weights are bf16, too", words=("fp32", "bf16"))
-    gradient_checkpointing: bool = _model(False, "activations are computed again in the backward pass")
-    train: str = _model("full", "what is trained", words=("full", "lora"))
-    library: str = _model(
-        TRANSFORMERS, "unsloth = FastLanguageModel and its SFTTrainer in every arm, on the same rows", words=_LIBRARIES
-    )
-    four_bit: bool = _model(False, "with --library unsloth: frozen weights in 4 bits")
-    optim: str = _model("adamw_torch", "of TrainingArguments", "NAME")
-    lengths: str = _data(
-        "lognormal:150:1024",
-        "lognormal:MEDIAN:MAX or fixed:N in tokens; text:MAX = Python's help texts, a byte is a token",
-        "SPEC",
-    )
-    padding_free: bool = _data(
-        False, "rows lie end to end in every arm, as with TRL's padding_free, and as Unsloth lays them on several ranks"
-    )
-    batch_size: int = _data(8, "samples of a micro-batch per device")
-    accumulation: int = _data(1, "micro-batches of a step per rank")
-    seed: int = _data(0, "of weights, lengths and tokens")
-    epochs: int = _run(2, "epochs, each with a test at its end")
-    steps: int = _run(3, "timed optimizer steps; with --strategies of an epoch")
+    dtype: Annotated[str, Option(_MODEL, words=("fp32", "bf16"))] = "fp32"
+    gradient_checkpointing: Annotated[bool, Option(_MODEL)] = False
+    train: Annotated[str, Option(_MODEL, words=("full", "lora"))] = "full"
+    library: Annotated[str, Option(_MODEL, words=_LIBRARIES)] = TRANSFORMERS
+    four_bit: Annotated[bool, Option(_MODEL)] = False
+    optim: Annotated[str, Option(_MODEL, shown="NAME")] = "adamw_torch"
+    lengths: Annotated[str, Option(_SAMPLES, check=_check_lengths, shown="SPEC")] = "lognormal:150:1024"
+    padding_free: Annotated[bool, Option(_SAMPLES)] = False
+    batch_size: Annotated[int, Option(_SAMPLES, least=1)] = 8
+    accumulation: Annotated[int, Option(_SAMPLES, least=1)] = 1
+    seed: Annotated[int, Option(_SAMPLES)] = 0
+    steps: Annotated[int, Option(_RUN, least=1)] = 3
     # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
-    warmup: int = _run(2, f"first steps, which are not timed ({NUM_WARMUP_ON_DEVICE} of arms on GPUs)")
-    repeats: int = _run(3, "rounds, each of which runs every arm once")
-    interleave: str = _run(
-        "runs",
-        "steps = all arms are in memory at once and take turns step by step, which ratios need on a machine that "
-        "others disturb; runs = one after the other",
-        words=("runs", "steps"),
-    )
-    timeout_s: float = _run(900.0, "limit of one run, or turn", "SECONDS")
+    warmup: Annotated[int, Option(_RUN)] = 2
+    repeats: Annotated[int, Option(_RUN, least=1)] = 3
+    timeout_s: Annotated[float, Option(_RUN, least=1, shown="SECONDS")] = 900.0
+    json: Annotated[bool, Option(_RUN)] = False
+    model_folder: Annotated[str | None, Option(commands=())] = None
+    is_card_shared: Annotated[bool, Option(commands=())] = False
 
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> BenchOptions:
-        """Checks a command line; `device` is left as it was given.
-
-        Raises:
-            ConfigError: A value cannot be used.
-        """
-        given = {name: value for name, value in vars(arguments).items() if value is not None}
-        if {ARMS, STRATEGIES} <= given.keys():
-            raise ConfigError("--arms and --strategies are two benchmarks.", hint="Give one of them.")
-        kind = STRATEGIES if STRATEGIES in given else ARMS
-        values = {name: given[name] for name in options_table() if name in given}
-        for name, value in values.items():
-            if _ONLY_FOR.get(name, kind) != kind:
-                only = f"is for {flag(_ONLY_FOR[name])}, not for {flag(kind)}"
-                raise ConfigError(f"{flag(name)} {value} {only}.", hint="Leave it out.")
-        is_learning = kind == STRATEGIES
-        options = cls(is_learning=is_learning, **{**(_OF_STRATEGIES if is_learning else {}), **values})
-        options._check(values)
-        return options
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.four_bit and (self.library, self.train) != (UNSLOTH, "lora"):
+            raise ConfigError(
+                f"four_bit with library={self.library!r} and train={self.train!r}; expected 'unsloth' and 'lora'.",
+                hint="Give --library unsloth --train lora.",
+            )
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
         """Hidden size, layers and vocabulary."""
-        if self.model_size in MODEL_SIZES:
-            return MODEL_SIZES[self.model_size]
-        hidden, layers, *vocabulary = map(int, self.model_size.split("x"))
-        return hidden, layers, vocabulary[0] if vocabulary else 2000
+        return _shape_of(self.model_size)
 
     @property
     def vocab_size(self) -> int:
@@ -142,63 +134,6 @@ class BenchOptions:
         return self.batch_size * self.accumulation * self.ranks
 
     @property
-    def timeout_of_turns_s(self) -> float:
-        """The limit of a run of all arms in turns, in seconds."""
-        return self.timeout_s * (1 + len(self.arms) * (self.warmup + self.steps + 1))
-
-    @property
     def num_rows(self) -> int:
         """Rows of the data set: one epoch of whole steps."""
-        return self.num_samples_per_step * (self.steps + (0 if self.is_learning else self.warmup))
-
-    def _check(self, given: Mapping[str, Any]) -> None:
-        table = options_table()
-        for name, value in given.items():
-            words, least = table[name].words, 0 if name in ("seed", "warmup") else 1
-            if words and value not in words:
-                raise _wrong(name, value, f"one of {', '.join(words)}", words)
-            if type(value) is int and value < least:
-                raise _wrong(name, value, f"at least {least}")
-        if self.model_size not in MODEL_SIZES and not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x\d+)?", self.model_size):
-            expected = f"{', '.join(MODEL_SIZES)}, or HIDDENxLAYERS as in 192x4"
-            raise _wrong("model_size", self.model_size, expected, tuple(MODEL_SIZES))
-        hidden, _, vocabulary = self.model_shape
-        if hidden % HEAD_SIZE or vocabulary < 256:
-            expected = f"a multiple of {HEAD_SIZE} as hidden size, and a vocabulary of at least 256"
-            raise _wrong("model_size", self.model_size, expected)
-        _check_lengths(self.lengths)
-        if self.four_bit and (self.library, self.train) != (UNSLOTH, "lora"):
-            raise _wrong("four_bit", f"with --library {self.library} --train {self.train}", "unsloth and lora")
-        if not 0 < self.timeout_s < math.inf:
-            raise _wrong("timeout_s", self.timeout_s, "seconds above 0")
-        if self.is_learning and not self.lengths.startswith("text:"):
-            raise _wrong("lengths", self.lengths, "text:MAX, since random tokens teach a model nothing")
-        if self.is_learning and self.steps <= self.warmup:
-            raise _wrong("steps", self.steps, f"more than --warmup {self.warmup}")
-
-
-def options_table() -> dict[str, CommandOption]:
-    """The options of the command line that are fields of `BenchOptions`."""
-    table = {}
-    for row in (row for row in fields(BenchOptions) if row.metadata):
-        option: CommandOption = row.metadata["option"]
-        defaults = [] if row.default is False else [f"{row.default:g}" if option.kind is float else str(row.default)]
-        defaults += [f"with --strategies {_OF_STRATEGIES[row.name]}"] if row.name in _OF_STRATEGIES else []
-        only = f"with {flag(_ONLY_FOR[row.name])}: " if row.name in _ONLY_FOR else ""
-        text = f"{only}{option.text}" + (f" [{'; '.join(defaults)}]" if defaults else "")
-        table[row.name] = option._replace(text=text)
-    return table
-
-
-def _wrong(name: str, value: Any, expected: str, words: Sequence[str] = ()) -> ConfigError:
-    meant = did_you_mean(str(value), {word: word for word in words})
-    return ConfigError(f"{flag(name)} {value}: expected {expected}.", hint=f"{meant}See --help for what it takes.")
-
-
-def _check_lengths(text: str) -> None:
-    kind, _, rest = text.partition(":")
-    numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
-    # Two tokens hold the number of the row, and a causal loss needs one more to predict.
-    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("text", 1, 0), ("lognormal", 2, 1))
-    if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
-        raise _wrong("lengths", repr(text), "lognormal:MEDIAN:MAX, fixed:N or text:MAX (tokens, at least 3)")
+        return self.num_samples_per_step * (self.steps + self.warmup)

@@ -17,7 +17,7 @@ class MeasuredStep:
     """One optimizer step of one rank.
 
     Args:
-        wall_s: From the end of the step before to its own; where arms take turns, from the begin of its turn.
+        wall_s: From the end of the step before to its own.
         cpu_s: CPU time of the process in the same span.
         compute_s: Time in forward and backward, without waiting for other ranks.
         micro_batches: Of each: rows, longest row, tokens that are no padding.
@@ -38,8 +38,6 @@ class RankRecord:
     Args:
         gradient_norms: One of each step; none where each rank has gradients of its own.
         peak_bytes: The most memory that it held.
-        epochs: Where the model was tested: `train_loss`, the mean of the epoch's steps, and `test_loss` and `accuracy`,
-            the loss and the share of right guesses per token after it.
         sent_bytes: For gradients and weights, in the whole training; None = not known.
         planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
     """
@@ -49,7 +47,6 @@ class RankRecord:
     gradient_norms: Sequence[float]
     peak_bytes: int
     device: str
-    epochs: Sequence[Mapping[str, float]] = ()
     sent_bytes: int | None = None
     planner: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,10 +87,7 @@ class ArmResult:
             was not run, where the samples are others, since the gradients are then, too, and where each rank has its
             own.
         has_same_samples: Every step has the samples that it has in one process, over all ranks; None = not known.
-        epoch_s: Of a model that learns: seconds of an epoch without its test, means of a round's epochs.
-        epochs: Of each epoch: `train_loss`, `test_loss` and `accuracy`; see `RankRecord`.
         sent_bytes_per_step: Of the rank that sends most; None = not known.
-        num_updates: Optimizer steps, one after the other, that the weights have seen at the end.
     """
 
     name: str
@@ -106,10 +100,7 @@ class ArmResult:
     largest_tokens: int
     norm_difference: float | None
     has_same_samples: bool | None
-    epoch_s: Spread | None = None
-    epochs: Sequence[Mapping[str, Spread]] = ()
     sent_bytes_per_step: float | None = None
-    num_updates: int = 0
 
 
 # runs[arm][round] = records of its ranks
@@ -132,8 +123,8 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
                 times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
                 peak_bytes=max(rank.peak_bytes for rank in ranks),
                 largest_tokens=max(rows * longest for rows, longest, _ in sizes),
-                **_compared(runs[name], runs.get(REFERENCE), options),
-                **(_learned(runs[name]) if options.is_learning else {}),
+                sent_bytes_per_step=_sent_per_step(ranks),
+                **_compared(runs[name], runs.get(REFERENCE)),
             )
         )
     return results
@@ -145,11 +136,8 @@ def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str,
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step.micro_batches]
     num_tokens = sum(tokens for _, _, tokens in sizes)
-    if options.interleave == "steps":
-        # Ranks waited for each other behind each step. Else who is late in one step may be early in the next.
-        wall_s = sum(max(rank.wall_s for rank in step) for step in steps)
-    else:
-        wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
+    # Of the whole run: who is late in one step may be early in the next.
+    wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
     return {
         "tokens_per_s": num_tokens / wall_s,
         "padding_share": 1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
@@ -174,17 +162,15 @@ def ratios(mine: Sequence[float], other: Sequence[float]) -> Spread:
 
 
 def _compared(
-    rounds: Sequence[Sequence[RankRecord]], reference: Sequence[Sequence[RankRecord]] | None, options: BenchOptions
+    rounds: Sequence[Sequence[RankRecord]], reference: Sequence[Sequence[RankRecord]] | None
 ) -> dict[str, Any]:
     """Samples and gradients against those of one process."""
     if reference is None:
         return {"has_same_samples": None, "norm_difference": None}
     pairs = list(zip(rounds, reference, strict=True))
     is_same = all(_samples_of_steps(mine) == _samples_of_steps(other) for mine, other in pairs)
-    # Training is chaotic: what rounding changes grows from step to step.
-    compared = slice(options.steps if options.is_learning else None)
     norms = [
-        norm_difference(mine[0].gradient_norms[compared], other[0].gradient_norms[compared])
+        norm_difference(mine[0].gradient_norms, other[0].gradient_norms)
         for mine, other in pairs
         if mine[0].gradient_norms
     ]
@@ -202,14 +188,6 @@ def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
     return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
-def _learned(rounds: Sequence[Sequence[RankRecord]]) -> dict[str, Any]:
-    sent = [rank.sent_bytes / len(rank.steps) for ranks in rounds for rank in ranks if rank.sent_bytes is not None]
-    tests = zip(*(ranks[0].epochs for ranks in rounds), strict=True)
-    return {
-        "epoch_s": Spread.of(
-            max(sum(step.wall_s for step in rank.steps) for rank in ranks) / len(ranks[0].epochs) for ranks in rounds
-        ),
-        "epochs": [{what: Spread.of(test[what] for test in epoch) for what in epoch[0]} for epoch in tests],
-        "sent_bytes_per_step": max(sent) if len(sent) == sum(map(len, rounds)) else None,
-        "num_updates": len(rounds[0][0].steps),
-    }
+def _sent_per_step(ranks: Sequence[RankRecord]) -> float | None:
+    sent = [rank.sent_bytes / len(rank.steps) for rank in ranks if rank.sent_bytes is not None]
+    return max(sent) if len(sent) == len(ranks) else None

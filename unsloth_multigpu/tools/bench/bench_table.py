@@ -9,8 +9,8 @@ from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.options import ENV_PREFIX
-from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE, find_arm
-from unsloth_multigpu.tools.bench.bench_option import LEARNING_RATE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.arm import ARMS, BASELINES, REFERENCE
+from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
 from unsloth_multigpu.tools.bench.data import make_rows
 from unsloth_multigpu.versions import installed_version
@@ -26,13 +26,7 @@ _COLUMNS: Mapping[str, Callable[[ArmResult], str]] = {
     "largest batch": lambda r: f"{r.largest_tokens:,}",
     "norm difference": lambda r: norm_text(r),
     "samples": lambda r: {True: "same", False: "other", None: "-"}[r.has_same_samples],
-}
-_LEARNED: Mapping[str, Callable[[ArmResult], str]] = {
-    "s/epoch": lambda r: spread_text(r.epoch_s, "{:.1f}".format),
-    "test loss": lambda r: spread_text(r.epochs[-1]["test_loss"], "{:.3f}".format),
-    "accuracy": lambda r: spread_text(r.epochs[-1]["accuracy"], "{:.1%}".format),
     "MB sent/step": lambda r: "-" if r.sent_bytes_per_step is None else f"{r.sent_bytes_per_step / 1e6:.2f}",
-    "updates": lambda r: str(r.num_updates),
 }
 _LEGEND = (
     "tokens/s: tokens that are no padding, of all ranks. Medians of the rounds with (smallest-largest);",
@@ -42,31 +36,21 @@ _LEGEND = (
     "peak memory: of one rank. largest batch: rows x longest row of a micro-batch, in tokens.",
     f"norm difference: of the gradient from {REFERENCE}, relative, the largest of all steps.",
     f"samples: whether each step has the samples that {REFERENCE} has there.",
+    "MB sent/step: of the rank that sends most, in the algorithms that are usual, the first broadcast of the weights",
+    "included; - where it is not counted, as under torchrun.",
 )
-_LEARNED_LEGEND = (
-    "test loss, accuracy: at the end, of the next byte in texts that were not learned. s/epoch: without its test.",
-    "norm difference: of the first epoch's steps; - where a step has no gradient of all ranks.",
-    "MB sent/step: of the rank that sends most, in the algorithms that are usual, the first broadcast of the",
-    "weights included. updates: optimizer steps that the weights have seen, one after the other.",
-)
-_EPOCH_LEGEND = ("train loss: mean over the steps of the epoch. The rest is measured at its end.",)
 
 
-def show_results(lines: Sequence[str], results: Sequence[ArmResult]) -> None:
-    """Prints the conditions and the tables with what explains their columns."""
-    screen = Screen()
+def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResult]) -> None:
+    """Prints the conditions and the table with what explains its columns."""
     for line in lines:
         screen.line(line)
-    is_learning = results[0].epoch_s is not None
-    tables = [([result_row(r) for r in results], (*_LEGEND, *(_LEARNED_LEGEND if is_learning else ())))]
-    if is_learning:
-        tables.append(([epoch_row(r) for r in results], _EPOCH_LEGEND))
-    for rows, legend in tables:
-        screen.line()
-        screen.table(list(rows[0]), [list(row.values()) for row in rows], num_left=1)
-        screen.line()
-        for line in legend:
-            screen.line(line)
+    rows = [result_row(result) for result in results]
+    screen.line()
+    screen.table(list(rows[0]), [list(row.values()) for row in rows], num_left=1)
+    screen.line()
+    for line in _LEGEND:
+        screen.line(line)
 
 
 def result_row(r: ArmResult) -> Row:
@@ -75,20 +59,8 @@ def result_row(r: ArmResult) -> Row:
         "arm": r.name,
         "tokens/s": spread_text(r.tokens_per_s, "{:,.0f}".format),
         **{f"x {name}": spread_text(r.times[name], "{:.2f}".format) for name in BASELINES if name in r.times},
-        **{name: cell(r) for name, cell in (_LEARNED if r.epoch_s is not None else {}).items()},
         **{name: cell(r) for name, cell in _COLUMNS.items()},
     }
-
-
-def epoch_row(r: ArmResult) -> Row:
-    """What a strategy's model had learned after each epoch."""
-    formats = {"train loss": "{:.3f}", "test loss": "{:.3f}", "accuracy": "{:.1%}"}
-    cells = {
-        f"{what} {number}": spread_text(epoch[what.replace(" ", "_")], text.format)
-        for number, epoch in enumerate(r.epochs, 1)
-        for what, text in formats.items()
-    }
-    return {"strategy": r.name, **cells}
 
 
 def memory_text(result: ArmResult) -> str:
@@ -101,10 +73,8 @@ def norm_text(result: ArmResult) -> str:
     return "-" if result.norm_difference is None else f"{result.norm_difference:.1e}"
 
 
-def spread_text(spread: Spread | None, number: Callable[[float], str]) -> str:
+def spread_text(spread: Spread, number: Callable[[float], str]) -> str:
     """Median (smallest-largest), without what cannot be told apart."""
-    if spread is None:
-        return "-"
     median, low, high = (number(value) for value in (spread.median, spread.low, spread.high))
     return median if low == high else f"{median} ({low}-{high})"
 
@@ -112,22 +82,13 @@ def spread_text(spread: Spread | None, number: Callable[[float], str]) -> str:
 def conditions(options: BenchOptions, device: str) -> list[str]:
     """What was measured and where, in lines."""
     hidden, layers, vocabulary = options.model_shape
-    steps = f"{options.steps} timed after {options.warmup} of warm-up"
-    if options.is_learning:
-        steps = f"{options.epochs} epochs of {options.steps}, timed but for the first {options.warmup}"
     more = {
         ", gradient checkpointing": options.gradient_checkpointing,
         ", FastLanguageModel and SFTTrainer of Unsloth": options.library == UNSLOTH,
         ", 4-bit weights": options.four_bit,
         f", {options.optim}": options.optim != BenchOptions.optim,
     }
-    notes = {
-        "turns: all arms of a round are in memory at once, and one trains at a time, a step; launchers that watch "
-        "waiting ranks continue": options.interleave == "steps",
-        f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "
-        '(balance="off"), so that they differ in nothing but how gradients meet': options.is_learning,
-        **{f"{name}: {find_arm(name).note}": find_arm(name).note for name in options.arms},
-    }
+    notes = [f"{name}: {ARMS[name].note}" for name in options.arms.split(",") if ARMS[name].note]
     # Options of ours in the environment change the arms that have the line.
     mine = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX))
     return [
@@ -141,8 +102,9 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         f"{options.num_samples_per_step} in each step{', rows end to end' if options.padding_free else ''}",
         f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.ranks} ranks; "
         f"scripts for one GPU accumulate {options.accumulation * options.ranks}",
-        f"steps: {steps}; {options.repeats} round(s), seed {options.seed}",
-        *(text for text, holds in notes.items() if holds),
+        f"steps: {options.steps} timed after {options.warmup} of warm-up; "
+        f"{options.repeats} round(s), seed {options.seed}",
+        *notes,
         *([f"variables: {mine}"] if mine else []),
     ]
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.tools.bench.arm import Arm, find_arm
-from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
-from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.turn import Turn
+from unsloth_multigpu.tools.bench.arm import ARMS, Arm
+from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.data import make_rows
 from unsloth_multigpu.tools.bench.unsloth_arm import load_model, make_trainer
-
-if TYPE_CHECKING:
-    import torch
-
-    from unsloth_multigpu.tools.bench.meter import Meter
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
@@ -36,7 +28,7 @@ _LORA: dict[str, Any] = {
 def main(settings_file: str) -> None:
     """Trains as the file of settings says, and leaves `rank_R.json` next to it."""
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    arm, options = find_arm(settings["arm"]), BenchOptions(**settings["options"])
+    arm, options = ARMS[settings["arm"]], BenchOptions(**settings["options"])
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
@@ -44,8 +36,7 @@ def main(settings_file: str) -> None:
         given = {"check_first_step": "off", **arm.line, "device": options.device}
         enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
-    turn = None if settings["turns"] is None else Turn(settings["turns"], arm.name, rank)
-    record = _train(arm, options, rank, turn)
+    record = _train(arm, options, rank)
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -55,19 +46,19 @@ def main(settings_file: str) -> None:
         dist.destroy_process_group()  # Left to the interpreter's end its threads abort a process now and then.
 
 
-def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dict[str, Any]:
+def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
         importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
     import torch
     from datasets import Dataset
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from unsloth_multigpu.plugin import get_multi_gpu_status
     from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
 
     is_cuda = options.device == "cuda"
-    rows, test_rows = make_rows(options), make_test_rows(options)
-    max_length = max(map(len, [*rows, *test_rows]))
+    rows = make_rows(options)
+    max_length = max(map(len, rows))
     if options.library == UNSLOTH:
         model, tokenizer = load_model(options, max_length, _LORA)
     else:
@@ -76,15 +67,10 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            if turn is not None:
-                turn.wait()
             meter.mark_begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
-            if turn is not None:
-                turn.wait()
-                meter.mark_begin()
 
     # Samplers that need lengths find them here without reading the rows.
     data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})
@@ -92,7 +78,13 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
     if options.library == UNSLOTH:
         trainer = make_trainer(model, tokenizer, values, options, max_length, data, [MarkSteps()])
     else:
-        trainer = _make_trainer(model, values, options, data, test_rows, meter, MarkSteps())
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(**values),
+            train_dataset=data,
+            data_collator=end_to_end if options.padding_free else collate,
+            callbacks=[MarkSteps()],
+        )
     trainer.train()
     history, report = trainer.state.log_history, get_multi_gpu_status().report
     sent_bytes = 0 if not arm.uses_all_devices else None if report is None else report.ranks[rank].sent_bytes
@@ -101,40 +93,9 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         "gradient_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry and arm.is_synchronous],
         "peak_bytes": peak_bytes(is_cuda),
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
-        "epochs": epoch_records(history),
         "sent_bytes": sent_bytes,
         "planner": {} if report is None else dict(report.planner),
     }
-
-
-def _make_trainer(
-    model: Any,
-    values: Mapping[str, Any],
-    options: BenchOptions,
-    rows: Any,
-    test_rows: list[list[int]],
-    meter: Meter,
-    callback: Any,
-) -> Any:
-    from datasets import Dataset
-    from transformers import Trainer, TrainingArguments
-
-    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            meter.extend_step()  # The ranks have waited for each other in it.
-            return super().evaluate(*args, **kwargs)
-
-    pad = functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0)
-    return TimedTrainer(
-        model=model,
-        args=TrainingArguments(**values),
-        train_dataset=rows,
-        eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-        data_collator=end_to_end if options.padding_free else pad,
-        compute_metrics=mean_scores if test_rows else None,
-        preprocess_logits_for_metrics=score_rows if test_rows else None,
-        callbacks=[callback],
-    )
 
 
 def make_model(options: BenchOptions, max_length: int) -> Any:
@@ -167,18 +128,6 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
 
 def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
     """Arguments of `TrainingArguments`."""
-    learning = {
-        "num_train_epochs": options.epochs,
-        "learning_rate": LEARNING_RATE,
-        # The first epochs of a longer run are then those of a shorter one.
-        "lr_scheduler_type": "constant",
-        "eval_strategy": "epoch",
-        "per_device_eval_batch_size": options.batch_size,
-        # PEFT's models do not declare them.
-        "label_names": ["labels"],
-        # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
-        "logging_strategy": "steps" if arm.is_synchronous else "epoch",
-    }
     return {
         "output_dir": "output",
         "per_device_train_batch_size": options.batch_size,
@@ -191,66 +140,28 @@ def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
         "seed": options.seed,
         "data_seed": _ORDER_SEED,
+        # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
+        "logging_strategy": "steps" if arm.is_synchronous else "no",
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
         "remove_unused_columns": False,
-        **(learning if options.is_learning else {"num_train_epochs": 1, "learning_rate": 1e-5}),
+        "num_train_epochs": 1,
+        "learning_rate": 1e-5,
         **arm.training,
     }
 
 
-def score_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Loss, hits and number of the next tokens of each row, summed: rows x 3, so that ranks have little to gather.
-
-    Args:
-        logits: rows x tokens x vocabulary.
-        labels: rows x tokens, -100 = not to be predicted.
-    """
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    guesses, wanted = logits[:, :-1].float(), labels[:, 1:]
-    losses = cross_entropy(guesses.transpose(1, 2), wanted, ignore_index=-100, reduction="none")
-    hits = guesses.argmax(dim=2) == wanted
-    return torch.stack([losses.sum(1), hits.sum(1).float(), (wanted != -100).sum(1).float()], dim=1)
-
-
-def mean_scores(prediction: Any) -> dict[str, float]:
-    """Means over all tokens, from a prediction of `score_rows`."""
-    loss, num_hits, num_tokens = prediction.predictions.sum(axis=0, dtype=float)
-    return {"token_loss": float(loss / num_tokens), "accuracy": float(num_hits / num_tokens)}
-
-
-def epoch_records(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """One record per epoch, see `result.RankRecord`, from `TrainerState.log_history`."""
-    records, losses = [], []
-    for entry in history:
-        if "loss" in entry:
-            losses.append(entry["loss"])
-        if "eval_accuracy" in entry:
-            test = {"test_loss": entry["eval_token_loss"], "accuracy": entry["eval_accuracy"]}
-            records.append({"train_loss": sum(losses) / len(losses), **test})
-            losses = []
-    return records
-
-
-def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
-    """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest.
-
-    Args:
-        num_given: The first tokens of a row that are not to be predicted.
-    """
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     each = [torch.tensor(row["input_ids"]) for row in rows]
     ids = pad_sequence(each, batch_first=True)
     mask = pad_sequence([torch.ones_like(row) for row in each], batch_first=True)
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :num_given] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:

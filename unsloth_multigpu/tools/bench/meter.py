@@ -61,7 +61,7 @@ class Meter:
         return self
 
     def mark_begin(self) -> None:
-        """An epoch begins, or this arm's turn. What came before it belongs to no step."""
+        """An epoch begins. What came before it belongs to no step."""
         self._begin = self._mark()
 
     def mark_step(self) -> None:
@@ -69,10 +69,6 @@ class Meter:
         end = self._mark()
         self._steps.append((self._begin, end))
         self._begin = end
-
-    def extend_step(self) -> None:
-        """What came since the last step belongs to it: ranks that step by themselves meet at an epoch's end."""
-        self._steps[-1] = (self._steps[-1][0], self._mark())
 
     def steps(self) -> list[dict[str, Any]]:
         """One record per step, see `result.MeasuredStep`."""

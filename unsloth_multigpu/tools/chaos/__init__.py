@@ -23,9 +23,9 @@ class ChaosCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.chaos.chaos_command import DEFAULTS, OWN_OPTIONS
+        from unsloth_multigpu.tools.chaos.chaos_command import DEFAULTS, ChaosOptions
 
-        return {**OWN_OPTIONS, **command_options("chaos", DEFAULTS)}
+        return {**ChaosOptions.table(), **command_options("chaos", DEFAULTS)}
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.chaos.chaos_command import run_chaos

@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.option_type import CommandOption
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
 from unsloth_multigpu.tools.chaos.chaos_result import (
     ROUNDING,
@@ -26,23 +27,29 @@ from unsloth_multigpu.tools.chaos.chaos_result import (
     show,
 )
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
-from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, limit_s, parse_fault
-from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
-OWN_OPTIONS: dict[str, CommandOption] = {
-    "faults": CommandOption(
-        str,
-        '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8. Kinds: '
-        f"{', '.join(KINDS)}. [all]",
-        "FAULTS",
-    ),
-    "json": CommandOption(str, "File of the results.", "FILE"),
-    "limit_s": CommandOption(float, "Limit of each start of the ranks, in seconds. [600]", "SECONDS"),
-}
+
+@dataclass(frozen=True)
+class ChaosOptions(Arguments):
+    """Options that a run does not have.
+
+    Args:
+        faults: "all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8.
+            Kinds: raise, exit, memory, nan, disk_full, kill, kill_supervisor, corrupt, stop, loop, sigterm.
+        json: Print one JSON object.
+        limit_s: Limit of each start of the ranks, in seconds.
+    """
+
+    faults: Annotated[str, Option(shown="FAULTS")] = "all"
+    json: Annotated[bool, Option()] = False
+    limit_s: Annotated[float, Option(least=1, shown="SECONDS")] = 600.0
+
+
 # With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
 # hangs is short to save time.
 DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
@@ -119,7 +126,7 @@ class Judge:
 
 
 def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
-    """Runs `program` once without faults and once with each, prints the table and writes what was asked for.
+    """Runs `program` once without faults and once with each, and prints what came of it.
 
     Args:
         options: What the command line gave; None = not given.
@@ -134,19 +141,20 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: Started in a rank, or the script trained nothing that could be followed.
     """
     check_is_no_rank("chaos")
+    own = ChaosOptions.read(options)
     given = {name: getattr(options, name) for name in command_options("chaos")}
     run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     num_ranks = MultiGPUConfig.resolve(run_options).num_gpus or 0
     if num_ranks < 2:
         raise ConfigError("chaos needs at least 2 ranks.", hint="Give --num-gpus 2.")
-    named = None if options.faults in (None, "all") else [parse_fault(text) for text in options.faults.split(",")]
+    named = None if own.faults == "all" else [parse_fault(text) for text in own.faults.split(",")]
     if named and max(fault.rank for fault in named) >= num_ranks:
-        raise ConfigError(f"--faults {options.faults}: there are {num_ranks} ranks.", hint="Count them from 0.")
+        raise ConfigError(f"faults={own.faults!r}: there are {num_ranks} ranks.", hint="Count them from 0.")
     # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, **file_variables(os.environ), "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
-        scene = Scene(folder / "whole", program, environment, options.limit_s or 600.0)
+        scene = Scene(folder / "whole", program, environment, own.limit_s)
         progress.say(f"the run without faults, at most {scene.limit_s:g} s, which tells how long the others take")
         progress.show("the run without faults", 0, 1)
         ended = scene.run((), run_options)
@@ -157,7 +165,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
         judge = _prepare(folder, scene, ended, run_options)
         rows = _try_all(named or all_faults(judge.whole.num_steps, num_ranks), judge, ended, progress)
-    return _report(rows, judge, options.json)
+    return _report(rows, judge, as_json=own.json)
 
 
 def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
@@ -204,13 +212,14 @@ def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Prog
     return rows
 
 
-def _report(rows: Sequence[FaultRow], judge: Judge, file: str | None) -> int:
+def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
     bad = [row.fault for row in rows if row.reasons]
-    if file:
+    screen = Screen()
+    if as_json:
         facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
-        Path(file).write_text(json_text(result), encoding="utf-8")
-    screen = Screen()
+        screen.json(result)
+        return 1 if bad else 0
     show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
     told = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should."

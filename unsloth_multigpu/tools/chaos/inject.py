@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import torch
 
-from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
+from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 

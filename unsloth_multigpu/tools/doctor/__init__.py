@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from unsloth_multigpu.cli.command import Command, OptionTable
+from unsloth_multigpu.cli.command import Arguments, Command, OptionTable
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import CommandOption
-from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.option_type import Option
 
-_LIMIT_S = 120.0
+
+@dataclass(frozen=True)
+class DoctorOptions(Arguments):
+    """Options of `unsloth-multigpu doctor`.
+
+    Args:
+        json: Print one JSON object.
+        seams: Print only the table of patches, as Markdown.
+        options: Print only the table of options, as Markdown.
+        num_gpus: Ranks of the all-reduce.
+        timeout_s: Limit of each check.
+    """
+
+    json: Annotated[bool, Option()] = False
+    seams: Annotated[bool, Option()] = False
+    options: Annotated[bool, Option()] = False
+    num_gpus: Annotated[int | None, Option(least=1, otherwise="all; 2 without a GPU")] = None
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = 120.0
 
 
 class DoctorCommand(Command):
@@ -24,29 +42,21 @@ class DoctorCommand(Command):
     )
 
     def table(self) -> OptionTable:
-        return {
-            "json": (bool, "Print one JSON object."),
-            "seams": (bool, "Print only the table of patches, as Markdown."),
-            "options": (bool, "Print only the table of options, as Markdown."),
-            "num_gpus": CommandOption(int, "Ranks of the all-reduce. [all; 2 without a GPU]", "N"),
-            "timeout_s": CommandOption(float, f"Limit of each check. [{_LIMIT_S:g}]", "SECONDS"),
-        }
+        return DoctorOptions.table()
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.doctor.doctor_command import run_doctor
         from unsloth_multigpu.tools.doctor.options_page import options_markdown
         from unsloth_multigpu.tools.doctor.seam_page import seams_markdown
 
-        asked = [name for name in ("json", "seams", "options") if getattr(options, name)]
+        given = DoctorOptions.read(options)
+        asked = [name for name in ("json", "seams", "options") if getattr(given, name)]
         if len(asked) > 1:
             raise ConfigError(f"--{asked[0]} and --{asked[1]} print different things.", hint="Give one of them.")
-        if options.options or options.seams:
-            print(options_markdown() if options.options else seams_markdown(), end="")
+        if given.options or given.seams:
+            print(options_markdown() if given.options else seams_markdown(), end="")
             return 0
-        limit_s = _LIMIT_S if options.timeout_s is None else options.timeout_s
-        # The same rules as for the options of a run.
-        MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": limit_s}, {})
-        return run_doctor(options.num_gpus, as_json=options.json, limit_s=limit_s)
+        return run_doctor(given.num_gpus, as_json=given.json, limit_s=given.timeout_s)
 
 
 COMMAND = DoctorCommand()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -53,7 +52,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
     has_failed = any(row.state == "FAIL" for row in rows)
     if as_json:
         version = installed_version("unsloth-multigpu")
-        print(json.dumps({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]}))
+        screen.json({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]})
     else:
         screen.line()
         screen.line(verdict(rows, config), "bold red" if has_failed else "bold green")

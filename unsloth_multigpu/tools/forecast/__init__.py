@@ -22,9 +22,9 @@ class ForecastCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.forecast.forecast_command import OWN_OPTIONS
+        from unsloth_multigpu.tools.forecast.forecast_command import ForecastOptions
 
-        return OWN_OPTIONS
+        return ForecastOptions.table()
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.forecast.forecast_command import run_forecast

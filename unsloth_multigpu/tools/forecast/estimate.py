@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Plan, balance_step, check_divisible, deal_step
-from unsloth_multigpu.tools.link import Link
+from unsloth_multigpu.tools.forecast.link import Link
 
 # Part of a micro-batch that is its backward pass, during which gradients travel: it does twice the work of the forward
 # pass, or the same where weights are frozen (see `cost.attention_factor`).

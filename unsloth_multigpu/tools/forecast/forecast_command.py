@@ -3,107 +3,73 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import statistics
-import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.option_type import CommandOption
-from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.step.comparison import times_in_words
+from unsloth_multigpu.option_type import Option
+from unsloth_multigpu.options import variable
 from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
-from unsloth_multigpu.tools.forecast.forecast_tool import MeasureRequest
-from unsloth_multigpu.tools.link import PCIE, Link, fit_link, parse_link
-from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import Probe
+from unsloth_multigpu.tools.forecast.link import Link, parse_link
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
-    check_ranks,
-    common_variables,
-    device_variables,
     parse_numbers,
-    run_program,
+    run_first_steps,
 )
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
 SCHEMA_VERSION = 2
-DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8", 16
 MOST_RANKS = 1024
 # Steps that must be timed, or one slow step would decide.
 _FEWEST_STEPS = 3
 # A fit that repeats what it was made from worse than this is worth a word.
 _TOLERANCE = 0.15
-_LOG_LINES = 15
 _REDUCE_LIMIT_S = 120.0
-_MEASURE = "measure"
+_TOOL = "unsloth_multigpu.tools.forecast.forecast_tool:Measure"
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
     "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
     "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging."
 )
-OWN_OPTIONS: dict[str, CommandOption] = {
-    "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
-    "link": CommandOption(
-        str,
-        "The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines; measure = what "
-        "an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
-        "NAME",
-    ),
-    "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
-    "check": CommandOption(
-        int, "Also trains on so many ranks, and compares the forecast with what they take. [not]", "N"
-    ),
-    "device": CommandOption(str, '"cpu": measures on the CPU. [auto]', "{auto,cpu}"),
-    "json": CommandOption(bool, "Print one JSON object. [a table]"),
-    "timeout_s": CommandOption(float, f"Limit of each run, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
-}
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    numbers = parse_numbers(name, text)
+    if numbers[-1] > MOST_RANKS:
+        raise ConfigError(f"{name}={text!r}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
+    return numbers
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a command line asks for, checked."""
+class ForecastOptions(Arguments):
+    """Options of `unsloth-multigpu forecast`.
 
-    numbers: tuple[int, ...]
-    link: Link | None
-    measures_link: bool
-    num_steps: int
-    check: int | None
-    device: str
-    limit_s: float
+    Args:
+        gpus: Numbers of GPUs, with commas between.
+        link: The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines.
+        steps: Optimizer steps that are run; the first two are not timed.
+        device: "cpu": measures on the CPU.
+        json: Print one JSON object.
+        timeout_s: Limit of each run, in seconds.
+    """
 
-    @classmethod
-    def read(cls, options: argparse.Namespace) -> Request:
-        """Checks what was given.
-
-        Raises:
-            ConfigError: A value that cannot be used.
-        """
-        numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
-        if numbers[-1] > MOST_RANKS:
-            raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-        num_steps = DEFAULT_STEPS if options.steps is None else options.steps
-        limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
-        for name, value, fewest in (("--steps", num_steps, 5), ("--check", options.check, 2)):
-            if value is not None and value < fewest:
-                raise ConfigError(f"{name} {value}; expected at least {fewest}.", hint="Leave it out for the default.")
-        if limit_s <= 0:
-            raise ConfigError(f"--timeout-s {limit_s:g}; expected more than 0.", hint="Leave it out.")
-        device = options.device or "auto"
-        if device not in ("auto", "cpu"):
-            raise ConfigError(f"--device {device!r}; expected auto or cpu.", hint="Leave it out.")
-        link = None if options.link in (None, _MEASURE) else parse_link(options.link)
-        return cls(numbers, link, options.link == _MEASURE, num_steps, options.check, device, limit_s)
+    gpus: Annotated[Any, Option(check=_numbers, shown="N,N,...")] = "2,4,8"
+    link: Annotated[Any, Option(check=parse_link, shown="NAME")] = "pcie"
+    steps: Annotated[int, Option(least=5)] = 16
+    device: Annotated[str, Option(words=("auto", "cpu"))] = "auto"
+    json: Annotated[bool, Option()] = False
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -121,38 +87,23 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
         RankTimeoutError: A run took longer than its limit.
     """
-    request = Request.read(options)
+    request = ForecastOptions.read(options)
     check_is_no_rank("forecast")
-    if request.check is not None:
-        _check_can_run(request.check, options.device)
     screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_signal():
-        progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
-        # Before the script, because there may be nothing to measure.
-        link = _measured_link(request, folder) if request.measures_link else request.link
-        (record,) = _run(request, program, folder, 1)
+        progress.say(f"runs {request.steps} steps of {' '.join(program)} on one rank")
+        record = _run(request, program, folder)
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
                 f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
-        if link is None:
-            assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
-            has_cards = record["device"] != "CPU" and _num_devices() > 1
-            link = _measured_link(request, folder) if has_cards else assumed
-        work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
-        checked: dict[str, Any] | None = None
-        if request.check is not None:
-            progress.say(f"runs the same steps on {request.check} ranks")
-            ranks = _run(request, program, folder, request.check)
-            measured_s = max(statistics.median(rank["steps"]) for rank in ranks)
-            forecast_s = estimate(work, request.check, link).step_s
-            checked = {"num_ranks": request.check, "forecast_s": forecast_s, "measured_s": measured_s}
-            checked["first_step"] = ranks[0]["first_step"]
+    link = request.link
+    work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
-    rows = [estimate(work, n, link) for n in sorted({1, *request.numbers}) if n <= num_samples]
-    refused = [n for n in request.numbers if n > num_samples]
-    if options.json:
+    rows = [estimate(work, n, link) for n in sorted({1, *request.gpus}) if n <= num_samples]
+    refused = [n for n in request.gpus if n > num_samples]
+    if request.json:
         values = {
             "schema_version": SCHEMA_VERSION,
             "command": list(program),
@@ -164,11 +115,10 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             "forecasts": [asdict(row) for row in rows],
             "refused": refused,
             "advice": advise(rows),
-            "check": checked,
         }
-        screen.line(json_text(values).rstrip())
+        screen.json(values)
     else:
-        _show(screen, record, work, link, rows, refused, checked)
+        _show(screen, record, work, link, rows, refused)
     return 0
 
 
@@ -194,12 +144,8 @@ def _show(
     link: Link,
     rows: Sequence[Estimate],
     refused: Sequence[int],
-    checked: Mapping[str, Any] | None,
 ) -> None:
     """What was measured, the table, and what to do."""
-    if checked is not None and (first := checked["first_step"]) and first["one_process_s"] and first["dealt_s"]:
-        times = times_in_words(first["one_process_s"], first["dealt_s"], checked["num_ranks"])
-        screen.line(f"measured, forward and backward passes of the first step: {times}")
     num_samples = sum(work.sizes)
     lengths = [n for step in work.steps for n in step]
     dealt = f"dealt by length ({min(lengths)} to {max(lengths)} tokens)" if work.is_planned else "dealt in order"
@@ -212,12 +158,6 @@ def _show(
         f"update; the fitted costs repeat these steps within {record['misfit']:.1%}"
     )
     screen.line(f"link: {link}")
-    if checked is not None:
-        ratio = checked["forecast_s"] / checked["measured_s"]
-        screen.line(
-            f"check on {checked['num_ranks']} ranks: forecast {_short(checked['forecast_s'])} a step, measured "
-            f"{_short(checked['measured_s'])}; forecast / measured {ratio:.2f}"
-        )
     for note in _notes(record):
         screen.line(f"note: {note}")
     screen.line()
@@ -244,75 +184,24 @@ def _short(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def _check_can_run(num_ranks: int, device: str | None) -> None:
-    """Refuses, before anything runs, ranks that this machine cannot start."""
-    try:
-        check_ranks("forecast", MultiGPUConfig.resolve({"num_gpus": num_ranks, "device": device}))
-    except SetupError as error:
-        raise SetupError(
-            f"--check {num_ranks} cannot be run here: {error.args[0]}",
-            hint="Give a number that this machine has; --gpus may name any, since those are computed.",
-        ) from error
-
-
-def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) -> list[dict[str, Any]]:
-    """Runs the first steps of the program on so many ranks, and returns what each has recorded."""
-    place = folder / f"ranks_{num_gpus}"
+def _run(request: ForecastOptions, program: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Runs the first steps of the program on one rank, and returns what it has recorded."""
+    place = folder / "one"
     place.mkdir()
-    asked = MeasureRequest(str(place), request.num_steps, num_gpus)
-    environment = {
-        **common_variables(place / "logs"),
-        **({variable("device"): "cpu"} if request.device == "cpu" else {}),
-        **device_variables(request.device, num_gpus),
-        **asked.variables(),
-    }
-    log = place / "log"
-    with log.open("wb") as output:
-        code = run_program(program, environment, output, f"{folder.name}/{place.name}", request.limit_s)
-    found = sorted(place.glob("rank_*.json"), key=lambda file: int(file.stem.split("_")[1]))
-    if code != 0 or len(found) != num_gpus:
-        raise _no_answer(code, log)
-    return [json.loads(file.read_text(encoding="utf-8")) for file in found]
-
-
-def _no_answer(code: int, log: Path) -> SetupError:
-    lines = last_lines(log.read_text(encoding="utf-8", errors="replace"), _LOG_LINES).split("\n")
-    shown = "".join(f"\n  | {line}" for line in lines)
-    if code == 0:
-        return SetupError(
+    asked = StepsRequest(str(place), request.steps, num_gpus=1)
+    variables = {variable("device"): "cpu"} if request.device == "cpu" else {}
+    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.timeout_s)
+    shown = textwrap.indent(f"\n{tail}", "  | ")
+    if code != 0:
+        raise SetupError(
+            f"The script ended with exit code {code}; there is no forecast.{shown}",
+            hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
+        )
+    file = place / "rank_0.json"
+    if not file.exists():
+        raise SetupError(
             f"The script ended without a training that forecast could follow.{shown}",
             hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
         )
-    return SetupError(
-        f"The script ended with exit code {code}; there is no forecast.{shown}",
-        hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
-    )
-
-
-def _num_devices() -> int:
-    from unsloth_multigpu.start import visible_accelerators
-
-    return visible_accelerators()[1]
-
-
-def _measured_link(request: Request, folder: Path) -> Link:
-    Progress("forecast").say("measures an all-reduce on the ranks of this machine")
-    variables = {variable("log_dir"): str(folder / "reduce"), variable("max_restarts"): "0"}
-    if request.device == "cpu":
-        variables[variable("device")] = "cpu"
-    place = Path(tempfile.mkdtemp(dir=folder))
-    with Probe("unsloth_multigpu.tools.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
-        found = probe.outcome()
-    if "error" in found:
-        raise SetupError(
-            f"The link could not be measured: {found['error']}",
-            hint="Give --link; `unsloth-multigpu doctor` says more.",
-        )
-    if found["num_ranks"] == 1:
-        raise SetupError(
-            "The link could not be measured: one rank has nobody to send to.",
-            hint="Give --link nvlink, pcie or ethernet:25; or set UNSLOTH_MULTIGPU_NUM_GPUS to 2 or more.",
-        )
-    where = f"measured here: {found['num_ranks']} x {found['device']} over {found['backend']}"
-    small = (found["small_num_bytes"], found["small_seconds"])
-    return fit_link("this machine's", small, (found["num_bytes"], found["seconds"]), found["num_ranks"], where)
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,8 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import AUTO, WHOLE
 from unsloth_multigpu.step.measure import Lap, attention_of, moment
 from unsloth_multigpu.step.step import MakePlan
-from unsloth_multigpu.tools.first_steps import FirstSteps
+from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
-from unsloth_multigpu.tools.forecast.forecast_tool import MeasureRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 # Steps that are not timed: libraries compile, caches fill.
@@ -33,25 +30,23 @@ _TRIED = (1, 2, 4, 8, 16)
 
 
 class Recorder(FirstSteps):
-    """Times one training of this rank, and ends it after the steps that were asked for.
+    """Times one training, and ends it after the steps that were asked for.
 
-    One rank computes each step as some number of ranks would share it, all their micro-batches after each other.
+    The one rank computes each step as some number of ranks would share it, all their micro-batches after each other.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         request: What to record.
-        rank: This rank.
+        rank: This rank, the only one.
         steps: What deals the samples.
 
     Raises:
         SetupError: The training is one that nothing can be said of.
     """
 
-    def __init__(self, trainer: TrainerLike, request: MeasureRequest, rank: int, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, request: StepsRequest, rank: int, steps: StepFeed) -> None:
         _refuse_what_is_not_known(trainer)
-        super().__init__(trainer, request.num_steps)
-        self._request = request
-        self._rank = rank
+        super().__init__(trainer, request, rank)
         self._steps = steps
         self._num_steps = 0
         # Step, tokens of the rows, where these are known, else of all of them, and seconds.
@@ -82,8 +77,7 @@ class Recorder(FirstSteps):
                 f"{type(self._trainer).__name__} builds batches of its own; its global batch cannot be kept by ranks.",
                 hint="Time some steps on one GPU and on two.",
             )
-        if self._request.num_gpus == 1:
-            loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
+        loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
         """The planner of one rank: it has the micro-batches of several."""
@@ -100,15 +94,11 @@ class Recorder(FirstSteps):
         self._ends.append(moment(self._trainer.args.device))
         super().on_step_end(args, state, control, **kwargs)
 
-    def write(self) -> None:
-        """Leaves what was recorded in the request's folder."""
+    def record(self) -> dict[str, Any]:
         first = min(WARM_UP_STEPS, max(1, len(self._ends) - 1))
         timed = range(first, len(self._ends))
         seconds = [Lap(self._ends[k - 1], self._ends[k]).seconds() for k in timed]
-        record: dict[str, Any] = {"steps": seconds, "first_step": self._steps.proof.values()}
-        if self._request.num_gpus == 1 and seconds:
-            record |= self._measured(dict(zip(timed, seconds, strict=True)))
-        (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
+        return {"steps": seconds, **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {})}
 
     def _measured(self, step_s: Mapping[int, float]) -> dict[str, Any]:
         """What a forecast is made from. The laps of step k are those of `step_s[k]`."""

@@ -22,9 +22,9 @@ class PlanCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.plan.plan_command import OWN_OPTIONS
+        from unsloth_multigpu.tools.plan.plan_command import PlanOptions
 
-        return OWN_OPTIONS
+        return PlanOptions.table()
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.plan.plan_command import run_plan

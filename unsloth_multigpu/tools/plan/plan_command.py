@@ -6,31 +6,52 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.option_type import CommandOption
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, in_gib, usable_bytes, would_do
 from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Question, ask
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB
 
 SCHEMA_VERSION = 2
-DEFAULT_GPUS = "1,2,4,8"
 _COLUMNS = ("GPUs", "mode", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
-OWN_OPTIONS: dict[str, CommandOption] = {
-    "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
-    "memory": CommandOption(str, "Memory of one GPU, such as 24GiB or 80GB. [the smallest of this machine]", "SIZE"),
-    "tokens": CommandOption(int, "Tokens of the longest sample. [that of the script's data set]", "N"),
-    "json": CommandOption(bool, "Print one JSON object. [a table]"),
-    "timeout_s": CommandOption(
-        float, f"Limit of the script's way to train(), in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"
-    ),
-}
+
+
+def parse_memory(name: str, text: str) -> int:
+    """ "24GiB", "80GB" or "24" (GiB) in bytes.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise ConfigError(f"{name}={text!r}; expected a size such as 24GiB or 80GB.", hint="Give that of one GPU.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class PlanOptions(Arguments):
+    """Options of `unsloth-multigpu plan`.
+
+    Args:
+        gpus: Numbers of GPUs, with commas between.
+        memory: Memory of one GPU, such as 24GiB or 80GB.
+        tokens: Tokens of the longest sample.
+        json: Print one JSON object.
+        timeout_s: Limit of the script's way to train(), in seconds.
+    """
+
+    gpus: Annotated[Any, Option(check=parse_numbers, shown="N,N,...")] = "1,2,4,8"
+    memory: Annotated[Any, Option(check=parse_memory, shown="SIZE", otherwise="the smallest of this machine")] = None
+    tokens: Annotated[int | None, Option(least=1, otherwise="that of the script's data set")] = None
+    json: Annotated[bool, Option()] = False
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
 def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -44,33 +65,18 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script cannot be run without its weights, or nothing is known of what it trains.
         RankTimeoutError: It did not come to `train()` in time.
     """
-    numbers = parse_numbers(options.gpus or DEFAULT_GPUS)
-    given = None if options.memory is None else parse_memory(options.memory)
-    limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
-    if limit_s <= 0 or (options.tokens is not None and options.tokens < 1):
-        raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
+    own = PlanOptions.read(options)
+    numbers = own.gpus
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
     modes: tuple[Mode, ...] = ("ddp", "sharded")
     asked = tuple((mode, n) for n in numbers for mode in modes if n > 1 or mode == "ddp")
-    answer = ask(command_of(program), os.environ, Question(asked, options.tokens, given), limit_s=limit_s)
+    answer = ask(command_of(program), os.environ, Question(asked, own.tokens, own.memory), limit_s=own.timeout_s)
     screen = Screen()
-    if options.json:
-        screen.line(json_text(_values(answer, numbers)).rstrip())
+    if own.json:
+        screen.json(_values(answer, numbers))
     else:
         show(screen, answer, numbers)
     return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer, numbers) else 0
-
-
-def parse_memory(text: str) -> int:
-    """ "24GiB", "80GB" or "24" (GiB) in bytes.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ConfigError(f"--memory {text!r}; expected a size such as 24GiB or 80GB.", hint="Give that of one GPU.")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:

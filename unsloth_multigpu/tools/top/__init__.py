@@ -27,7 +27,7 @@ class TopCommand(Command):
             "private folder. [the one that runs]",
         )
         parser.add_argument("--once", action="store_true", help="Print one table and end. [a table that lives]")
-        parser.add_argument("--json", action="store_true", help="With --once: print one JSON object. [a table]")
+        parser.add_argument("--json", action="store_true", help="Print one JSON object and end.")
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.top.top_command import run_top

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.overview import Overview
-from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.top.top_table import render
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
@@ -24,17 +23,14 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
     Args:
         name: Process id of its supervisor or of one of its ranks, or its folder; None = the one that there is.
         once: Look once.
-        as_json: Print JSON.
+        as_json: Look once, and print JSON.
 
     Returns:
         0: the run was shown, and has ended where it was followed; or there are several, which were listed.
 
     Raises:
-        ConfigError: `as_json` without `once`.
         SetupError: There is no such run, or there are several and one object was asked for.
     """
-    if as_json and not once:
-        raise ConfigError("top: --json prints one object; expected --once beside it.", hint="Add --once.")
     screen = Screen()
     if name is None and not as_json and len(runs := find_runs()) > 1:
         screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nName one: unsloth-multigpu top {runs[0].pid}")
@@ -42,7 +38,7 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
     run = choose_run(name)
     overview = Overview(run)
     if as_json:
-        screen.line(json_text(overview.look().values()).rstrip())
+        screen.json(overview.look().values())
     elif once or not screen.is_terminal:
         if not screen.is_terminal:
             screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.

@@ -24,9 +24,9 @@ class VerifyCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        from unsloth_multigpu.tools.verify.verify_command import OWN_OPTIONS
+        from unsloth_multigpu.tools.verify.verify_command import VerifyOptions
 
-        return {**OWN_OPTIONS, **command_options("verify")}
+        return {**VerifyOptions.table(), **command_options("verify")}
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.verify.verify_command import run_verify

@@ -8,19 +8,16 @@ samples count.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shard_engine import find_engine
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
@@ -28,8 +25,8 @@ from unsloth_multigpu.part import Override
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.sketch import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import Still
-from unsloth_multigpu.tools.first_steps import FirstSteps
-from unsloth_multigpu.tools.verify.verify_tool import ReceiptRequest
+from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
 
@@ -57,16 +54,14 @@ class Recorder(FirstSteps):
     """
 
     def __init__(
-        self, trainer: TrainerLike, request: ReceiptRequest, rank: int, config: MultiGPUConfig, steps: Any = None
+        self, trainer: TrainerLike, request: StepsRequest, rank: int, config: MultiGPUConfig, steps: Any = None
     ) -> None:
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
                 "verify compares the weights of a training that this package steers; FSDP 1 or DeepSpeed is on.",
                 hint="Switch it off for this comparison.",
             )
-        super().__init__(trainer, request.num_steps)
-        self._request = request
-        self._rank = rank
+        super().__init__(trainer, request, rank)
         self._config = config
         self._steps = steps
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
@@ -154,8 +149,7 @@ class Recorder(FirstSteps):
                 update = value.cpu().sub(before.pop(name))
                 self._updates[name] = (sketch_of(update), _moved(update))
 
-    def write(self) -> None:
-        """Leaves what was recorded in the request's folder."""
+    def record(self) -> dict[str, Any]:
         self._note_updates()
         steps = [
             {"step": step, "loss": None, "grad_norm": None, "compared": {}, **self._figures.get(step, {})}
@@ -165,7 +159,7 @@ class Recorder(FirstSteps):
         # Where a tensor has less of the gradient, that may be rounding, of which Adam makes whole steps all the same.
         noise = 1e-6 if self._facts.get("rounding", FINE) <= FINE else 1e-3
         shares = self._gradient_shares
-        record = {
+        return {
             "rank": self._rank,
             "steps": steps,
             "updates": {
@@ -174,7 +168,6 @@ class Recorder(FirstSteps):
             "facts": self._facts,
             "sources": [*self._reasons, *self._found()],
         }
-        (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
     def _found(self) -> Iterator[dict[str, str]]:
         """Reasons for a difference that the comparison of the steps has found."""

@@ -48,7 +48,7 @@ NVLINK = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO, "NCCL's own figures: A100, 12
 PCIE = Link("pcie", 24 * _GIGA, 5.7 * _MICRO, "NCCL's own figures: PCIe 4 x16 with peer access, 24 GB/s, 5.7 us")
 
 
-def parse_link(text: str) -> Link:
+def parse_link(name: str, text: str) -> Link:
     """A link by the name that a command line gives it.
 
     Raises:
@@ -60,27 +60,8 @@ def parse_link(text: str) -> Link:
     match = re.fullmatch(r"ethernet:(\d+(?:\.\d+)?)", text.lower())
     if match is None or not (gbit := float(match[1])):
         raise ConfigError(
-            f"{text!r} is no link; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
+            f"{name}={text!r}; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
             hint="ethernet:1 is 1 Gbit/s.",
         )
     source = f"NCCL's own figures: 96 % of {gbit:g} Gbit/s, 14 us"
     return Link(f"ethernet:{gbit:g}", gbit * 0.12 * _GIGA, 14.0 * _MICRO, source)
-
-
-def fit_link(
-    name: str, small: tuple[float, float], large: tuple[float, float], num_ranks: int, source: str = "measured here"
-) -> Link:
-    """The link by which all-reduces of two sizes took as long as they did.
-
-    Args:
-        name: Of the link.
-        small: Bytes of the smaller message, and its seconds.
-        large: The same of the larger one.
-        num_ranks: That took part, at least 2.
-        source: Where the figures are from.
-    """
-    per_byte = (large[1] - small[1]) / (large[0] - small[0])
-    if per_byte <= 0:  # Noise: the smaller one took longer.
-        per_byte = large[1] / large[0]
-    latency_s = max(0.0, small[1] - per_byte * small[0]) / (2 * (num_ranks - 1))
-    return Link(name, 2 * (num_ranks - 1) / num_ranks / per_byte, latency_s, source)
