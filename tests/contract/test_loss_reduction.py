@@ -28,7 +28,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 BERT = BertConfig(num_labels=3, **SIZES)
 SETTINGS = {"use_cpu": True, "report_to": [], "per_device_train_batch_size": 2}
 LABELLED = [{"input_ids": [1, 2], "labels": i % 3} for i in range(4)]
-UNKNOWN = LossReduction("auto", is_declared=False)
+UNKNOWN = LossReduction("auto")
 TOKEN_SUM = LossReduction("token_sum", "sum")
 
 

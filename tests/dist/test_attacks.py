@@ -27,7 +27,7 @@ def jobs(accumulation, *kinds, shape="24x4"):
 
 EXACT = [
     *jobs(1, "chunks", "stock_chunks", "changing_weights", "counter", "few_tags", "own_step", "by_rate"),
-    *jobs(2, "gathers_by_accelerate", "own_step", "by_progress", "by_callback", "tuples", "ready", "counting"),
+    *jobs(2, "gathers_by_accelerate", "own_step", "by_progress", "by_callback", "tuples", "counting"),
     "rare_tags:22x4x1",
     # Parts of a micro-batch make up its loss, by rows, labels, class weights or the sum of an input.
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "ignored_rows", "token_class_weights", "weighted_rows")),
@@ -38,6 +38,7 @@ EXACT = [
     *("masked:22x2x3", "masked:21x3x1"),
     # Rows of several lengths that are never collated together.
     "class_weights:21x1x4",
+    "ready:24x1x2",
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),

@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
 TOKEN_SUM = LossReduction("token_sum", "sum")
-OTHER_MEAN = LossReduction("auto", is_declared=False)
+OTHER_MEAN = LossReduction("auto")
 
 
 class Exchange(DDPManager):

@@ -93,7 +93,7 @@ def test_no_floor_of_a_device_makes_planned_steps_slow(floor: int, shape: tuple[
 def with_known_costs(true: CostModel, kind: str) -> Device:
     device = Device(true, kind, 0.03, 5)
     assert device.balancer.balance is not None
-    known = {"overhead_tokens": true.overhead_tokens, "floor_tokens": true.floor_tokens, "possible": ()}
+    known = {"overhead_tokens": true.overhead_tokens, "floor_tokens": true.floor_tokens, "is_unknown": False}
     cost = dataclasses.replace(device.balancer.balance.cost, **known)
     device.balancer.balance = dataclasses.replace(device.balancer.balance, cost=cost)
     device.balancer._is_settled = True

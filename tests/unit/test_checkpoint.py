@@ -434,12 +434,13 @@ class Saving(FakeTrainer):
 
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
+    accumulation = lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4)  # noqa: E731
     steps: Any = SimpleNamespace(
         proof=SimpleNamespace(values=dict),
         balancer=SimpleNamespace(state_dict=dict),
         num_accumulated=4,
         loader=None,
-        accumulation_of_script=lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4),
+        passes=SimpleNamespace(accumulation_of_script=accumulation),
     )
     resume = Resume(trainer, rank, steps, {}, 0, RunContext())  # type: ignore[arg-type]
     return Checkpoints(trainer, rank, steps, None, resume, HeartbeatPage(None, 0))  # type: ignore[arg-type]

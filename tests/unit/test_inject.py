@@ -56,7 +56,7 @@ def trainer(tmp_path):
 def inject(trainer, folder, *faults, rank=0, attempt=0):
     context = RunContext.read({**faults_in(folder, *faults), **attempt_variables(attempt)})
     session = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig(), context=context)
-    part = tool_of(context).part(trainer, session, SimpleNamespace(current=None))
+    part = tool_of(context).part(trainer, session, SimpleNamespace(passes=SimpleNamespace(current=None)))
     return Loop(trainer, [part]).steering()
 
 

@@ -44,6 +44,18 @@ def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error() -> None:
         loader(5)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(TOKENS)
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
+def test_data_set_of_ready_batches_is_an_error(dataset: Any) -> None:
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+    with pytest.raises(SetupError, match="ready batches"):
+        step_loader(loader, StepShape(0, 2, 1, regroup=False), lambda loader: loader, list)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "dataset",
     [

@@ -79,15 +79,17 @@ def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
     assert after <= before * (1 + 1e-9)
 
 
-@given(steps(), SPEEDS, st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
-def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, floor) -> None:
+@given(steps(), SPEEDS, st.booleans())
+def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(step, speeds, is_padded) -> None:
     lengths, sizes = step
-    cost = CostModel(128.0, 512.0, is_padded=is_padded, possible=((0.0, 0.0), (0.0, 500.0), (0.0, 4000.0), (0.0, 1e7)))
+    cost = CostModel(128.0, 512.0, is_padded=is_padded, is_unknown=True)
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
-    true = CostModel(0.0, floor, is_padded=is_padded)
     in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
-    assert slowest_time(parts_of(plan), lengths, speeds, true) <= slowest_time(in_order, lengths, speeds, true)
+    counts, before = (
+        max(len(share) / s for share, s in zip(p, speeds, strict=True)) for p in (parts_of(plan), in_order)
+    )
+    assert counts <= before
 
 
 @given(steps(), SPEEDS, COSTS)
@@ -177,7 +179,7 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
     in_order = deal_step(sizes, world_size, regroup=True)
     before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
     assert after <= before * (1 + 1e-9)
-    plan = in_lockstep(planned, whole=False)
+    plan = in_lockstep(planned, regroup=True, whole=False)
     assert len({len(share) for share in plan}) == 1
     assert rows_of(plan) == list(range(len(lengths)))
     for share in plan:
@@ -189,10 +191,10 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
 
 
 def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
-    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), whole=True)
+    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), regroup=False, whole=True)
     (filler,) = [piece for share in plan for piece in share if piece.is_filler]
     assert filler.positions == (6, 7)
-    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), whole=False)
+    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), regroup=False, whole=False)
     assert all(len(piece.positions) == 1 for share in one_row for piece in share if piece.is_filler)
 
 

@@ -86,6 +86,30 @@ def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
     assert (steps.passes.num_samples, steps.passes.num_micro_batches) == (3, 2)
 
 
+class Squaring(Losing):
+    """Its loss is one weight times the input."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model.weight.sum() * inputs["loss"]
+
+
+def test_gradient_of_fp16_weights_overflows_where_that_of_one_process_does():
+    trainer = Squaring(model=torch.nn.Linear(1, 1, bias=False).half())
+    with fed(trainer, feed(trainer, ONE_OF_TWO)):
+        step = step_of(Piece((0, 1, 2)))
+        # Times the ranks it would be too large before DDP divides by them.
+        step.micro_batches[0].inputs["loss"] = torch.tensor(40_000.0, dtype=torch.float16)
+        largest = []
+        trainer.model.weight.register_hook(lambda gradient: largest.append(gradient.max()))
+        trainer.training_step(trainer.model, step, 5)
+    assert largest == [40_000.0]
+
+
 @pytest.mark.parametrize("is_filler", [True, False])
 def test_batches_that_a_script_returns_are_taken(is_filler):
     trainer = Losing()
@@ -102,14 +126,14 @@ def test_batches_that_a_script_returns_are_taken(is_filler):
 
 @pytest.mark.parametrize("regroup", [True, False])
 def test_tokens_and_labels_of_a_filler_are_none(regroup):
-    pieces = [Piece((0, 1)), Piece((0,), share=0.0, is_filler=True)]
+    pieces = [Piece((0, 1)), Piece((0,), share=0.0, is_filler=True, is_muted=regroup)]
     rows = [[torch.tensor([3, 4]), torch.tensor([5, 6])], [torch.tensor([3, 4])]]
 
     def collate(rows):
         ids = torch.stack(rows)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    step = collate_step(pieces, rows, 2, collate, regroup)
+    step = collate_step(pieces, rows, 2, collate)
     assert step["input_ids"].tolist() == [3, 4, 5, 6]
     # A mean over no labels is not a number.
     assert step.micro_batches[1].inputs["labels"].tolist() == ([[-100, -100]] if regroup else [[3, 4]])

@@ -103,7 +103,7 @@ class Checkpoints(Part):
             self._manager.gather_texts("")
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
-                stack.enter_context(self._steps.accumulation_of_script())
+                stack.enter_context(self._steps.passes.accumulation_of_script())
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
                 if hasattr(trainer, "_push_from_checkpoint"):
                     push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))

@@ -16,7 +16,6 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.cost import (
-    ANY_COST,
     CostModel,
     fit_cost,
     is_settled,
@@ -36,7 +35,7 @@ logger = get_logger(__name__)
 
 # Assumed until it is measured: a GPU is not fully used below some hundred tokens, and launching kernels takes time.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
-_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
+_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, is_unknown=True)
 # Steps after which ranks tell each other their times. Costs are found in the first exchanges, and fitted until they are
 # settled; speeds may change at any time.
 _FIRST_EXCHANGES = (4, 8, 16)
@@ -131,7 +130,6 @@ class Balancer:
         return {
             "overhead_tokens": self.balance.cost.overhead_tokens,
             "floor_tokens": self.balance.cost.floor_tokens,
-            "possible_costs": self.balance.cost.possible,
             "speeds": self.balance.speeds,
         }
 
@@ -235,7 +233,6 @@ class Balancer:
         if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
             self._is_settled = True
             self._kept_laps.clear()
-            found = dataclasses.replace(found, possible=())
         return found
 
     def state(self) -> str:

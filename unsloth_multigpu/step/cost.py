@@ -17,25 +17,19 @@ _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
-# A floor is accepted only if the error is so much smaller with it.
-_CLEARLY = 0.8
+# A candidate is as good as the best one if its squared error is larger by no more than this many units of noise. A
+# device differs from the model by some per cent, whatever the noise is.
+_DOUBT = 9.0
+_SYSTEMATIC = 0.01
 # Work of this many times overhead and floor can be told from them.
 _WORK_SHOWS = 2.0
-# Micro-batches are never cut so small that a smaller overhead would matter.
-_NEGLIGIBLE = 128.0
 # Candidates for the overhead and the floor of a device, in tokens. No device has needed more than the largest.
 _OVERHEADS = (0.0, *(2.0**k for k in range(3, 16)))
 _FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
-# A candidate is refuted if its squared error exceeds the smallest one by this many units of noise; 9 are three sigma.
-# A device differs from the model by some per cent, whatever the noise is.
-_DOUBT = 9.0
-_SYSTEMATIC = 0.01
 # A micro-batch that took this many times its predicted time met something else: a compilation, a busy machine.
 _OUTLIER = 3.0
-
-
-# Before anything is measured.
-ANY_COST = tuple((0.0, floor) for floor in _FLOORS)
+# The overhead of a device on which nothing is measured yet: a plan of more micro-batches is not worth it.
+_UNKNOWN_OVERHEAD = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,7 @@ class CostModel:
         attention: The `q` of `L + q L^2`, per token.
         is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
         pad_multiple: Rows are padded to a multiple of it.
-        possible: Overheads and floors that may be the true ones as far as is known: a plan has to suit them all. Empty
-            where the model's own are taken for true.
+        is_unknown: Overhead and floor are assumed, and those of the device may be far larger.
     """
 
     overhead_tokens: float = 32.0
@@ -57,7 +50,7 @@ class CostModel:
     attention: float = 0.0
     is_padded: bool = True
     pad_multiple: int = 1
-    possible: tuple[tuple[float, float], ...] = ()
+    is_unknown: bool = False
 
     def padded(self, length: int) -> int:
         """Tokens of a row when it is the longest."""
@@ -81,6 +74,10 @@ class CostModel:
     def of_work(self, work: float) -> float:
         """Cost of a micro-batch whose rows cost `work`."""
         return self.overhead_tokens + max(self.floor_tokens, work)
+
+    def to_plan_with(self) -> CostModel:
+        """The same, with an overhead for which no rank gets more micro-batches than in order, where it is unknown."""
+        return replace(self, overhead_tokens=_UNKNOWN_OVERHEAD) if self.is_unknown else self
 
     def of(self, lengths: Sequence[int]) -> float:
         """Cost of a micro-batch with rows of these lengths."""
@@ -121,23 +118,22 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
         return model
     samples = without_outliers(model, samples)
-    errors, most = _errors(samples), works[-1]
-    without_floor = min((pair for pair in errors if not pair[1] and pair[0] <= 1.5 * most), key=errors.__getitem__)
-    tried = [pair for pair in errors if pair[0] <= 1.5 * most and works[0] < pair[1] < most / _MIN_SPREAD]
-    best = min(tried, key=errors.__getitem__, default=without_floor)
-    # If launching takes longer than computing, all micro-batches take the same time. Then all of it is overhead.
-    is_flat = 2 * without_floor[0] > most
-    if is_flat or errors[best] >= _CLEARLY * errors[without_floor]:
-        best = without_floor
-    found = replace(model, overhead_tokens=best[0], floor_tokens=best[1])
-    return replace(found, possible=_possible(errors, len(samples))) if model.possible else found
+    most = works[-1]
+    errors = {
+        (overhead, floor): error
+        for (overhead, floor), error in _errors(samples).items()
+        if overhead <= 1.5 * most and (not floor or works[0] < floor < most / _MIN_SPREAD)
+    }
+    limit = min(errors.values()) * (1 + _DOUBT / len(samples)) + len(samples) * _SYSTEMATIC**2
+    # The most costly one that explains them: a plan of too many micro-batches loses more than one of too few.
+    best = max((pair for pair, error in errors.items() if error <= limit), key=sum)
+    return replace(model, overhead_tokens=best[0], floor_tokens=best[1], is_unknown=False)
 
 
 def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:
-    """True where overhead and floor are known: some micro-batch did far more, and what is possible differs little."""
-    least = [max(_NEGLIGIBLE, overhead + floor) for overhead, floor in model.possible] or [1.0]
+    """True where overhead and floor are known: some micro-batch did far more."""
     is_seen = max(work for work, _ in samples) >= _WORK_SHOWS * (model.overhead_tokens + model.floor_tokens)
-    return is_seen and max(least) <= _WORK_SHOWS * min(least)
+    return is_seen and not model.is_unknown
 
 
 def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float], float]:
@@ -157,16 +153,6 @@ def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float],
             cross, square = overhead * y + xy, overhead * overhead * total + 2 * overhead * x + xx
             errors[overhead, floor] = max(0.0, yy - cross * cross / square)
     return errors
-
-
-def _possible(errors: dict[tuple[float, float], float], num_samples: int) -> tuple[tuple[float, float], ...]:
-    """The candidates that are not clearly worse than the best one; the outermost overheads of each floor."""
-    # The noise of few samples is itself uncertain: use quantiles of Student's distribution instead of the normal one.
-    freedom = max(1, num_samples - 2)
-    limit = min(errors.values()) * (1 + _DOUBT * (1 + 10 / freedom) / freedom) + num_samples * _SYSTEMATIC**2
-    kept = [pair for pair, error in errors.items() if error <= limit]
-    outermost = {f: [o for o, g in kept if g == f] for f in {g for _, g in kept}}
-    return tuple(sorted({(o, f) for f, os in outermost.items() for o in (min(os), max(os))}))
 
 
 def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from unsloth_multigpu.errors import ConfigError
@@ -22,6 +22,8 @@ class Piece:
         reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
         is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
             takes part in the gradient exchange.
+        is_muted: A filler whose labels are left out. A mean over no labels is not a number; there the filler's share
+            of zero is enough.
         work: What its rows cost, in tokens; 0 where lengths are not known.
     """
 
@@ -29,6 +31,7 @@ class Piece:
     share: float = 1.0
     reference: int = 0
     is_filler: bool = False
+    is_muted: bool = False
     work: float = 0.0
 
 
@@ -82,7 +85,7 @@ def deal_step(
     else:
         plan = [_pieces_within(share, sizes) for share in shares]
     # Some models cannot compute a part, such as one row of a batch norm.
-    filler = _filler(*range(sizes[0])) if whole else _filler(0)
+    filler = _filler(*(range(sizes[0]) if whole else (0,)), is_muted=regroup)
     return [pieces or [filler] for pieces in plan]
 
 
@@ -108,48 +111,22 @@ def balance_step(
     if not regroup and (len(set(sizes)) > 1 or len(sizes) % len(speeds)):
         return in_order
     dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
+    to_plan_with = cost.to_plan_with()
     if regroup:
-        limit = balance.max_tokens or _reach(dealt, lengths, cost)
-        candidates = [plan_step(lengths, speeds, model, limit) for model in _planned_for(cost, lengths)]
+        planned = plan_step(lengths, speeds, to_plan_with, balance.max_tokens or _reach(dealt, lengths, cost))
     else:
-        candidates = [deal_micro_batches(lengths, sizes[0], speeds, cost)]
-    planned = _fastest(candidates, dealt, lengths, balance, lockstep_time if is_lockstep else slowest_time)
+        planned = deal_micro_batches(lengths, sizes[0], speeds, to_plan_with)
+    time_of = lockstep_time if is_lockstep else slowest_time
+    before, after = (time_of(plan, lengths, speeds, to_plan_with) for plan in (dealt, planned))
+    # A limit that was asked for holds even where it makes the step slower.
+    if after >= before and balance.max_tokens is None:
+        planned = dealt
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
-        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share] or [_filler(shortest)]
+        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share]
+        or [_filler(shortest, is_muted=regroup)]
         for share in planned
     ]
-
-
-def _planned_for(cost: CostModel, lengths: Sequence[int]) -> list[CostModel]:
-    """Models to make plans for: the one that is taken for true, and where that may be wrong, more costly ones."""
-    most = sum(map(cost.row_work, lengths))
-    costly = sorted(overhead + floor for overhead, floor in cost.possible)
-    tried = {min(costly[k], most) for k in (len(costly) // 2, len(costly) - 1)} if costly else set()
-    return [cost, *(replace(cost, overhead_tokens=overhead, floor_tokens=0.0) for overhead in sorted(tried))]
-
-
-def _fastest(
-    candidates: Sequence[list[MicroBatches]],
-    dealt: list[MicroBatches],
-    lengths: Sequence[int],
-    balance: Balance,
-    time_of: Callable[..., float],
-) -> list[MicroBatches]:
-    """The plan that is fastest in the mean of all costs that are possible; `dealt` where no plan suits all of them."""
-    cost = balance.cost
-    judges = [replace(cost, overhead_tokens=o, floor_tokens=f, possible=()) for o, f in cost.possible] or [cost]
-
-    def times(plan: Sequence[MicroBatches]) -> list[float]:
-        return [time_of(plan, lengths, balance.speeds, judge) for judge in judges]
-
-    reference = times(dealt)
-    # A token more: a step may cost nothing.
-    parts = [[(t + 1) / (r + 1) for t, r in zip(times(plan), reference, strict=True)] for plan in candidates]
-    # A limit that was asked for holds even where it makes the step slower.
-    is_forced = balance.max_tokens is not None
-    able = [(sum(part), k) for k, part in enumerate(parts) if is_forced or (max(part) <= 1.0 and min(part) < 1.0)]
-    return candidates[min(able)[1]] if able else dealt
 
 
 def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> int:
@@ -160,7 +137,7 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
     return max(map(len, parts)) * cost.padded(max(lengths))
 
 
-def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
+def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) -> Plan:
     """Gives all ranks the same number of micro-batches, by fillers, and computes the costliest of all ranks together.
 
     Ranks that hold shards of the weights exchange them in every layer of every micro-batch: with unequal numbers of
@@ -169,21 +146,22 @@ def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
 
     Args:
         plan: `plan[rank]` = its micro-batches.
+        regroup: See `deal_step`.
         whole: See `deal_step`.
     """
     most = max(map(len, plan))
     pieces = [piece for share in plan for piece in share]
     smallest = min(pieces, key=lambda p: (p.work / len(p.positions), len(p.positions), p.positions))
     positions = min(pieces, key=lambda p: len(p.positions)).positions if whole else smallest.positions[-1:]
-    filler = _filler(*positions)
+    filler = _filler(*positions, is_muted=regroup)
     return [
         [*[filler] * (most - len(share)), *sorted(share, key=lambda p: (p.work, p.is_filler is False))]
         for share in plan
     ]
 
 
-def _filler(*positions: int) -> Piece:
-    return Piece(positions, share=0.0, is_filler=True)
+def _filler(*positions: int, is_muted: bool) -> Piece:
+    return Piece(positions, share=0.0, is_filler=True, is_muted=is_muted)
 
 
 def check_divisible(num_samples: int, world_size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from unsloth_multigpu.step.loss import (
     GATHERED,
     WHOLE,
     Inexact,
-    LossReduction,
     find_reduction,
     hidden_at_first,
     whole_ways,
@@ -34,7 +33,7 @@ from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
-from unsloth_multigpu.step.step import MicroBatch, Step, StepShape
+from unsloth_multigpu.step.step import Step, StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -113,16 +112,6 @@ class StepFeed(Part):
     # What others ask.
 
     @property
-    def reduction(self) -> LossReduction:
-        """How the loss is reduced, as far as it is known."""
-        return self.passes.reduction
-
-    @property
-    def current(self) -> MicroBatch | None:
-        """The micro-batch that is being computed."""
-        return self.passes.current
-
-    @property
     def is_dealt(self) -> bool:
         """The samples of a step are dealt here, by others than the script's own micro-batches."""
         return self._is_shared and self.loader is not None
@@ -137,10 +126,6 @@ class StepFeed(Part):
         stream = None if self.loader is None else self.loader.dataset
         rows = {STREAM: stream.digest()} if isinstance(stream, StepStream) else {}
         return {"plan": self.balancer.state(), **rows}
-
-    def accumulation_of_script(self) -> AbstractContextManager[None]:
-        """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""
-        return self.passes.accumulation_of_script()
 
     @property
     def _is_shared(self) -> bool:
@@ -170,7 +155,7 @@ class StepFeed(Part):
         trainer = self._trainer
         if self._has_loop:  # A callback asks: it gets one process's batches.
             is_alone = self._manager.identity.world_size == 1
-            with self.accumulation_of_script(), nullcontext() if is_alone else batches_of_one_process(trainer):
+            with self.passes.accumulation_of_script(), nullcontext() if is_alone else batches_of_one_process(trainer):
                 return original()
         raw: list[Any] = []
 
@@ -179,7 +164,7 @@ class StepFeed(Part):
             return loader
 
         # Length-grouped samplers read the accumulation, and must see what one process has.
-        with self.accumulation_of_script(), steered(trainer.accelerator, "prepare_data_loader", keep_raw):
+        with self.passes.accumulation_of_script(), steered(trainer.accelerator, "prepare_data_loader", keep_raw):
             returned = original()
         is_seedable = bool(raw)
         if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
@@ -190,7 +175,7 @@ class StepFeed(Part):
                 hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
                 "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
-        with self.accumulation_of_script():
+        with self.passes.accumulation_of_script():
             self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
@@ -237,7 +222,7 @@ class StepFeed(Part):
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
         in_each = passes.reduction.kind == GATHERED and not passes.is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
-        sizes = [1 if loader.batch_sampler is None else trainer._train_batch_size] * self.num_accumulated
+        sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
         dealt = ""
         if self._is_shared:
@@ -259,11 +244,11 @@ class StepFeed(Part):
                 to be measured; or the first step cannot show it, and `inexact="raise"`.
         """
         world_size, config = self._manager.identity.world_size, self._manager.config
-        if world_size == 1 or self.reduction.kind not in (AUTO, WHOLE, GATHERED):
+        if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE, GATHERED):
             return False
         if self.num_accumulated >= world_size or self._trainer._train_batch_size == 1:
             return True
-        if self.reduction.kind == GATHERED:
+        if self.passes.reduction.kind == GATHERED:
             if (rows := self._trainer._train_batch_size) % world_size:
                 logger.warning(
                     "one rank computes a micro-batch of %d rows, which %d ranks cannot share equally: let "
@@ -272,7 +257,7 @@ class StepFeed(Part):
                 )
             return False
         name, ways = name_of(self._trainer, self.passes.compute_loss), whole_ways(world_size)
-        if self.reduction.kind == WHOLE:
+        if self.passes.reduction.kind == WHOLE:
             raise SetupError(
                 f"loss_reduction='whole' keeps micro-batches whole, and a step has {self.num_accumulated} for "
                 f"{world_size} ranks.",
@@ -325,9 +310,9 @@ class StepFeed(Part):
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
-        known = self.reduction
+        known = self.passes.reduction
         self.proof.before(model, step)
-        if self.reduction != known:
+        if self.passes.reduction != known:
             self.passes.weigh_parts(step)
         return self.passes.train(original, model, step, num_items)
 

@@ -64,14 +64,12 @@ class LossReduction:
         rows_are_independent: A mean over rows in which the other rows do not change the weight of a row: rows may be
             exchanged between micro-batches.
         class_weights: Of the classes, where a mean is weighted by them.
-        is_declared: It is known of this class, or the user has said it.
     """
 
     kind: str
     mean_over: str = ROWS
     rows_are_independent: bool = False
     class_weights: tuple[float, ...] = ()
-    is_declared: bool = True
 
     @property
     def is_token_normalised(self) -> bool:
@@ -125,7 +123,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
     if gathering_losses(trainer):
         return LossReduction(GATHERED)
     if is_of_script(trainer, compute_loss) or has_own_step(trainer):
-        return LossReduction(AUTO, is_declared=False)
+        return LossReduction(AUTO)
     name = author_of(trainer, compute_loss)
     if trainer.label_smoother is None and not has_router_loss(trainer):
         if name in ("SFTTrainer", "Trainer") and _sums_tokens(trainer, name):
@@ -135,7 +133,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
             return LossReduction(ROW_MEAN, TOKENS, rows_are_independent=not _has_unlabelled(trainer.train_dataset))
         if name == "DPOTrainer" and _loss_types(trainer) <= _PAIRWISE_LOSSES:
             return LossReduction(ROW_MEAN, rows_are_independent=True)
-    return LossReduction(AUTO, is_declared=False)
+    return LossReduction(AUTO)
 
 
 def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:

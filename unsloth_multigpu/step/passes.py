@@ -299,10 +299,15 @@ class StepPasses:
     def _gradient_factor(self) -> float:
         """Multiplies a step's gradient after the backward passes, in place of the losses before them.
 
-        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped.
+        A gradient in fp16 has to overflow where that of one process does: other steps would be skipped, or end the run.
         """
-        is_scaled = self._trainer.accelerator.scaler is not None and not self.is_alone
-        return float(self._manager.identity.world_size) if is_scaled else 1.0
+        return float(self._manager.identity.world_size) if self._is_half and not self.is_alone else 1.0
+
+    @functools.cached_property
+    def _is_half(self) -> bool:
+        """True where gradients may be computed in fp16."""
+        is_scaled = self._trainer.accelerator.scaler is not None
+        return is_scaled or any(p.dtype == torch.float16 for p in self._trainer.model.parameters())
 
     def _undivided(self) -> AbstractContextManager[None]:
         """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""

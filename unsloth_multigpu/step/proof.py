@@ -143,7 +143,7 @@ class StepProof:
     @functools.cached_property
     def _may_change(self) -> bool:
         """True where a later step may be reduced in another way than the first: it is code of the script's own."""
-        return not self._feed.reduction.is_declared or bool(self._own_code)
+        return self._feed.passes.reduction.kind == AUTO or bool(self._own_code)
 
     @functools.cached_property
     def _own_code(self) -> list[str]:
@@ -185,7 +185,7 @@ class StepProof:
         assert loader is not None
         batches = loader.one_process
         with kept_objects(batches.collate_fn, batches.dataset) as begin_again, _without_optimizer():
-            with self._feed.accumulation_of_script():
+            with self._feed.passes.accumulation_of_script():
                 rows = StepRows(loader.dataset, step, self._seed, begin_again)
             # How long a micro-batch takes decides how many are compared, on all ranks alike.
             seconds = self._tried(model, rows, 1)[2]
@@ -311,7 +311,7 @@ class StepProof:
             stack.enter_context(counted_as_one_process(trainer))
             if self._own_code:
                 stack.enter_context(without_other_ranks())
-            stack.enter_context(self._feed.accumulation_of_script())
+            stack.enter_context(self._feed.passes.accumulation_of_script())
             stack.enter_context(instance_attribute(trainer.args, "average_tokens_across_devices", False))
             for name in ("compute_loss", "get_batch_samples"):
                 stack.enter_context(instance_attribute(trainer, name, unsteered(getattr(trainer, name))))
@@ -322,7 +322,7 @@ class StepProof:
         self, model: nn.Module, rows: StepRows, one: Sequence[float], still: Still
     ) -> tuple[Difference, float]:
         """The step as the ranks share it, by the first reduction that gives the gradient of one process. Collective."""
-        feed, before = self._feed, self._feed.reduction
+        feed, before = self._feed, self._feed.passes.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
         for reduction in self._reductions(rows, still):
             feed.passes.reduction = reduction
@@ -336,7 +336,7 @@ class StepProof:
 
     def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
         """Those to be tried, the one of the training first. Equal on all ranks."""
-        known, asked = self._feed.reduction, self._manager.config.loss_reduction
+        known, asked = self._feed.passes.reduction, self._manager.config.loss_reduction
         if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised:
             return [known]
         if not self._feed.passes.shares_micro_batches(rows.sizes):
@@ -402,7 +402,7 @@ class StepProof:
             return
         if found.unproven:
             cause = f"it is not known how {name_of(self._trainer, unsteered(self._trainer.compute_loss))} is averaged"
-            so = f"Parts of micro-batches count by this: {self._feed.reduction.mean_over}."
+            so = f"Parts of micro-batches count by this: {self._feed.passes.reduction.mean_over}."
             self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
             return
         off = found.difference
@@ -416,12 +416,12 @@ class StepProof:
 
     @property
     def _is_unknown(self) -> bool:
-        return self._feed.reduction.kind == AUTO and self._feed.passes.shares_micro_batches(())
+        return self._feed.passes.reduction.kind == AUTO and self._feed.passes.shares_micro_batches(())
 
     def _ways_out(self) -> str:
         if self._feed.passes.shares_micro_batches(()):
             return whole_ways(self._manager.identity.world_size)
-        if self._feed.reduction.kind == TOKEN_SUM:
+        if self._feed.passes.reduction.kind == TOKEN_SUM:
             return "Set loss_reduction='whole'."
         return (
             "What a micro-batch leaves for the next one (a counter, a moving average, the gradient so far) is not "

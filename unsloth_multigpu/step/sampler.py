@@ -8,8 +8,9 @@ place in the training alone, so that a step is the same whether those before it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -73,7 +74,10 @@ class StepSampler(BatchSampler):
             samples = tuple(i for batch in step for i in batch)
             sizes = tuple(map(len, step))
             seed = draw_seed(self.shape.rank_seed, self._epoch, place)
-            yield [_StepIndex(samples, sizes, seed, self.shape.pieces(samples, sizes))]
+            make = None if self.shape.planner is None else self.shape.planner(samples, sizes)
+            # A worker of the loader gets no planner: it holds the trainer.
+            dealt_by = replace(self.shape, planner=None)
+            yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
         assert self._reference.batch_sampler is not None
@@ -116,8 +120,6 @@ class StepLoader(DataLoader[Any]):
     def deal(self, shape: StepShape) -> None:
         """Deals samples by another shape, from the next epoch on."""
         self._steps.shape = shape
-        if not isinstance(self.dataset, StepStream):
-            self.dataset.regroup = shape.regroup  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
@@ -136,17 +138,18 @@ def step_loader(
         broadcast: Sends rank 0's order to all ranks.
 
     Raises:
-        SetupError: A stream gives whole batches. There are fewer rows than a batch, and incomplete ones are dropped. Or
-            the script's sampler has divided the rows among the ranks.
+        SetupError: The data set gives whole batches. There are fewer rows than a batch, and incomplete ones are
+            dropped. Or the script's sampler has divided the rows among the ranks.
     """
-    settings = {**worker_settings(loader), "pin_memory": loader.pin_memory}
     assert loader.collate_fn is not None
+    if loader.batch_sampler is None:
+        raise SetupError(
+            "A data set of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
+            hint="Let the data set give rows and the loader batches of them. Or let each batch be a row: "
+            "DataLoader(..., batch_size=1, collate_fn=lambda rows: rows[0]) with per_device_train_batch_size=1. Or set "
+            "global_batch='scale'.",
+        )
     if isinstance(loader.dataset, IterableDataset):
-        if loader.batch_size is None:
-            raise SetupError(
-                "A stream of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
-                hint="Let the data set give rows and the loader batches of them, or set global_batch='scale'.",
-            )
         rows_only = DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
@@ -166,20 +169,16 @@ def step_loader(
         )
     if shape.world_size > 1:
         _refuse_divided(loader)
-    if loader.batch_sampler is None:
-        # The data set gives whole batches: each is a micro-batch of one row, which is the batch.
-        batches = BatchSampler(loader.sampler, 1, drop_last=False)
-        ready = _ReadyBatch(loader.collate_fn)
-        loader = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=ready, **settings)
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast)
     steps = StepLoader(
-        _StepDataset(loader.dataset, loader.collate_fn, shape.regroup),
+        _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
         collate_fn=_only,
         # It seeds the workers before the sampler is asked for the order, which it may draw from the same generator.
         generator=loader.generator,
-        **settings,
+        pin_memory=loader.pin_memory,
+        **worker_settings(loader),
     )
     steps.one_process = one_process
     return steps
@@ -191,30 +190,18 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in (*names, "timeout")}
 
 
-class _ReadyBatch:
-    """Collates nothing: the one row of a micro-batch is a batch already. A class, because workers get it pickled."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self._convert = convert
-
-    def __call__(self, rows: Rows) -> Any:
-        (batch,) = rows
-        return self._convert(batch)
-
-
 class _StepDataset(Dataset[Any]):
     """Looks up and collates a whole step. A class, because worker processes may receive it pickled."""
 
-    def __init__(self, dataset: Any, collate: Collate, regroup: bool) -> None:
+    def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
         self.collate = collate
-        self.regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
         pieces = index.make_pieces()
         with seeded_draws(index.seed):
             rows = [self.rows_of([index.samples[p] for p in piece.positions]) for piece in pieces]
-            step = collate_step(pieces, rows, len(index.sizes), self.collate, self.regroup)
+            step = collate_step(pieces, rows, len(index.sizes), self.collate)
         step.sizes, step.samples = index.sizes, index.samples
         return step
 

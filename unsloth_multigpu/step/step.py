@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,6 @@ Collate = Callable[[Rows], Any]
 MakePlan = Callable[[], Plan]
 
 
-def _no_plan(samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
-    return None
-
-
 @dataclass(frozen=True)
 class StepShape:
     """How the samples of a step are dealt.
@@ -32,7 +27,7 @@ class StepShape:
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
         planner: Called with the samples of a step and the rows of each micro-batch of the one-process run, at the same
-            place of the training on all ranks; None = these are dealt in order.
+            place of the training on all ranks; None, also in place of what it returns = these are dealt in order.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
         whole: See `deal_step`.
@@ -44,32 +39,19 @@ class StepShape:
     world_size: int
     num_accumulated: int
     regroup: bool
-    planner: Callable[[Sequence[int], Sequence[int]], MakePlan | None] = _no_plan
+    planner: Callable[[Sequence[int], Sequence[int]], MakePlan | None] | None = None
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
     in_each: bool = False
     is_lockstep: bool = False
 
-    def in_order(self, sizes: Sequence[int]) -> list[Piece]:
-        """This rank's pieces of a step that is dealt in order."""
-        return self._share(None, sizes)()
-
-    def pieces(self, samples: Sequence[int], sizes: Sequence[int]) -> Callable[[], list[Piece]]:
-        """Makes this rank's pieces of a step; `samples` are its indices in a data set with random access."""
-        return self._share(self.planner(samples, sizes), sizes)
-
-    def _share(self, make: MakePlan | None, sizes: Sequence[int]) -> Callable[[], list[Piece]]:
-        if make is None:
-            how = {"regroup": self.regroup, "whole": self.whole, "in_each": self.in_each}
-            make = functools.partial(deal_step, sizes, self.world_size, **how)
+    def pieces(self, sizes: Sequence[int], make: MakePlan | None = None) -> list[Piece]:
+        """This rank's pieces of a step, by a plan of the planner or in order."""
+        how = {"regroup": self.regroup, "whole": self.whole, "in_each": self.in_each}
+        plan = deal_step(sizes, self.world_size, **how) if make is None else make()
         keeps_whole = self.whole or self.in_each
-        return functools.partial(_share, make, self.rank, is_lockstep=self.is_lockstep, whole=keeps_whole)
-
-
-def _share(make: MakePlan, rank: int, *, is_lockstep: bool, whole: bool) -> list[Piece]:
-    plan = make()
-    return (in_lockstep(plan, whole=whole) if is_lockstep else plan)[rank]
+        return (in_lockstep(plan, regroup=self.regroup, whole=keeps_whole) if self.is_lockstep else plan)[self.rank]
 
 
 class MicroBatch:
@@ -137,13 +119,10 @@ class Step:
 _EMPTY = torch.empty(0, dtype=torch.int64)
 
 
-def collate_step(
-    pieces: Sequence[Piece], rows: Sequence[Rows], num_references: int, collate: Collate, regroup: bool
-) -> Step:
+def collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], num_references: int, collate: Collate) -> Step:
     micro_batches = [MicroBatch(collate(r), piece) for piece, r in zip(pieces, rows, strict=True)]
     for micro_batch in micro_batches:
-        # A mean over no labels is not a number; there the filler's share of zero is enough.
-        if micro_batch.piece.is_filler and regroup:
+        if micro_batch.piece.is_muted:
             micro_batch.inputs = without_labels(micro_batch.inputs)
     return Step(micro_batches, num_references)
 

@@ -60,7 +60,7 @@ class StepRows:
         found.sizes = self.sizes[:num_references]
         found._batches = found._mine = None
         if shape is not None:
-            found._pieces = shape.in_order(found.sizes)
+            found._pieces = shape.pieces(found.sizes)
         return found
 
     def as_one_process(self) -> list[Any]:
@@ -88,7 +88,7 @@ class StepRows:
             if self._mine is None:
                 self._mine = [self._looked_up(piece.positions) for piece in self._pieces]
             rows = _copied(self._mine)
-            step = collate_step(self._pieces, rows, len(self.sizes), self._dataset.collate, self._dataset.regroup)
+            step = collate_step(self._pieces, rows, len(self.sizes), self._dataset.collate)
         step.sizes = self.sizes
         return step
 

@@ -139,23 +139,18 @@ class StepStream(IterableDataset[Step]):
 
     def _collated(self, step: list[Rows], step_index: int) -> Step:
         rows = [row for batch in step for row in batch]
-        pieces = self.shape.in_order([len(batch) for batch in step])
+        pieces = self.shape.pieces([len(batch) for batch in step])
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
         # Collators may put what they make of a column in its place.
         kept = _rows_of(step)
         with seeded_draws(draw_seed(self.shape.rank_seed, self._epoch, step_index)):
-            collated = collate_step(pieces, mine, len(step), self.collate, self.shape.regroup)
+            collated = collate_step(pieces, mine, len(step), self.collate)
         collated.sizes, collated.samples = tuple(len(batch) for batch in step), kept
         return collated
 
     def rows_of(self, rows: Sequence[Any]) -> Rows:
         """They are here."""
         return list(rows)
-
-    @property
-    def regroup(self) -> bool:
-        """See `StepShape`."""
-        return self.shape.regroup
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""

@@ -148,7 +148,7 @@ class Meter(Part):
         """`Trainer.compute_loss` of one micro-batch. An evaluation calls it, too."""
         if model.training:
             self._num_micro_batches += 1
-            micro_batch = None if self._feed is None else self._feed.current
+            micro_batch = None if self._feed is None else self._feed.passes.current
             self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
         return original(model, inputs, *args, **kwargs)
 

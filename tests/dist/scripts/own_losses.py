@@ -311,12 +311,12 @@ class Tuples(Trainer):
 
 
 class Ready(Trainer):
-    """A loader of ready batches."""
+    """Ready batches, each given as a row."""
 
     def get_train_dataloader(self):
         rows = list(self.train_dataset)
         batches = [collate_classes(rows[i : i + 4]) for i in range(0, len(rows), 4)]
-        return torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)
+        return torch.utils.data.DataLoader(batches, batch_size=1, collate_fn=lambda rows: rows[0], shuffle=False)
 
 
 class Noisy(OwnLoss):
@@ -380,9 +380,9 @@ KINDS = {
     "by_rate": Kind(ByRate),
     "by_callback": Kind(ByCallback),
     "tuples": Kind(Tuples, collate=lambda: collate_tuple),
-    "ready": Kind(Ready),
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),
+    "ready": Kind(Ready),
     "counting": Kind(OwnLoss, collate=CountingCollator),
     "curriculum": Kind(OwnLoss, collate=Curriculum),
     "branches": Kind(model=Branches, settings={"ddp_find_unused_parameters": True}),

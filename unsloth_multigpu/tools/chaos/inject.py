@@ -117,7 +117,7 @@ class Injector(Part):
             self._is_poisoned = True
         else:
             self._act(fault)
-        current = self._steps.current
+        current = self._steps.passes.current
         if current is None or not current.piece.is_filler:
             self._samples.update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)

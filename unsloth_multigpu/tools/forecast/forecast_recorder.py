@@ -61,7 +61,7 @@ class Recorder(FirstSteps):
         device = self._trainer.args.device
         begin = moment(device)
         loss = original(model, inputs, *args, **kwargs)
-        piece = self._steps.current.piece if self._steps.current is not None else None
+        piece = self._steps.passes.current.piece if self._steps.passes.current is not None else None
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         num_tokens = ids.numel() if isinstance(ids, torch.Tensor) else 0
         positions = piece.positions if piece is not None and not piece.is_filler else ()
@@ -87,7 +87,7 @@ class Recorder(FirstSteps):
         number = len(self._lengths)
         tried = [n for n in _TRIED if n <= len(samples)]
         num_ranks = 1 if number <= WARM_UP_STEPS else tried[number % len(tried)]
-        regroup = self._steps.reduction.is_token_normalised
+        regroup = self._steps.passes.reduction.is_token_normalised
         return functools.partial(_of_all_ranks, lengths, sizes, num_ranks, balancer.balance, regroup=regroup)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class Recorder(FirstSteps):
             if k in step_s and positions
         ]
         samples = [(work, seconds) for _, work, seconds in laps]
-        cost = dataclasses.replace(fit_cost(cost, samples), possible=())
+        cost = fit_cost(cost, samples)
         token_s = 1 / throughput(cost, samples)
         computed = {k: sum(s for n, _, s in laps if n == k) for k in step_s}
         fitted = {k: sum(token_s * cost.of_work(work) for n, work, _ in laps if n == k) for k in step_s}
@@ -131,8 +131,8 @@ class Recorder(FirstSteps):
             sizes=sizes,
             num_steps=self._num_steps,
             is_planned=is_known,
-            regroup=self._steps.reduction.is_token_normalised,
-            keeps_whole=self._steps.reduction.kind in (AUTO, WHOLE),
+            regroup=self._steps.passes.reduction.is_token_normalised,
+            keeps_whole=self._steps.passes.reduction.kind in (AUTO, WHOLE),
             max_tokens=None if balancer.balance is None else balancer.balance.max_tokens,
             gradient_bytes=num_bytes(*trained),
             hides=0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,

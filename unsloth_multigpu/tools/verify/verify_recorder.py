@@ -82,7 +82,7 @@ class Recorder(FirstSteps):
             yield
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        current = None if self._steps is None else self._steps.current
+        current = None if self._steps is None else self._steps.passes.current
         # A filler only keeps this rank in the exchange of gradients.
         if current is None or not current.piece.is_filler:
             self._samples[self._step() + 1].update(fingerprints(inputs))
