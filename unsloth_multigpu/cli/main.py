@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.cli.parser import make_parser, usage_of
+from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import CommandOption, flag
@@ -50,7 +51,7 @@ class RunCommand(Command):
         if options.config is not None:
             # By its whole path, because the script may change the folder above its line.
             os.environ[ENV_CONFIG] = os.path.abspath(options.config)
-        _run({name: getattr(options, name) for name in command_options("run")}, program)
+        _run({name: getattr(options, name) for name in command_options("run")}, find_program(program))
 
 
 def find_commands() -> dict[str, Command]:
@@ -139,7 +140,7 @@ def _check_program(program: Sequence[str], command: str) -> None:
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
-    if program[0] != "-m" and not Path(program[0]).exists():
+    if command != "run" and program[0] != "-m" and not Path(program[0]).exists():
         raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
 
 

@@ -1,0 +1,44 @@
+"""What `unsloth-multigpu run NAME` starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.cli.program_lookup import find_program
+from unsloth_multigpu.errors import ConfigError
+
+
+def _command(folder: Path, name: str, head: str) -> Path:
+    path = folder / name
+    path.write_text(f"{head}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_name_is_looked_up_on_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = _command(tmp_path, "my-train", "#!/usr/bin/python3")
+    assert find_program(["my-train", "x.yaml"]) == [str(path), "x.yaml"]
+
+
+def test_trl_trains_in_the_rank():
+    assert find_program(["trl", "sft", "--a", "b"]) == ["-m", "trl.scripts.sft", "--a", "b"]
+
+
+@pytest.mark.parametrize(("name", "head", "said"), [
+    ("torchrun", "#!/usr/bin/python3", "processes of its own"),
+    ("tool", "#!/bin/sh", "not a Python script"),
+])  # fmt: skip
+def test_other_programs_are_refused(tmp_path, monkeypatch, name, head, said):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    _command(tmp_path, name, head)
+    with pytest.raises(ConfigError, match=said):
+        find_program([name])
+
+
+def test_a_missing_program_is_named():
+    with pytest.raises(ConfigError, match=r"no file 'no-such-thing\.py'"):
+        find_program(["no-such-thing.py"])

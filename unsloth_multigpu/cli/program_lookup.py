@@ -1,0 +1,70 @@
+"""Which Python program does a command line name: a file, a module, or a command such as `trl sft`?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unsloth_multigpu.cli.parser import usage_of
+from unsloth_multigpu.errors import ConfigError
+
+# They start processes of their own, each of which would be a whole training.
+_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "deepspeed")
+
+
+def find_program(program: Sequence[str]) -> list[str]:
+    """Returns the program as `python` takes it: `-m module ...` or `file ...`.
+
+    A name that is no file is looked up beside the running interpreter, then on PATH.
+
+    Raises:
+        ConfigError: There is no such program, it is not Python, or it is a launcher of processes.
+    """
+    name, *arguments = program
+    if name == "-m" or (Path(name).exists() and os.access(name, os.R_OK) and name.endswith(".py")):
+        return list(program)
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    found = name if Path(name).exists() else shutil.which(name, path=places)
+    if found is None:
+        raise ConfigError(
+            f"run: there is no file {name!r}.",
+            hint=f"Check the path; no command of this name is on PATH either.\nusage: {usage_of('run')}",
+        )
+    command = Path(found).name
+    if found == name and os.sep not in name:
+        return list(program)  # A file in this folder, whatever it is called.
+    if command in _LAUNCHERS:
+        raise ConfigError(
+            f"{command} starts processes of its own, so each rank would start the whole training again.",
+            hint="Name the script instead: unsloth-multigpu run train.py ...",
+        )
+    if not _is_python(Path(found)):
+        if found == name:
+            return list(program)  # A path is run as it is given.
+        raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")
+    # The command of TRL starts `accelerate launch` as a child; its script trains in the rank itself.
+    if command == "trl" and arguments and arguments[0].isidentifier():
+        module = f"trl.scripts.{arguments[0]}"
+        if _has_script(arguments[0]):
+            return ["-m", module, *arguments[1:]]
+    return [found, *arguments]
+
+
+def _is_python(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        # Long paths of interpreters stand in a second line, behind /bin/sh.
+        head = file.read(512).split(b"\n")[:2]
+    return head[0].startswith(b"#!") and any(re.search(rb"python", line) for line in head)
+
+
+def _has_script(name: str) -> bool:
+    spec = importlib.util.find_spec("trl")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return any((Path(folder) / "scripts" / f"{name}.py").is_file() for folder in folders)
