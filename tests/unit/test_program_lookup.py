@@ -27,8 +27,16 @@ def test_trl_trains_in_the_rank():
     assert find_program(["trl", "sft", "--a", "b"]) == ["-m", "trl.scripts.sft", "--a", "b"]
 
 
+@pytest.mark.parametrize("option", ["--num_processes=4", "--accelerate_config"])
+def test_options_of_a_launcher_that_is_not_started_are_refused(option):
+    with pytest.raises(ConfigError, match=f"{option} is an option of the launcher") as error:
+        find_program(["trl", "dpo", "--a", "b", option])
+    assert error.value.hint.endswith("run --num-gpus 2 trl dpo ...")
+
+
 @pytest.mark.parametrize(("name", "head", "said"), [
     ("torchrun", "#!/usr/bin/python3", "processes of its own"),
+    ("llamafactory-cli", "#!/usr/bin/python3", "processes of its own"),
     ("tool", "#!/bin/sh", "not a Python script"),
 ])  # fmt: skip
 def test_other_programs_are_refused(tmp_path, monkeypatch, name, head, said):

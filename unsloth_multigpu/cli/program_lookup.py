@@ -13,8 +13,12 @@ from pathlib import Path
 from unsloth_multigpu.cli.parser import usage_of
 from unsloth_multigpu.errors import ConfigError
 
-# They start processes of their own, each of which would be a whole training.
-_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun", "deepspeed")
+# They train in processes of their own, of which each rank would start some.
+_LAUNCHERS = frozenset(
+    ["accelerate", "accelerate-launch", "axolotl", "deepspeed", "llamafactory-cli", "ray", "swift", "torchrun", "tune"]
+)
+# Options of `trl` for the launcher that it starts.
+_OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
 
 def find_program(program: Sequence[str]) -> list[str]:
@@ -41,17 +45,20 @@ def find_program(program: Sequence[str]) -> list[str]:
     if command in _LAUNCHERS:
         raise ConfigError(
             f"{command} starts processes of its own, so each rank would start the whole training again.",
-            hint="Name the script instead: unsloth-multigpu run train.py ...",
+            hint="Name the script, or the module, that trains: unsloth-multigpu run train.py ...",
         )
     if not _is_python(Path(found)):
         if found == name:
             return list(program)  # A path is run as it is given.
         raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")
     # The command of TRL starts `accelerate launch` as a child; its script trains in the rank itself.
-    if command == "trl" and arguments and arguments[0].isidentifier():
-        module = f"trl.scripts.{arguments[0]}"
-        if _has_script(arguments[0]):
-            return ["-m", module, *arguments[1:]]
+    if command == "trl" and arguments and arguments[0].isidentifier() and _has_script(arguments[0]):
+        if given := [text for text in arguments if text.partition("=")[0] in _OF_LAUNCHER]:
+            raise ConfigError(
+                f"{given[0]} is an option of the launcher that trl starts, and the ranks are started here.",
+                hint=f"Leave it out; the number of ranks stands before trl: run --num-gpus 2 trl {arguments[0]} ...",
+            )
+        return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
     return [found, *arguments]
 
 
