@@ -31,7 +31,7 @@ from unsloth_multigpu.tools.bench.bench_result import (
     summarize,
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
-from unsloth_multigpu.tools.bench.bench_table import result_row
+from unsloth_multigpu.tools.bench.bench_table import bars, result_row
 from unsloth_multigpu.tools.bench.meter import Meter
 
 COLD = BenchOptions(warmup=0)
@@ -75,6 +75,22 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     (alone,) = summarize({"ours": runs["ours"]}, COLD)
     assert (alone.times, alone.norm_difference, alone.has_same_samples) == ({}, None, None)
     assert result_row(alone)["samples"] == "-"
+    assert bars([alone]) == []
+
+
+def test_medians_are_drawn_as_bars_beside_torchrun() -> None:
+    runs = {
+        "one_process": [[rank(0, step(wall_s=4.0))]],
+        "ours": [[rank(0, step(wall_s=1.0))]],
+        "torchrun": [[rank(0, step(wall_s=2.0))]],
+    }
+    drawn = bars(summarize(runs, COLD))
+    assert drawn[:2] == ["", "times as fast as torchrun:"]
+    assert [(line.split()[0], line.count("#"), line.split()[-1]) for line in drawn[2:]] == [
+        ("one_process", 15, "0.50"),
+        ("ours", 60, "2.00"),
+        ("torchrun", 30, "1.00"),
+    ]
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
