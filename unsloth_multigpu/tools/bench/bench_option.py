@@ -101,7 +101,7 @@ class BenchOptions(Arguments):
     batch_size: Annotated[int, Option(_SAMPLES, least=1)] = 8
     accumulation: Annotated[int, Option(_SAMPLES, least=1)] = 1
     seed: Annotated[int, Option(_SAMPLES)] = 0
-    # What is left out takes less than three minutes on two cores.
+    # With the defaults a bench takes about three minutes on two cores.
     steps: Annotated[int, Option(_RUN, least=1)] = 2
     # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
     warmup: Annotated[int, Option(_RUN)] = 2
