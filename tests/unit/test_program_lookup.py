@@ -20,17 +20,17 @@ def _command(folder: Path, name: str, head: str) -> Path:
 def test_a_name_is_looked_up_on_path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     path = _command(tmp_path, "my-train", "#!/usr/bin/python3")
-    assert find_program(["my-train", "x.yaml"]) == [str(path), "x.yaml"]
+    assert find_program(["my-train", "x.yaml"], "run") == [str(path), "x.yaml"]
 
 
 def test_trl_trains_in_the_rank():
-    assert find_program(["trl", "sft", "--a", "b"]) == ["-m", "trl.scripts.sft", "--a", "b"]
+    assert find_program(["trl", "sft", "--a", "b"], "verify") == ["-m", "trl.scripts.sft", "--a", "b"]
 
 
 @pytest.mark.parametrize("option", ["--num_processes=4", "--accelerate_config"])
 def test_options_of_a_launcher_that_is_not_started_are_refused(option):
     with pytest.raises(ConfigError, match=f"{option} is an option of the launcher") as error:
-        find_program(["trl", "dpo", "--a", "b", option])
+        find_program(["trl", "dpo", "--a", "b", option], "run")
     assert error.value.hint.endswith("run --num-gpus 2 trl dpo ...")
 
 
@@ -44,9 +44,9 @@ def test_other_programs_are_refused(tmp_path, monkeypatch, name, head, said):
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     _command(tmp_path, name, head)
     with pytest.raises(ConfigError, match=said):
-        find_program([name])
+        find_program([name], "run")
 
 
 def test_a_missing_program_is_named():
     with pytest.raises(ConfigError, match=r"no file 'no-such-thing\.py'"):
-        find_program(["no-such-thing.py"])
+        find_program(["no-such-thing.py"], "run")

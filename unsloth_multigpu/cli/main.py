@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.command import Command, OptionTable
-from unsloth_multigpu.cli.parser import make_parser, usage_of
+from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.cli.program_lookup import find_program
-from unsloth_multigpu.errors import ConfigError, MultiGPUError
+from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import CommandOption, flag
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
@@ -51,7 +51,7 @@ class RunCommand(Command):
         if options.config is not None:
             # By its whole path, because the script may change the folder above its line.
             os.environ[ENV_CONFIG] = os.path.abspath(options.config)
-        _run({name: getattr(options, name) for name in command_options("run")}, find_program(program))
+        _run({name: getattr(options, name) for name in command_options("run")}, program)
 
 
 def find_commands() -> dict[str, Command]:
@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         options = parser.parse_args(own)
         command = commands[options.command]
         if command.runs_program:
-            _check_program(program, command.name)
-            if len(own) + len(program) == len(given):  # No `--` says whose they are.
+            if program and len(own) + len(program) == len(given):  # No `--` says whose they are.
                 _tell_of_options_behind(program, command)
+            program = find_program(program, command.name)
         code = command.run(options, program)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -133,15 +133,6 @@ def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         print(end="", file=stream, flush=True)  # None where the command was started without it.
     os.execv(command[0], command)
-
-
-def _check_program(program: Sequence[str], command: str) -> None:
-    usage = f"usage: {usage_of(command)}"
-    if not program or (program[0] == "-m" and len(program) == 1):
-        what = "module" if program else "script"
-        raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
-    if command != "run" and program[0] != "-m" and not Path(program[0]).exists():
-        raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
 
 
 def _tell_of_options_behind(program: Sequence[str], command: Command) -> None:

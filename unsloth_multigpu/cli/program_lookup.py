@@ -21,45 +21,53 @@ _LAUNCHERS = frozenset(
 _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
 
-def find_program(program: Sequence[str]) -> list[str]:
+def find_program(program: Sequence[str], command: str) -> list[str]:
     """Returns the program as `python` takes it: `-m module ...` or `file ...`.
 
     A name that is no file is looked up beside the running interpreter, then on PATH.
 
+    Args:
+        program: As it was typed.
+        command: Which runs it, for messages.
+
     Raises:
-        ConfigError: There is no such program, it is not Python, or it is a launcher of processes.
+        ConfigError: None was given, there is no such program, it is not Python, or it is a launcher of processes.
     """
+    usage = f"usage: {usage_of(command)}"
+    if not program or (program[0] == "-m" and len(program) == 1):
+        what = "module" if program else "script"
+        raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
     name, *arguments = program
-    if name == "-m" or (Path(name).exists() and os.access(name, os.R_OK) and name.endswith(".py")):
+    is_here = Path(name).exists()
+    if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):
         return list(program)
     places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    found = name if Path(name).exists() else shutil.which(name, path=places)
+    found = name if is_here else shutil.which(name, path=places)
     if found is None:
         raise ConfigError(
-            f"run: there is no file {name!r}.",
-            hint=f"Check the path; no command of this name is on PATH either.\nusage: {usage_of('run')}",
+            f"{command}: there is no file {name!r}.",
+            hint=f"Check the path; no command of this name is on PATH either.\n{usage}",
         )
-    command = Path(found).name
-    if found == name and os.sep not in name:
-        return list(program)  # A file in this folder, whatever it is called.
-    if command in _LAUNCHERS:
+    if (started := Path(found).name) in _LAUNCHERS:
         raise ConfigError(
-            f"{command} starts processes of its own, so each rank would start the whole training again.",
-            hint="Name the script, or the module, that trains: unsloth-multigpu run train.py ...",
+            f"{started} starts processes of its own, so each rank would start the whole training again.",
+            hint=f"Name the script, or the module, that trains: unsloth-multigpu {command} train.py ...",
         )
-    if not _is_python(Path(found)):
-        if found == name:
-            return list(program)  # A path is run as it is given.
+    if not is_here and not _is_python(Path(found)):
         raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")
-    # The command of TRL starts `accelerate launch` as a child; its script trains in the rank itself.
-    if command == "trl" and arguments and arguments[0].isidentifier() and _has_script(arguments[0]):
-        if given := [text for text in arguments if text.partition("=")[0] in _OF_LAUNCHER]:
-            raise ConfigError(
-                f"{given[0]} is an option of the launcher that trl starts, and the ranks are started here.",
-                hint=f"Leave it out; the number of ranks stands before trl: run --num-gpus 2 trl {arguments[0]} ...",
-            )
-        return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
+    if started == "trl" and arguments and _has_script(arguments[0]):
+        return _script_of_trl(arguments, command)
     return [found, *arguments]
+
+
+def _script_of_trl(arguments: Sequence[str], command: str) -> list[str]:
+    """`trl sft` starts `accelerate launch` as a child; its script trains in the rank itself."""
+    if given := [text for text in arguments if text.partition("=")[0] in _OF_LAUNCHER]:
+        raise ConfigError(
+            f"{given[0]} is an option of the launcher that trl starts, and the ranks are started here.",
+            hint=f"Leave it out; the number of ranks stands before trl: {command} --num-gpus 2 trl {arguments[0]} ...",
+        )
+    return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
 
 
 def _is_python(path: Path) -> bool:

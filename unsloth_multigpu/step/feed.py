@@ -220,7 +220,9 @@ class StepFeed(Part):
         self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
-        in_each = passes.reduction.kind == GATHERED and not passes.is_whole and shape.world_size > 1
+        # Ranks that step by themselves learn from their own rows.
+        is_gathered = passes.reduction.kind == GATHERED and not passes.is_alone
+        in_each = is_gathered and not passes.is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
@@ -232,6 +234,12 @@ class StepFeed(Part):
             self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
         gathered = ", each compared with the rows of all ranks" if in_each else ""
+        if in_each and sizes[0] % shape.world_size and shape.rank == 0:
+            logger.warning(
+                "one rank computes a micro-batch of %d rows, which %d ranks cannot share equally: let "
+                "per_device_train_batch_size, or gradient_accumulation_steps, be a multiple of %d",
+                *(sizes[0], shape.world_size, shape.world_size),
+            )
         logger.info("samples per step: %s%s%s%s", how, whole, gathered, dealt)
         self.metrics.begin(loader, self.num_accumulated)
         return shape
@@ -249,12 +257,6 @@ class StepFeed(Part):
         if self.num_accumulated >= world_size or self._trainer._train_batch_size == 1:
             return True
         if self.passes.reduction.kind == GATHERED:
-            if (rows := self._trainer._train_batch_size) % world_size:
-                logger.warning(
-                    "one rank computes a micro-batch of %d rows, which %d ranks cannot share equally: let "
-                    "per_device_train_batch_size, or gradient_accumulation_steps, be a multiple of %d",
-                    *(rows, world_size, world_size),
-                )
             return False
         name, ways = name_of(self._trainer, self.passes.compute_loss), whole_ways(world_size)
         if self.passes.reduction.kind == WHOLE:

@@ -210,7 +210,7 @@ class StepPasses:
         if has_own_step(trainer):
             # A script's own step divides by the accumulation that it reads here.
             trainer.args.gradient_accumulation_steps = self.num_accumulated
-        is_cut = self._manager.identity.world_size > 1 and any(0 < m.piece.share < 1 for m in step.micro_batches)
+        is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
         losses = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
         try:
             with gathering(losses, is_cut):
