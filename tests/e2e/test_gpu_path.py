@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
+from tests.helpers.notebook_shape import notebook_shapes
 from tests.helpers.run import finish, hide, start
 from tests.helpers.tiny import build_tiny
 
@@ -158,9 +159,10 @@ def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Ru
         assert {p.name for p in (run.out / place).iterdir()} == {p.name for p in (one.out / place).iterdir()}
 
 
-# Batch, accumulation and completions of a prompt, as Unsloth's notebooks have them. It raises the batch to the
-# completions of one. tests/unit/test_generation.py has all shapes.
-SHAPES = ("1,1,6", "1,2,4", "1,64,8", "2,2,4", "8,1,4")
+# Batch, accumulation and completions of a prompt in Unsloth's GRPO notebooks; it raises the batch to the completions of
+# one. The first shape trains.
+GRPO_SHAPES = {",".join(map(str, shape[1:])) for shape in notebook_shapes() if shape.trainer == "GRPOTrainer"}
+SHAPES = ("1,1,6", *sorted(GRPO_SHAPES - {"1,1,6"}))
 
 
 def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(model: Path) -> None:

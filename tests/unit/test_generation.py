@@ -1,14 +1,13 @@
 """How completions are dealt to ranks: steps and generations keep their number, or numbers that work are named."""
 
-import csv
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.notebook_shape import notebook_shapes
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.generation import (
@@ -54,23 +53,19 @@ def test_steps_and_generations_keep_their_completions_or_are_refused(batch, accu
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_every_shape_of_the_notebooks_is_shared_by_all_ranks_or_by_the_most_that_can(world_size):
     """Unsloth's notebooks: what Unsloth makes of their arguments in one process, dealt to ranks."""
-    shapes = Path(__file__).parents[1] / "helpers" / "notebook_shapes.tsv"
-    with shapes.open() as file:
-        rows = list(csv.DictReader(filter(lambda line: not line.startswith("#"), file), delimiter="\t"))
-    assert len(rows) > 60
-    for row in rows:
-        batch = int(row["per_device_train_batch_size"] or 8)
-        accumulation = int(row["gradient_accumulation_steps"] or 1)
+    shapes = notebook_shapes()
+    assert len(shapes) > 60
+    for shape in shapes:
+        trainer, batch, accumulation, num_generations = shape
         share = functools.partial(check_divisible, batch * accumulation)
-        if row["trainer"] == "GRPOTrainer":
-            num_generations = int(row["num_generations"] or 8)
+        if trainer == "GRPOTrainer":
             if batch * accumulation % num_generations:
                 batch = num_generations  # As Unsloth's GRPOConfig does.
             share = functools.partial(divide_generation, GenerationShape(batch, accumulation, accumulation))
         most_ranks = _most_ranks(share, world_size)
         share(most_ranks)
         for more in range(most_ranks + 1, world_size + 1):
-            assert _most_ranks(share, more) == most_ranks, row
+            assert _most_ranks(share, more) == most_ranks, shape
 
 
 def _most_ranks(share, world_size):
