@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from packaging.version import Version
@@ -24,6 +26,13 @@ def test_file_of_rows_belongs_to_the_page() -> None:
     assert {"oldest", "newest"} <= has_run
     assert [row["id"] for row in rows] == [known["id"] for known in known_rows() if known["id"] in has_run]
     assert PAGE.read_text(encoding="utf-8") == page(rows)
+
+
+def test_tests_of_the_rows_are_there() -> None:
+    """Beside `-n` pytest runs nothing, and does not say why, where one name is wrong."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-m", ""]
+    run = subprocess.run([*command, "@tests/matrix/core.txt"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_ranges_promise_what_was_run_and_nothing_wider() -> None:
