@@ -90,7 +90,8 @@ def test_decision_and_its_line() -> None:
 
 
 def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
-    training = replace(TRAINING, optimizer="adamw_8bit", trains_parts=False)
+    why = ("optim='adamw_8bit' does not train sharded weights", "Set optim='adamw_torch_fused'.")
+    training = replace(TRAINING, optimizer="adamw_8bit", only_whole=why)
     with pytest.raises(SetupError, match="optim='adamw_8bit' does not train sharded weights"):
         decide(training, [of_total("ddp", 8, 140)], 8, 80 * GIB)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.shard_engine import check_versions
 from unsloth_multigpu.shard.memory import Training
 from unsloth_multigpu.shard.optimizer import trains_parts
 
@@ -33,11 +35,11 @@ def describe(
     optimizer = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is not None:
         optimizer = type(trainer.optimizer).__name__
-    divides = trains_parts(optimizer, with_unsloth="unsloth.models._utils" in sys.modules)
+    why, hint = only_whole = _only_whole(optimizer)
     longest, source = _longest(trainer, tokens)
     notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
-    if not divides:
-        notes.append(f"optim={optimizer!r} does not train sharded weights; optim='adamw_torch_fused' does")
+    if why:
+        notes.append(f"{why}. {hint}")
     return Training(
         model=_name(model),
         num_parameters=sum(map(_numel, parameters)),
@@ -51,9 +53,22 @@ def describe(
         accumulation=args.gradient_accumulation_steps,
         keeps_batch=keeps_batch,
         offload=is_offloaded,
-        trains_parts=divides,
+        only_whole=only_whole,
         notes=tuple(notes),
     )
+
+
+def _only_whole(optimizer: str) -> tuple[str, str]:
+    """See `Training.only_whole`."""
+    with_unsloth = "unsloth.models._utils" in sys.modules
+    try:
+        check_versions("torch", "unsloth" if with_unsloth else "transformers")
+    except SetupError as error:
+        return str(error.args[0]).removesuffix("."), error.hint
+    if trains_parts(optimizer, with_unsloth=with_unsloth):
+        return "", ""
+    hint = "Set optim='adamw_torch_fused', whose states each rank has a part of."
+    return f"optim={optimizer!r} does not train sharded weights", hint
 
 
 def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:

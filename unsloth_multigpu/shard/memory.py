@@ -37,7 +37,7 @@ class Training:
         accumulation: Micro-batches of a step of one process.
         keeps_batch: Several ranks share the samples of one process's step; False = each takes as many.
         offload: Where the model is sharded, a rank's part lies in the host's memory.
-        trains_parts: The optimizer can train a sharded model.
+        only_whole: Why the model cannot be sharded, and what to do about it; ("", "") = it can.
         notes: What was assumed, one sentence each.
     """
 
@@ -53,7 +53,7 @@ class Training:
     accumulation: int
     keeps_batch: bool = True
     offload: bool = False
-    trains_parts: bool = True
+    only_whole: tuple[str, str] = ("", "")
     notes: tuple[str, ...] = ()
 
     def on_ranks(self, num_ranks: int) -> tuple[int, int]:
@@ -185,11 +185,9 @@ def decide(
     needs = f"DDP needs {in_gib(whole.total)} GiB of {of}"
     if fits(whole, device_bytes):
         return "ddp", f"{needs}: not sharded"
-    if not training.trains_parts:
-        raise SetupError(
-            f"{needs}, and optim={training.optimizer!r} does not train sharded weights.",
-            hint="Set optim='adamw_torch_fused', whose states each rank has a part of.",
-        )
+    why, hint = training.only_whole
+    if why:
+        raise SetupError(f"{needs}, and {why}.", hint=hint)
     for parts in (row for row in others if (row.mode, row.num_ranks) == ("sharded", num_ranks)):
         needs += f", sharded over {num_ranks} ranks {in_gib(parts.total)}"
         if fits(parts, device_bytes):

@@ -119,7 +119,7 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     training = values["training"]
     rows = ({**row, "overhead": tuple(map(tuple, row["overhead"]))} for row in values["forecasts"])
     return Answer(
-        training=Training(**{**training, "notes": tuple(training["notes"])}),
+        training=Training(**{**training, **{name: tuple(training[name]) for name in ("only_whole", "notes")}}),
         forecasts=tuple(MemoryForecast(**row) for row in rows),
         devices=tuple(values["devices"]),
         device_bytes=values["device_bytes"],
@@ -206,7 +206,7 @@ class Probe(Tool):
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []
         for mode, num_ranks in asked.rows:
-            if mode == "ddp" or training.trains_parts:
+            if mode == "ddp" or not training.only_whole[0]:
                 forecasts.append(rows.forecast(mode, num_ranks))
             if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
                 break
@@ -221,7 +221,8 @@ class Probe(Tool):
 def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
     """Where no row fits: one device, then twice as many ranks, and again, as far as a step has samples for them."""
     rows: list[tuple[Mode, int]] = [("ddp", 1)]
-    while training.trains_parts and (num_ranks := num_ranks * 2) <= MAX_RANKS and training.has_samples(num_ranks):
+    can_shard = not training.only_whole[0]
+    while can_shard and (num_ranks := num_ranks * 2) <= MAX_RANKS and training.has_samples(num_ranks):
         rows.append(("sharded", num_ranks))
     return rows
 
