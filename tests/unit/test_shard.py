@@ -22,6 +22,7 @@ from unsloth_multigpu.group.shards import (
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.shard import describe
 from unsloth_multigpu.shard import shard_choice as choice
 from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of
 from unsloth_multigpu.shard.optimizer import trains_parts
@@ -143,6 +144,11 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unsloth_multigpu.group.shard_engine.version", lambda _: "2.6.0")
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
+    # A plan has no rows of what would be refused.
+    assert describe._only_whole("adamw_torch") == (
+        "shard='on' needs torch>=2.7, and 2.6.0 is installed",
+        "Upgrade torch, or leave shard out.",
+    )
 
 
 def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
