@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import unicodedata
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
 MAX_README_WORDS = 900
 READMES = ("README.md", "README.zh-CN.md")
+# What the site shows beside its two columns in a window of 1280 pixels.
+MAX_CODE_WIDTH = 96
 _LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)\)")
 
 
@@ -59,6 +62,19 @@ def test_check_of_links_catches_planted_ones() -> None:
         "[a](docs/none.md) [b](docs/errors.md#none) ![c](none.png) [d](docs/errors.md#configerror) [e](https://x.y/z)"
     )
     assert [line.split(": ")[1] for line in broken(page, text)] == ["docs/none.md", "docs/errors.md#none", "none.png"]
+
+
+def test_code_fits_into_the_column_of_the_site() -> None:
+    blocks = re.compile(r"^```\w+\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+    lines = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in PAGES
+        if page.name != "CLAUDE.md"
+        for block in blocks.findall(page.read_text(encoding="utf-8"))
+        for line in block.splitlines()
+        if sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in line) > MAX_CODE_WIDTH
+    ]
+    assert lines == []
 
 
 @pytest.mark.parametrize("name", READMES)
