@@ -1,7 +1,8 @@
 """Environments of other versions: `nox -s "matrix(oldest)"` tests one row of tests/matrix/rows.toml, `make matrix` all.
 
-Whatever a row is called, it is installed from package names alone, tested with the tests of tests/matrix/core.txt, and
-deleted again, since a build of torch for CUDA takes 5 GB. With KEEP=1 it stays, and `nox -r` uses it again.
+Whatever a row is called, it is installed from package names alone, tested with its tests (tests/matrix/core.txt, unless
+it names others), and deleted again, since a build of torch for CUDA takes 5 GB. With KEEP=1 it stays, and `nox -r` uses
+it again.
 """
 
 from __future__ import annotations
@@ -30,10 +31,9 @@ def matrix(session: nox.Session, row: dict[str, Any]) -> None:
     """Tests one row and writes what came of it into docs/compatibility.md."""
     with environment(session, row):
         report = Path(session.create_tmp()) / "junit.xml"
-        core = ["@tests/matrix/core.txt", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-        session.run(
-            "python", "-m", "pytest", "-q", *core, f"--junitxml={report}", *session.posargs, success_codes=[0, 1]
-        )
+        tests = [*row.get("tests", ["@tests/matrix/core.txt"]), f"--junitxml={report}", *session.posargs]
+        spread = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+        session.run("python", "-m", "pytest", "-q", *tests, *spread, success_codes=[0, 1])
         if row.get("signatures"):
             session.run("python", "-m", "tests.contract.signatures", row["id"])
         # The last, because its exit code says whether a test failed.
