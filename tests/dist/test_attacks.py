@@ -42,7 +42,7 @@ EXACT = [
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
-    *jobs(1, "curriculum", "curriculum_tokens"),
+    *jobs(1, "curriculum", "curriculum_tokens", "by_names"),
     *jobs(2, "own_backward", "own_backward_of_loss", "branches"),
 ]
 # With the step in which it shows, and what the warning advises.
@@ -53,6 +53,8 @@ SAID = {
     **{f"{k}:{SHARED}": (1, KEEP_WHOLE.format(2)) for k in ("contrastive", "reads_padding", "flooded", "questions")},
     **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("mixes_in_place", "selects")},
     "gathers_by_torch:24x4x2": (1, ""),
+    # What DDP's wrapper lacks.
+    "by_attribute:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
 TIGHT, HEARS, REFUSED = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"

@@ -268,6 +268,8 @@ class StepProof:
         device, gradient_state = trainer.args.device, accelerator.gradient_state
         before = gradient_state.sync_gradients
         training_step = unsteered(trainer.training_step)
+        # One process has no wrapper: its names, class and attributes are other ones.
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         with self._pass() as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
             batches, num_items = self._feed.passes.count_as_given(inputs)
@@ -283,7 +285,7 @@ class StepProof:
                         _seed_all(draw_seed(seed, i))
                         self._feed.passes.mark(i)
                         random_state = read_random_state(device.type)
-                        training_step(model, batch, num_items)
+                        training_step(bare, batch, num_items)
                         still.has_drawn |= read_random_state(device.type) != random_state
             finally:
                 gradient_state._set_sync_gradients(before)

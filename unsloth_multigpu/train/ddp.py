@@ -36,7 +36,7 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
 # Attributes of a model that losses of scripts read.
-_READ_BY_SCRIPTS = ("config", "dtype", "generation_config", "num_labels", "peft_config")
+_READ_BY_SCRIPTS = ("config", "dtype", "generation_config", "named_parameters", "num_labels", "peft_config")
 # A rank of 4 keeps more of LoRA's small matrices than torch's default of 1, whose loss of accuracy is large. torch's
 # 1000 steps before the first compressed one are longer than many fine-tunings; error feedback needs at least 2.
 _POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
@@ -119,7 +119,7 @@ def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
 def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:
     """Notes on a DDP what it exchanges, and gives it what scripts read of the model in their loss.
 
-    Not the model's methods and modules: what they compute would bypass DDP, and gradients would not be exchanged.
+    Not its other methods and its modules: what they compute would bypass DDP, and gradients would not be exchanged.
     """
     ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
     for name in _READ_BY_SCRIPTS:

@@ -202,6 +202,16 @@ def summed_target(model, inputs):
     return functional.cross_entropy(scores(model, inputs), inputs["target"], reduction="sum")
 
 
+def by_names(model, inputs):
+    weights = [p.pow(2).sum() for name, p in model.named_parameters() if name.startswith("classifier")]
+    return class_losses(model, inputs).mean() + 0.1 * sum(weights)
+
+
+def by_attribute(model, inputs):
+    loss = class_losses(model, inputs).mean()
+    return loss + 0.1 * model.classifier.weight.pow(2).sum() if hasattr(model, "classifier") else loss
+
+
 class Pooled(torch.nn.Module):
     """Reads each row by an LSTM, padding too, or by its mean and a batch norm."""
 
@@ -360,6 +370,8 @@ KINDS = {
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
     "contrastive": Kind(of(contrastive)),
+    "by_names": Kind(of(by_names)),
+    "by_attribute": Kind(of(by_attribute)),
     "reads_padding": Kind(model=lambda: Pooled(norm=False)),
     "batch_norm": Kind(model=lambda: Pooled(norm=True)),
     "flooded": Kind(of(flooded)),
