@@ -334,28 +334,38 @@ def _patches(session: Session) -> list[Patch]:
             " ".join(others),
         )
         return []
-    sharding = []
-    if config.shard == "on":
-        from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
-
-        ask_unsloth_to_shard(offload=config.shard_offload)
-        sharding = shard_patches()
     from unsloth_multigpu.group.manager import local_device
 
+    device, shards = local_device(identity, config), config.shard == "on"
     gate = SaveGate(identity.rank, session.open_manager)
     # Before the process group is ended, where a rank may wait for those that wait for it.
     atexit.register(only_here(gate.leave))
-    device_index = local_device(identity, config).index or 0
+    device_index = device.index or 0
     return [
         *patches,
-        *sharding,
+        *(_sharding(session, device) if shards else []),
         *device_patches(device_type, device_index, identity.local_rank),
         *loop_patches(config, identity.world_size),
-        *placement_patches(device_type, device_index, warns=identity.rank == 0 and config.shard == "off"),
+        *placement_patches(
+            device_type,
+            device_index,
+            warns=identity.rank == 0 and not shards,
+            rank=identity.rank,
+            num_ranks=identity.world_size,
+            shards=shards,
+        ),
         *offload_patches(identity.rank),
         *saving_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]
+
+
+def _sharding(session: Session, device: Any) -> list[Patch]:
+    """Asks Unsloth to shard what its Trainer is given, and patches what is to be sharded."""
+    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
+
+    ask_unsloth_to_shard(offload=session.config.shard_offload)
+    return shard_patches(device, session.identity.rank, session.identity.world_size)
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:

@@ -30,6 +30,12 @@ def gib(num_bytes: float, digits: int = 2) -> str:
     return f"{num_bytes / GIB:.{digits}f} GiB"
 
 
+def in_gib(num_bytes: int) -> str:
+    """ "28" or, below ten, "7.4"."""
+    size = num_bytes / GIB
+    return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+
+
 def signal_name(number: int) -> str:
     """ "SIGKILL"; a real-time signal has a number only: "signal 40"."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

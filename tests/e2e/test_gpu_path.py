@@ -141,6 +141,18 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
 
 
 @pytest.mark.thorough
+def test_4_bit_model_is_loaded_in_parts(model: Path) -> None:
+    found = {}
+    for num_ranks, name, options in ((1, "packed", ("--plain",)), (2, "packed_parts", ())):
+        folder = model.parent / name
+        with start_script("gpu_path_packed.py", model, folder, *options, UNSLOTH_MULTIGPU_SHARD="on") as process:
+            found[num_ranks] = finish_script(process, folder, num_ranks=num_ranks).ranks
+    for rank in found[2]:
+        assert rank["norms"] == pytest.approx(found[1][0]["norms"], rel=SHARDED)
+        assert rank["held"] < 0.6 * found[1][0]["held"]
+
+
+@pytest.mark.thorough
 def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Run, Run], model: Path) -> None:
     one, folder = runs[0], model.parent / "sharded"
     with start_script("gpu_path_sft.py", model, folder, UNSLOTH_MULTIGPU_SHARD="on") as process:

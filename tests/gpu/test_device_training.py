@@ -17,6 +17,7 @@ from tests.helpers.tiny import build_tiny
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 SCALED = Path(__file__).with_name("scaled.py")
 COMPARED = Path(__file__).with_name("compared.py")
+IN_PARTS = Path(__file__).with_name("in_parts.py")
 QUANTIZED = Path(__file__).with_name("quantized.py")
 pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices, each with the trainings that it needs.
@@ -118,6 +119,37 @@ def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> Non
     assert "torch.uint8" in found[1][0]["dtypes"]
     assert [rank["devices"] for rank in found[2]] == [["cuda:0"], ["cuda:1"]]
     assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
+
+
+def run_in_parts(folder: Path, name: str, num_ranks: int, model: Path | str, **variables: str) -> Finished:
+    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
+    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    return run_python([IN_PARTS, str(num_ranks), model, folder / name], folder, {**hidden, **variables})
+
+
+@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_4_bit_model_that_no_card_holds_trains_in_parts(tmp_path: Path, is_packed: bool) -> None:
+    """Quantised while it is loaded, or before: of each weight a rank has its rows only, in all memories."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = build_tiny(tmp_path / "model", hidden_size=256, num_layers=24, vocab_size=300)
+    one = run_in_parts(tmp_path, "one", 1, model, **cards(1))
+    assert one.code == 0, one.err
+    whole = json.loads((tmp_path / "one.0").read_text())
+    weights = whole["weights"]
+    model, limited = str(tmp_path / "one_packed") if is_packed else model, cards(2, memory=str(int(1.15 * weights)))
+    refused = run_in_parts(tmp_path, "whole", 2, model, **limited)
+    assert refused.code == 1
+    assert "ran out of memory" in refused.err, refused.err
+    run = run_in_parts(tmp_path, "parts", 2, model, **limited, UNSLOTH_MULTIGPU_SHARD="on")
+    assert run.code == 0, run.err
+    ranks = [json.loads((tmp_path / f"parts.{rank}").read_text()) for rank in range(2)]
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+        assert rank["peak_loaded"] < 0.6 * weights
+        # Its part with the constants; and a layer, whole and as its part, while it is divided.
+        assert rank["prepared"] < 0.6 * weights
+        assert rank["peak_prepared"] < (0.6 + 2 / 24) * weights
+    assert sum(rank["host_loaded"] for rank in ranks) - 2 * whole["host_loaded"] < 1.3 * weights
 
 
 @pytest.mark.parametrize("offload", ["1", pytest.param("0", marks=pytest.mark.thorough)])

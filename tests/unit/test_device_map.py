@@ -79,6 +79,16 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
     assert not told("auto", warns=False)
 
 
+@pytest.mark.parametrize("device_map", ["balanced", {"model.layers.0": 0, "model.layers.1": "cuda:3"}])
+def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="unsloth_multigpu")
+    patch = placement_patches("cuda", 1, warns=False, num_ranks=4, shards=True)[0]
+    assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+    assert "FSDP2 divides each layer between the ranks" in caplog.text
+    with pytest.raises(ConfigError):
+        patch.wrap(lambda **kwargs: kwargs)(device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
+
+
 def test_loader_gets_the_map_of_its_rank() -> None:
     patch = placement_patches("cuda", 1, warns=False)[0]
     load = patch.wrap(lambda *args, **kwargs: (args, kwargs))

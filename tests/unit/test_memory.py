@@ -82,4 +82,9 @@ def test_advice_is_what_can_still_be_set():
     least = arguments(per_device_train_batch_size=1, gradient_checkpointing=True)
     on_gpu = advice(least, torch.device("cuda", 0), is_evaluation=False)
     assert on_gpu == "Set max_tokens_per_micro_batch; shorten the samples, or load the model with load_in_4bit=True."
+    whole, parts = (advice(least, torch.device("cuda", 0), is_evaluation=False, shards=s) for s in (False, True))
+    assert "; divide the model between the ranks by enable_multi_gpu(shard='on'); " in whole
+    assert "; set shard_offload=True; " in parts
+    moved = advice(least, torch.device("cuda", 0), is_evaluation=False, shards=True, offloads=True)
+    assert "shard" not in moved
     assert advice(least, CPU, is_evaluation=True) == "Lower per_device_eval_batch_size (now 8)."

@@ -28,12 +28,11 @@ from unsloth_multigpu.tools.plan.plan_command import parse_memory, show
 from unsloth_multigpu.tools.script_program import parse_numbers
 
 TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True, rows=4, tokens=2048, accumulation=16)
-# Twice the weights while it is loaded.
-STEP = StepBytes(loaded=20, weights=10, divided=8, gradients=3, optimizer=6, peak=7, update=2)
+STEP = StepBytes(weights=10, divided=8, gradients=3, optimizer=6, peak=7, update=2)
 
 
-def of_total(mode: Mode, num_ranks: int, gib: float, loading: float = 0.0) -> MemoryForecast:
-    return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, (), loading=int(loading * GIB))
+def of_total(mode: Mode, num_ranks: int, gib: float) -> MemoryForecast:
+    return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, ())
 
 
 def test_forecast_of_counted_bytes() -> None:
@@ -43,17 +42,7 @@ def test_forecast_of_counted_bytes() -> None:
     assert forecast_of(STEP, TRAINING, "ddp", 2).total == 23 + CONTEXT_BYTES + NCCL_BYTES
     # The update needs more than forward and backward.
     assert forecast_of(replace(STEP, update=9), TRAINING, "ddp", 1).activations == 9
-    assert whole.loading == whole.host == 0
-
-
-def test_packed_weights_are_loaded_whole() -> None:
-    quantised = replace(TRAINING, num_quantised=1)
-    assert forecast_of(STEP, quantised, "sharded", 8).loading == 20 + CONTEXT_BYTES
-    assert forecast_of(STEP, quantised, "ddp", 8).loading == 0
-    loading = of_total("sharded", 8, 10, loading=23)
-    assert not fits(loading, 24 * GIB)
-    with pytest.raises(SetupError, match="and 23 while it is loaded"):
-        decide(quantised, [of_total("ddp", 8, 40), loading], 8, 24 * GIB)
+    assert whole.host == 0
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:

@@ -236,8 +236,8 @@ def test_optimizer_that_cannot_train_parts_is_known_before_the_first_step(
 def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool = False, **options: Any) -> str:
     """What `shard="auto"` becomes for a training that needs 19 GiB with DDP and 8.3 on 8 ranks, 1.9 of it its part."""
     training = Training("Llama", 8, 1, 0, "adamw_torch_fused", "", True, 1, 2048, 64, offload=offload)
-    whole = StepBytes(15 * GIB, 15 * GIB, 0, GIB // 4, GIB // 2, 3 * GIB, 0)
-    part = StepBytes(15 * GIB, 2 * GIB, int(1.8 * GIB), GIB // 32, GIB // 16, 5 * GIB, 0)
+    whole = StepBytes(15 * GIB, 0, GIB // 4, GIB // 2, 3 * GIB, 0)
+    part = StepBytes(2 * GIB, int(1.8 * GIB), GIB // 32, GIB // 16, 5 * GIB, 0)
     rows = forecast_of(whole, training, "ddp", 8), forecast_of(part, training, "sharded", 8)
     answer = Answer(training, rows, device_bytes=int(device_gib * GIB))
     monkeypatch.setattr(choice, "ask", lambda command, environment, question: answer)

@@ -19,6 +19,8 @@ _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
 # Without it Unsloth leaves frozen weights whole on every card that could hold the model, though parts were asked for.
 _UNSLOTH_LAYOUT = "UNSLOTH_FSDP2_LAYOUT"
 _UNSLOTH_OFFLOAD = "UNSLOTH_FSDP2_CPU_OFFLOAD"
+_LOADS = "transformers>=4.57,<6"
+_UNSLOTH = "unsloth>=2026.10.9"
 # What TrainingArguments(fsdp=True) takes for its own defaults, written out where the default may change.
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
@@ -69,8 +71,16 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
     arguments.fsdp_config = config
 
 
-def shard_patches() -> list[Patch]:
-    """Patches that make a model fit for sharding."""
+def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
+    """Patches that make a model fit for sharding.
+
+    Args:
+        device: This rank's `torch.device`.
+        rank: This one.
+        num_ranks: That share the model.
+    """
+    place = functools.partial(_in_parts, device, rank, num_ranks)
+    quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
     return [
         Patch(
             target="transformers.utils.quantization_config:BitsAndBytesConfig.post_init",
@@ -79,7 +89,108 @@ def shard_patches() -> list[Patch]:
             reason="FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
             optional=True,
         ),
+        Patch(
+            target=f"{quantizer}.update_device_map",
+            supports=_LOADS,
+            wrap=_on_the_host,
+            reason="4-bit weights that one card cannot hold are to lie on the host until they are sharded.",
+            optional=True,
+        ),
+        Patch(
+            target=f"{quantizer}._process_model_after_weight_loading",
+            supports=_LOADS,
+            wrap=functools.partial(_placed, device),
+            reason="accelerate trains 4-bit models only where their device map names this rank's device.",
+            optional=True,
+        ),
+        *(
+            Patch(
+                target=f"transformers.integrations.bitsandbytes:{name}.convert",
+                supports=_LOADS,
+                wrap=place,
+                reason="A rank keeps its rows of each 4-bit weight as soon as it is read.",
+                needs=("input_dict",),
+                optional=True,
+            )
+            for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
+        ),
+        Patch(
+            target="unsloth.models.fsdp2_native:_shard_device",
+            supports=_UNSLOTH,
+            wrap=functools.partial(_device_of_rank, device),
+            reason="It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
+            needs=("model",),
+            optional=True,
+        ),
+        Patch(
+            target="unsloth.models.fsdp2_native:shard_model",
+            supports=_UNSLOTH,
+            wrap=functools.partial(_divided_as_loaded, rank, num_ranks),
+            reason="A rank has its rows of the 4-bit weights: another division would train with others.",
+            needs=("model",),
+            optional=True,
+        ),
     ]
+
+
+def _device_of_rank(device: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def shard_device(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.shard.packed import give_back, in_parts
+
+        layers = in_parts(model)
+        give_back(layers)
+        return device if layers else original(model, *args, **kwargs)
+
+    return shard_device
+
+
+def _divided_as_loaded(rank: int, num_ranks: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def shard_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.shard.packed import check_parts, in_parts
+
+        layers = in_parts(model)
+        result = original(model, *args, **kwargs)
+        check_parts(layers, rank, num_ranks)
+        return result
+
+    return shard_model
+
+
+def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update_device_map(self: Any, device_map: Any) -> Any:
+        return {"": "cpu"}
+
+    return update_device_map
+
+
+def _placed(device: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def process(self: Any, model: Any, **kwargs: Any) -> Any:
+        model = original(self, model, **kwargs)
+        model.hf_device_map = {"": device}
+        return model
+
+    return process
+
+
+def _in_parts(device: Any, rank: int, num_ranks: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        from unsloth_multigpu.shard.packed import keep_rows, on_device
+
+        # One weight, quantised where one process does it.
+        moved = {name: list(on_device(values, device)) for name, values in input_dict.items()}
+        found: dict[str, Any] = original(self, moved, *args, **kwargs)
+        storage = self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
+        for name, weight in found.items():
+            if getattr(weight, "bnb_quantized", False):
+                found[name] = keep_rows(weight, storage, device, rank, num_ranks)
+        return found
+
+    return convert
 
 
 def _stored_as_computed(original: Callable[..., None]) -> Callable[..., None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
@@ -27,21 +28,27 @@ _AUTOMATIC = (*_SPLITTING, *KINDS)
 _OFF_DEVICE = ("cpu", "meta", "disk")
 
 
-def placement_patches(device_type: str, local_rank: int, *, warns: bool) -> list[Patch]:
+def placement_patches(
+    device_type: str, local_rank: int, *, warns: bool, rank: int = 0, num_ranks: int = 1, shards: bool = False
+) -> list[Patch]:
     """Patches of the functions that load models; none for CPU ranks.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
         warns: Say that a map by which a model would be split does not split it.
+        rank: This one.
+        num_ranks: Of the run.
+        shards: They are to share the model, whatever map would split it.
     """
     if device_type == "cpu":
         return []
+    explain = functools.partial(_explained, device_type, local_rank, rank, num_ranks, shards)
     return [
         Patch(
             target=target,
             supports=supports,
-            wrap=functools.partial(_placed, device_type, local_rank, warns),
+            wrap=functools.partial(_placed, device_type, local_rank, warns, shards, explain),
             reason=_REASON,
             optional=True,
         )
@@ -93,11 +100,48 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     )
 
 
-def _placed(device_type: str, local_rank: int, warns: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+def _splits(device_map: Any) -> bool:
+    """True for a map by which one process would put parts of a model on several cards, and all of it on cards."""
+    if not isinstance(device_map, Mapping):
+        return str(device_map) in _SPLITTING
+    places = set(map(str, device_map.values()))
+    return len(places) > 1 and not places & set(_OFF_DEVICE)
+
+
+@contextmanager
+def _explained(device_type: str, local_rank: int, rank: int, num_ranks: int, shards: bool) -> Iterator[None]:
+    """Adds the numbers and what would fit to the error of a model that the rank's device cannot hold."""
+    import torch
+
+    from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
+
+    device = torch.device(device_type, local_rank)
+    before = num_refused(device)
+    try:
+        yield
+    except RuntimeError as error:
+        # transformers tells of errors in its conversion of weights by another one, without a cause.
+        if num_refused(device) > before:
+            hint, place = loading_advice(num_ranks, shards=shards), f"loading the model ({filled(device)})"
+            explain(error, rank=rank, device=device, place=place, hint=hint)
+        raise
+
+
+def _placed(
+    device_type: str,
+    local_rank: int,
+    warns: bool,
+    shards: bool,
+    explain: Callable[[], Any],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("device_map")
-        if given is not None:
+        if shards and _splits(given):
+            kwargs["device_map"] = {"": local_rank}
+            logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
+        elif given is not None:
             kwargs["device_map"] = local_device_map(given, device_type, local_rank)
         if warns and str(given) in _SPLITTING:
             logger.warning(
@@ -105,7 +149,8 @@ def _placed(device_type: str, local_rank: int, warns: bool, original: Callable[.
                 "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
                 given,
             )
-        return original(*args, **kwargs)
+        with explain():
+            return original(*args, **kwargs)
 
     return from_pretrained
 

@@ -96,7 +96,6 @@ def count_step(
         mesh = None if num_ranks is None else stack.enter_context(_mesh_of(num_ranks, device))
         counter = stack.enter_context(fake_memory(device))
         vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
-        loaded = counter.now
         if trainer.args.gradient_checkpointing:
             # train() does it.
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
@@ -106,7 +105,7 @@ def count_step(
         if trainer.optimizer is not None:
             trainer.optimizer = _same_optimizer(trainer.optimizer, models["model"], trainer.model)
         parts = [p for p in trainer.model.parameters() if hasattr(p, "_local_tensor")]
-        before = StepBytes(loaded, counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
+        before = StepBytes(counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
         return _count_passes(trainer, batch, counter, before, 1 + (has_several or holds_gradients))
 
 

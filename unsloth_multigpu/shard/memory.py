@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.words import GIB
+from unsloth_multigpu.words import GIB, in_gib
 
 Mode = Literal["ddp", "sharded"]
 # The share of a device's memory that has to stay free, for fragmentation and for errors of the forecast.
@@ -74,7 +74,6 @@ class StepBytes:
     """Bytes that a step of one rank allocates, as counted.
 
     Args:
-        loaded: The whole model, before it is sharded.
         weights: Parameters and buffers.
         divided: Those of them that are sharded.
         gradients: After the backward pass.
@@ -83,7 +82,6 @@ class StepBytes:
         update: The peak of the optimizer's step, beside weights, states and gradients.
     """
 
-    loaded: int
     weights: int
     divided: int
     gradients: int
@@ -104,7 +102,6 @@ class MemoryForecast:
         optimizer: States that the optimizer keeps.
         activations: All else at the peak: what autograd keeps, gathered layers, or what the update needs.
         overhead: Named: what lies outside of torch's allocator.
-        loading: While the model is loaded, before it is sharded.
         host: Of this rank in the host's memory, with `shard_offload`.
     """
 
@@ -115,7 +112,6 @@ class MemoryForecast:
     optimizer: int
     activations: int
     overhead: tuple[tuple[str, int], ...]
-    loading: int = 0
     host: int = 0
 
     @property
@@ -142,19 +138,17 @@ def forecast_of(step: StepBytes, training: Training, mode: Mode, num_ranks: int)
         activations=max(0, step.peak - step.gradients, 0 if moves else step.update),
         overhead=(("context", CONTEXT_BYTES), *([("NCCL", NCCL_BYTES)] if num_ranks > 1 else [])),
         host=step.divided + step.gradients + step.optimizer + step.update if moves else 0,
-        # Every rank loads packed weights whole.
-        loading=step.loaded + CONTEXT_BYTES if is_sharded and training.num_quantised else 0,
     )
 
 
 def fits(wanted: MemoryForecast, device_bytes: int) -> bool:
-    """True if `RESERVE` of the device stays free, also while the model is loaded.
+    """True if `RESERVE` of the device stays free.
 
     Args:
         wanted: What a rank needs.
         device_bytes: Memory of the smallest device.
     """
-    return max(wanted.total, wanted.loading) <= usable_bytes(device_bytes)
+    return wanted.total <= usable_bytes(device_bytes)
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -192,8 +186,6 @@ def decide(
         needs += f", sharded over {num_ranks} ranks {in_gib(parts.total)}"
         if fits(parts, device_bytes):
             return "sharded", f"{needs}: sharded"
-        if parts.loading > parts.total:
-            needs += f", and {in_gib(parts.loading)} while it is loaded"
     raise SetupError(
         f"{needs}; of {of} GiB {in_gib(usable_bytes(device_bytes))} can be planned for.",
         hint=f"{would_do(forecasts, device_bytes)} Fewer or shorter samples in a micro-batch, "
@@ -209,9 +201,3 @@ def would_do(forecasts: Sequence[MemoryForecast], device_bytes: int) -> str:
         return "No number of GPUs of this size would do that a step has samples for."
     gpus = f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would do"
     return f"{gpus}, sharded." if found.mode == "sharded" else f"{gpus}."
-
-
-def in_gib(num_bytes: int) -> str:
-    """ "28" or, below ten, "7.4"."""
-    size = num_bytes / GIB
-    return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"

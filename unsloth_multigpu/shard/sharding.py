@@ -20,6 +20,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.shard.groups import check_shared, layers_of
 from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.own_code import hooked
 from unsloth_multigpu.strategy import DDP
@@ -48,6 +49,8 @@ class Sharding(Part):
         self._steps = steps
         # Parameter groups of an optimizer that has trained shards already.
         self._groups: list[list[nn.Parameter]] = []
+        # Layers in 4 bit of which this rank has loaded its rows.
+        self._packed: list[Any] = []
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -69,9 +72,12 @@ class Sharding(Part):
                 check_no_hooks(model)
                 check_shared(model)
                 # Frozen ones too, as DDP does: a rank may have made them by random numbers.
-                self._manager.broadcast_tensors(model.parameters())
+                self._packed = in_parts(model)
+                packed = {id(layer.weight) for layer in self._packed}
+                self._manager.broadcast_tensors(p for p in model.parameters() if id(p) not in packed)
                 if self._plugin.transformer_cls_names_to_wrap is None:
                     self._plugin.transformer_cls_names_to_wrap = layers_of(model)
+                give_back(self._packed)
             elif self._trainer.optimizer is not None:
                 self._groups = [list(group["params"]) for group in self._trainer.optimizer.param_groups]
         yield
@@ -107,6 +113,7 @@ class Sharding(Part):
             group["params"] = parameters
         model = self._trainer.model
         check_is_sharded(model)
+        check_parts(self._packed, self._manager.identity.rank, self._manager.identity.world_size)
         named_as_before(model)
         if _reshard_without_gradient not in model._forward_hooks.values():
             # Also after the training: what is left whole is another tensor than the one that is saved.

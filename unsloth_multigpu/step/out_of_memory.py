@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike
+from unsloth_multigpu.words import in_gib
 
 # torch's CPU allocator, drivers, cuBLAS and NCCL have no error class for it, only these texts.
 _TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.IGNORECASE)
@@ -46,13 +49,62 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
             error.add_note(f"{facts}\nHint: {hint}")
 
 
-def advice(args: ArgumentsLike, device: torch.device, *, is_evaluation: bool) -> str:
+def num_refused(device: torch.device) -> int:
+    """How often the device has had no memory left in this process, which libraries may tell as another error."""
+    if device.type not in KINDS:
+        return 0
+    return int(getattr(torch, device.type).memory_stats(device).get("num_ooms", 0))
+
+
+def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
+    """ "peak 23.1 GiB of 23.7, with weights 14.2, gradients 0.3"; "" on the CPU, which is not counted.
+
+    Args:
+        device: This rank's.
+        held: Tensors by what they are; those that lie elsewhere are left out.
+    """
+    if device.type not in KINDS:
+        return ""
+    module = getattr(torch, device.type)
+    parts = []
+    for name, tensors in held.items():
+        mine = [part_of(t) for t in tensors]
+        parts.append(f"{name} {in_gib(sum(t.nbytes for t in mine if t.device.type == device.type))}")
+    peak = f"peak {in_gib(module.max_memory_allocated(device))} GiB of {in_gib(module.mem_get_info(device)[1])}"
+    return ", with ".join([peak, *([", ".join(parts)] if parts else [])])
+
+
+def loading_advice(num_ranks: int, *, shards: bool) -> str:
+    """What lets a model be loaded that one card does not hold.
+
+    Args:
+        num_ranks: Of the run.
+        shards: The ranks share the model already.
+    """
+    if shards:
+        return "Load it with load_in_4bit=True, which is done in parts, or take more GPUs."
+    return (
+        f"enable_multi_gpu(shard='on') divides the model between the {num_ranks} ranks, in 4 bits already while it is "
+        "loaded; load_in_4bit=True takes about a quarter of 16 bits."
+    )
+
+
+def advice(
+    args: ArgumentsLike,
+    device: torch.device,
+    *,
+    is_evaluation: bool,
+    shards: bool | None = None,
+    offloads: bool = False,
+) -> str:
     """Which options to change, given those of the training.
 
     Args:
         args: The `TrainingArguments`.
         device: On which the rank computes.
         is_evaluation: It was evaluating.
+        shards: The ranks share the model; None = there is one rank.
+        offloads: And a rank's part is on the host.
     """
     if is_evaluation:
         return f"Lower per_device_eval_batch_size (now {args.per_device_eval_batch_size})."
@@ -63,6 +115,10 @@ def advice(args: ArgumentsLike, device: torch.device, *, is_evaluation: bool) ->
         )
     if not args.gradient_checkpointing:
         ways.append("set gradient_checkpointing=True")
+    if shards is False and device.type != "cpu":
+        ways.append("divide the model between the ranks by enable_multi_gpu(shard='on')")
+    elif shards and not offloads:
+        ways.append("set shard_offload=True")
     ways.append("shorten the samples, or load the model with load_in_4bit=True")
     if device.type == "cpu":
         ways.append("start fewer ranks, which share the machine's memory")

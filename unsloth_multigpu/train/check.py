@@ -18,7 +18,7 @@ from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded, no
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory, size_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
 
@@ -184,13 +184,29 @@ class StepCheck(Part):
         return describe(self._step, norm, losses, parameters)
 
     def _explain(self, error: BaseException) -> None:
-        args = self._trainer.args
+        args, config = self._trainer.args, self._manager.config
+        place = self._place or f"step {self._step}, outside forward and backward passes"
+        parameters = list(self._trainer.model.parameters())
+        states = getattr(self._trainer.optimizer, "state", {}).values()
+        held = filled(
+            args.device,
+            weights=parameters,
+            gradients=[p.grad for p in parameters if p.grad is not None],
+            optimizer=[v for state in states for v in state.values() if isinstance(v, torch.Tensor)],
+        )
+        shards = has_shards(self._trainer.model) if self._manager.identity.world_size > 1 else None
         explain(
             error,
             rank=self._rank,
             device=args.device,
-            place=self._place or f"step {self._step}, outside forward and backward passes",
-            hint=advice(args, args.device, is_evaluation=self._is_evaluation),
+            place=f"{place} ({held})" if held else place,
+            hint=advice(
+                args,
+                args.device,
+                is_evaluation=self._is_evaluation,
+                shards=shards,
+                offloads=config.shard_offload,
+            ),
         )
 
 

@@ -61,7 +61,7 @@ def all_patches() -> list[Patch]:
         *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
         *saving_patches(SaveGate(0, _not_in_a_run)),
-        *shard_patches(),
+        *shard_patches(None, 0, 2),
         *dataset_patches(None, _not_in_a_run),
         *notebook_patches(_not_in_a_run),
     ]

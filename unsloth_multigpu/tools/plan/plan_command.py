@@ -13,10 +13,10 @@ from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, in_gib, usable_bytes, would_do
+from unsloth_multigpu.shard.memory import RESERVE, MemoryForecast, Mode, Training, fits, usable_bytes, would_do
 from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Question, ask
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
-from unsloth_multigpu.words import GIB
+from unsloth_multigpu.words import GIB, in_gib
 
 SCHEMA_VERSION = 2
 _COLUMNS = ("GPUs", "mode", "weights", "gradients", "optimizer", "activations", "overhead", "total")
@@ -143,7 +143,7 @@ def _cells(training: Training, row: MemoryForecast, device_bytes: int | None) ->
         return (*cells, "too few samples")
     if fits(row, device_bytes):
         return (*cells, "fits")
-    return (*cells, "while loading" if row.loading > row.total else "too large")
+    return (*cells, "too large")
 
 
 def _shown(num_bytes: int) -> str:

@@ -1,0 +1,45 @@
+"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, and what a rank's card held.
+
+Usage: gpu_path_packed.py MODEL OUT [--plain]
+"""
+
+import sys
+
+if "--plain" not in sys.argv:
+    import unsloth_multigpu as ump
+
+    ump.enable_multi_gpu(num_gpus=2)
+
+import json
+import os
+from pathlib import Path
+
+from unsloth import FastLanguageModel  # isort: skip  Before the libraries that it patches.
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+model, tokenizer = FastLanguageModel.from_pretrained(
+    sys.argv[1], max_seq_length=64, load_in_4bit=True, dtype=torch.float32
+)
+model = FastLanguageModel.get_peft_model(
+    model, r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], random_state=7, use_gradient_checkpointing=False
+)
+settings = {"bf16": False, "fp16": False, "optim": "adamw_torch", "save_strategy": "no", "report_to": []}
+trainer = SFTTrainer(
+    model=model,
+    processing_class=tokenizer,
+    train_dataset=Dataset.from_dict({"text": [f"#{i}" + "lora"[: 2 * (i % 3)] for i in range(5)]}),
+    args=SFTConfig(
+        per_device_train_batch_size=4,
+        dataset_text_field="text",
+        max_length=64,
+        max_steps=2,
+        logging_steps=1,
+        **settings,
+    ),
+)
+held = torch.cuda.memory_allocated()
+trainer.train()
+facts = {"held": held, "norms": [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]}
+Path(sys.argv[2], f"rank_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(facts))

@@ -1,0 +1,68 @@
+"""4-bit weights of which a rank has its rows."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.shard.packed import Withheld, check_parts, give_back, in_parts, keep_rows
+
+CPU = torch.device("cpu")
+
+
+class Layer(torch.nn.Module):
+    """Has what bitsandbytes' layer has, around packed bytes."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.quant_state: Any = SimpleNamespace(absmax=torch.ones(2), dtype=torch.bfloat16, moved_to=None)
+        self.quant_state.to = lambda device: setattr(self.quant_state, "moved_to", device)
+        packed: Any = torch.nn.Parameter(torch.arange(num_bytes, dtype=torch.uint8)[:, None], requires_grad=False)
+        packed.quant_state, packed.module, packed.quant_storage = self.quant_state, self, torch.uint8
+        self.weight = packed
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(16, 2), (10, 3), (3, 4)])
+def test_ranks_have_the_rows_of_fsdp2_between_them(num_rows: int, num_ranks: int) -> None:
+    whole = torch.arange(2 * num_rows, dtype=torch.uint8).view(torch.bfloat16)[:, None]
+    parts = torch.chunk(whole, num_ranks)
+    for rank in range(num_ranks):
+        weight = keep_rows(Layer(2 * num_rows).weight, torch.bfloat16, CPU, rank, num_ranks)
+        assert (weight.dtype, weight.shape) == (torch.bfloat16, whole.shape)
+        start = min(rank * len(parts[0]), num_rows)
+        mine = parts[rank] if rank < len(parts) else whole[:0]
+        # As bytes: some of them are NaN.
+        found = weight.data.clone().view(torch.int16)
+        assert torch.equal(found[start : start + len(mine)], mine.view(torch.int16))
+        found[start : start + len(mine)] = 0
+        assert not found.any()
+
+
+def test_nothing_computes_with_missing_rows_until_they_are_given_back() -> None:
+    layer = Layer(16)
+    state = layer.quant_state
+    keep_rows(layer.weight, torch.bfloat16, CPU, 0, 2)
+    assert state.moved_to == CPU
+    for held in (layer.weight.quant_state, copy.deepcopy(layer.quant_state)):
+        assert isinstance(held, Withheld)
+        assert held.dtype == torch.bfloat16
+        with pytest.raises(SetupError, match="its part of the 4-bit weights only"):
+            _ = held.absmax
+    layer.quant_state.dtype = torch.float16  # As Unsloth sets it.
+    assert state.dtype == torch.float16
+    assert in_parts(torch.nn.Sequential(layer)) == [layer]
+    give_back([layer])
+    assert layer.weight.quant_state is layer.quant_state is state
+    assert in_parts(layer) == []
+
+
+def test_weight_that_was_not_divided_so_is_refused() -> None:
+    layer = Layer(16)
+    keep_rows(layer.weight, torch.bfloat16, CPU, 0, 2)
+    with pytest.raises(SetupError, match="were not sharded so"):
+        check_parts([layer], 0, 2)
