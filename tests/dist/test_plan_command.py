@@ -38,6 +38,23 @@ def plan(folder: Path, what: str, *options: str, env: dict[str, str] = PLAIN) ->
     return run
 
 
+def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    config.save_pretrained(tmp_path / "model")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    options = ["--model", "model", "--lora", "8", "--bits", "4", "--tokens", "30", "--gpus", "2", "--memory", "24GiB"]
+    run = run_python([*PLAN, *options, "--json"], tmp_path, {**QUANTISED, "TMPDIR": str(scratch)})
+    assert run.code == 0, run.err
+    training = json.loads(run.out)["training"]
+    # All linear layers but the head.
+    assert training["num_quantised"] == LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
+    assert training["num_trainable"] == 8 * LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
+    assert (training["tokens"], training["checkpointing"], training["autocast"]) == (30, True, "bfloat16")
+    assert list(scratch.iterdir()) == []
+
+
 def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     run = plan(tmp_path, "lora", "--json", "--gpus", "1,2", "--memory", "24GiB")
     assert run.code == 0, run.err

@@ -69,6 +69,10 @@ class Command:
                 groups[option.group] = parser.add_argument_group(option.group)
             _add_option(groups[option.group], name, option)
 
+    def program_of(self, options: argparse.Namespace) -> list[str]:
+        """What is run where no program is given; empty = one has to be."""
+        return []
+
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         """Runs it and returns its exit code.
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         if command.runs_program:
             if program and len(own) + len(program) == len(given):  # No `--` says whose they are.
                 _tell_of_options_behind(program, command)
-            program = find_program(program, command.name)
+            program = find_program(program or command.program_of(options), command.name)
         code = command.run(options, program)
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -26,6 +26,11 @@ class PlanCommand(Command):
 
         return PlanOptions.table()
 
+    def program_of(self, options: argparse.Namespace) -> list[str]:
+        from unsloth_multigpu.tools.plan.plan_command import program_of_model
+
+        return program_of_model(options)
+
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.plan.plan_command import run_plan
 

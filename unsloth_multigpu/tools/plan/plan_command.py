@@ -19,6 +19,9 @@ from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB, in_gib
 
 SCHEMA_VERSION = 2
+# What `--model` runs, and what it takes where nothing else is given: tokens of a sample, rank of adapters, bits.
+_MODEL_SCRIPT = "unsloth_multigpu.tools.plan.model_script"
+_TOKENS, _LORA, _BITS = 2048, 16, "16"
 _COLUMNS = ("GPUs", "mode", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 
@@ -43,6 +46,9 @@ class PlanOptions(Arguments):
         gpus: Numbers of GPUs, with commas between.
         memory: Memory of one GPU, such as 24GiB or 80GB.
         tokens: Tokens of the longest sample.
+        model: A folder with config.json, or a hub id: forecast without a script.
+        lora: Rank of its adapters on all linear layers; 0 = all weights are trained.
+        bits: Of its weights, 4 or 16.
         json: Print one JSON object.
         timeout_s: Limit of the script's way to train(), in seconds.
     """
@@ -50,8 +56,22 @@ class PlanOptions(Arguments):
     gpus: Annotated[Any, Option(check=parse_numbers, shown="N,N,...")] = "1,2,4,8"
     memory: Annotated[Any, Option(check=parse_memory, shown="SIZE", otherwise="the smallest of this machine")] = None
     tokens: Annotated[int | None, Option(least=1, otherwise="that of the script's data set")] = None
+    model: Annotated[str | None, Option(shown="DIR_OR_ID", otherwise="that of the script")] = None
+    lora: Annotated[int | None, Option(least=0, otherwise="16, with --model")] = None
+    bits: Annotated[str | None, Option(words=("4", "16"), otherwise="16, with --model")] = None
     json: Annotated[bool, Option()] = False
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
+
+
+def program_of_model(options: argparse.Namespace) -> list[str]:
+    """The training that `--model` asks for, as a program; empty where it does not."""
+    own = PlanOptions.read(options)
+    if own.model is None:
+        return []
+    lora = _LORA if own.lora is None else own.lora
+    values = {"lora": lora, "bits": own.bits or _BITS, "tokens": own.tokens or _TOKENS, "samples": max(own.gpus)}
+    asked = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    return ["-m", _MODEL_SCRIPT, own.model, *asked]
 
 
 def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -67,6 +87,12 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     """
     own = PlanOptions.read(options)
     numbers = own.gpus
+    of_model = [name for name in ("model", "lora", "bits") if getattr(own, name) is not None]
+    if of_model and list(program[:2]) != ["-m", _MODEL_SCRIPT]:
+        raise ConfigError(
+            f"--{of_model[0]} is for a forecast without a script, and {program[-1]} was given.",
+            hint="Leave one of them out.",
+        )
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
     modes: tuple[Mode, ...] = ("ddp", "sharded")
     asked = tuple((mode, n) for n in numbers for mode in modes if n > 1 or mode == "ddp")
