@@ -350,7 +350,7 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *sharding,
         *device_patches(device_type, device_index, identity.local_rank),
-        *loop_patches(config, identity.world_size),
+        *loop_patches(config, identity.world_size, session.manager, session.on_close),
         *placement_patches(device_type, device_index, warns=identity.rank == 0 and config.shard == "off"),
         *offload_patches(identity.rank),
         *saving_patches(gate),

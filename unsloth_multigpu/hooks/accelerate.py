@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
 
@@ -63,17 +69,27 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
     return patches
 
 
-def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
-    """Patches for training loops with an `Accelerator` of the script's own, whose steps are accelerate's.
+def loop_patches(
+    config: MultiGPUConfig, world_size: int, manager: Callable[[], DDPManager], on_close: ExitStack
+) -> list[Patch]:
+    """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
 
     Args:
         config: The run's options.
         world_size: Ranks of the run.
+        manager: Gives this rank's manager.
+        on_close: Gives accelerators back as they were.
     """
     if not config.keeps_global_batch:
         return []
     of_trainers: WeakSet[Any] = WeakSet()
     return [
+        Patch(
+            "accelerate.accelerator:Accelerator.__init__",
+            _SUPPORTS,
+            functools.partial(_kept, config, world_size, manager, on_close),
+            "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process.",
+        ),
         Patch(
             "transformers.trainer:Trainer.create_accelerator_and_postprocess",
             "transformers>=4.57",
@@ -84,7 +100,7 @@ def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
             "accelerate.accelerator:Accelerator.backward",
             _SUPPORTS,
             functools.partial(_told_batches, of_trainers, config, world_size),
-            "In a loop with an Accelerator each rank takes whole batches: other steps than those of one process.",
+            "In a library's loop with an Accelerator each rank takes whole batches: other steps than of one process.",
         ),
     ]
 
@@ -95,6 +111,47 @@ def _of_rank(device_index: int, original: Callable[[], str]) -> Callable[[], str
         return f"{original()}:{device_index}"
 
     return infer_device
+
+
+def _kept(
+    config: MultiGPUConfig,
+    world_size: int,
+    manager: Callable[[], DDPManager],
+    on_close: ExitStack,
+    original: Callable[..., None],
+) -> Callable[..., None]:
+    told: set[str] = set()
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not _is_of_script(sys._getframe(1)):
+            return
+        from unsloth_multigpu.step.accelerated import can_share, keep_batches
+
+        if can_share(self, world_size):
+            on_close.enter_context(keep_batches(self, config, manager, told))
+
+    return __init__
+
+
+def _is_of_script(frame: FrameType | None) -> bool:
+    """True where the script makes an accelerator, outside every method of a Trainer."""
+    from unsloth_multigpu.step.own_code import is_library
+
+    while frame is not None and _module_of(frame).partition(".")[0] in ("accelerate", "unsloth_multigpu"):
+        frame = frame.f_back
+    if frame is None or is_library(_module_of(frame)):
+        return False
+    trainer_module = sys.modules.get("transformers.trainer")
+    trainer_class = () if trainer_module is None else trainer_module.Trainer
+    while frame is not None and not isinstance(frame.f_locals.get("self"), trainer_class):
+        frame = frame.f_back
+    return frame is None
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None]) -> Callable[..., None]:
