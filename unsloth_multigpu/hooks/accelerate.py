@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
+# Code between a call of `Accelerator()` and its patch.
+_PASSED_ON = ("accelerate.", "unsloth_multigpu.")
 _INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
@@ -125,29 +127,19 @@ def _kept(
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not _is_of_script(sys._getframe(1)):
+        from unsloth_multigpu.step.own_code import is_library
+
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and _module_of(caller).startswith(_PASSED_ON):
+            caller = caller.f_back
+        if caller is None or is_library(_module_of(caller)):
             return
         from unsloth_multigpu.step.accelerated import can_share, keep_batches
 
-        if can_share(self, world_size):
+        if can_share(self, world_size, caller):
             on_close.enter_context(keep_batches(self, config, manager, told))
 
     return __init__
-
-
-def _is_of_script(frame: FrameType | None) -> bool:
-    """True where the script makes an accelerator, outside every method of a Trainer."""
-    from unsloth_multigpu.step.own_code import is_library
-
-    while frame is not None and _module_of(frame).partition(".")[0] in ("accelerate", "unsloth_multigpu"):
-        frame = frame.f_back
-    if frame is None or is_library(_module_of(frame)):
-        return False
-    trainer_module = sys.modules.get("transformers.trainer")
-    trainer_class = () if trainer_module is None else trainer_module.Trainer
-    while frame is not None and not isinstance(frame.f_locals.get("self"), trainer_class):
-        frame = frame.f_back
-    return frame is None
 
 
 def _module_of(frame: FrameType) -> str:

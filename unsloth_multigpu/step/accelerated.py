@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +38,21 @@ def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
     return [num_rows // world_size + (rank < num_rows % world_size) for rank in range(world_size)]
 
 
-def can_share(accelerator: Any, world_size: int) -> bool:
-    """True where each rank takes rows of its own, and the script has not told accelerate to split batches itself."""
+def can_share(accelerator: Any, world_size: int, caller: FrameType | None) -> bool:
+    """True where each rank takes rows of its own, and who made the accelerator leaves it to others how.
+
+    That is no method of a Trainer, and a script that has not told accelerate to split batches.
+
+    Args:
+        accelerator: As it was just made.
+        world_size: Ranks of the run.
+        caller: Where the script made it.
+    """
+    transformers = sys.modules.get("transformers.trainer")
+    while caller is not None and transformers is not None:
+        if isinstance(caller.f_locals.get("self"), transformers.Trainer):
+            return False
+        caller = caller.f_back
     parallelism = getattr(accelerator, "parallelism_config", None)  # Not in every version.
     if accelerator.split_batches or not (parallelism is None or parallelism.non_data_parallel_size == 1):
         return False
