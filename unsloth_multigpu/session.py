@@ -79,6 +79,8 @@ class Session:
             from unsloth_multigpu.group.manager import DDPManager
 
             self._manager = DDPManager(self.identity, self.config, self.index)
+            if self.events is not None:
+                self._manager.tell = self.events.write
             self.program.prepare(self._manager)
         return self._manager
 

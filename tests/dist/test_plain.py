@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.dist.scripts.plain import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, train
-from tests.helpers.run import run_python
+from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "plain.py"
 
@@ -62,3 +62,27 @@ def test_error_of_rank_0_reaches_the_others(ranks):
     assert ranks[0]["failure"].startswith("IsADirectoryError")
     assert ranks[1]["failure"].startswith("DistributedError: rank 0 failed in save_state_dict(")
     assert "IsADirectoryError" in ranks[1]["failure"]
+
+
+LEAVES = """
+import os, sys
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2)
+if ump.is_main_process():
+    import torch
+    if sys.argv[1] == "plain":
+        ump.wrap_model_multi_gpu(torch.nn.Linear(2, 2))
+    else:
+        from accelerate import Accelerator
+        Accelerator()
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", pytest.param("accelerate", marks=pytest.mark.thorough)])
+def test_rank_that_ends_instead_of_training_ends_the_run(tmp_path, how):
+    """The other one would wait for it as long as timeout_s."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    run = run_python(["leaves.py", how], tmp_path, BARE)
+    assert run.code == 1
+    assert "rank 1 left with exit code 0, while other ranks wait for it to train with them." in run.err
+    assert run.seconds < 60

@@ -126,6 +126,8 @@ def _kept(
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # accelerate opens the group, and would not name a missing rank.
+        manager().meet_ranks()
         original(self, *args, **kwargs)
         from unsloth_multigpu.step.own_code import is_library
 
