@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.run import BARE, LIGHT, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerated.py"
-LOOPS = ["uneven", "accumulated", "resumed", "by_tokens", "stream", "diffusion"]
+LOOPS = ["uneven", "accumulated", "resumed", "by_tokens", "stream", "diffusion", "trainer"]
 # Of a package that is installed.
 LIBRARY = """
 import torch
@@ -98,7 +98,8 @@ def test_loops_do_what_they_are_there_for(alone):
     assert uneven["steps"][-1][1] == pytest.approx(0.05 / 12)
     assert [row[0] for row in uneven["scored"]["rows"]] == list(range(11))
     assert uneven["scored"]["objects"] == [str(i) for i in range(11)]
-    assert [len(alone[loop]["steps"]) for loop in LOOPS if loop != "resumed"] == [12, 4, 6, 5, 2]
+    assert [len(alone[loop]["steps"]) for loop in LOOPS if loop != "resumed"] == [12, 4, 6, 5, 2, 6]
+    assert alone["trainer"]["kept"]
     assert alone["resumed"]["second"]["ids"] == alone["resumed"]["first"]["ids"][-4:]
 
 

@@ -164,9 +164,9 @@ def diffusion():
     for ids, latents in loader:
         with accelerator.accumulate(unet):
             draws = [torch.Generator().manual_seed(int(i)) for i in ids]
-            noise = torch.stack([torch.randn(4, 8, 8, generator=draw) for draw in draws])
-            times = torch.stack([torch.randint(0, 100, (), generator=draw) for draw in draws])
-            words = torch.stack([torch.randn(2, 4, generator=draw) for draw in draws])
+            noise = torch.stack([torch.randn(4, 8, 8, generator=draw) for draw in draws]).to(latents.device)
+            times = torch.stack([torch.randint(0, 100, (), generator=draw) for draw in draws]).to(latents.device)
+            words = torch.stack([torch.randn(2, 4, generator=draw) for draw in draws]).to(latents.device)
             made = unet(noising.add_noise(latents, noise, times), times, words, return_dict=False)[0]
             loss = torch.nn.functional.mse_loss(made.float(), noise.float(), reduction="mean")
             accelerator.backward(loss)
@@ -180,6 +180,35 @@ def diffusion():
     return {"steps": found, "num_steps": num_steps, "weights": torch.cat(weights).tolist()}
 
 
+def trainer():
+    """A Trainer makes an accelerator of its own, and one of the script's beside it, in a method of the Trainer's."""
+    from transformers import Trainer, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 1)
+
+        def forward(self, x, id, tokens):
+            return {"loss": self.layer(x).square().mean()}
+
+    class Own(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.seen = Accelerator().num_processes
+
+    first = Accelerator()
+    set_seed(4)
+    folder = Path(sys.argv[1]).with_suffix(".trainer")
+    options = {"remove_unused_columns": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(folder, per_device_train_batch_size=4, num_train_epochs=1, logging_steps=1, **options)
+    own = Own(Net(), arguments, train_dataset=Rows(21))
+    own.train()
+    norms = [row["grad_norm"] for row in own.state.log_history if "grad_norm" in row]
+    kept = first.num_processes == 1 and own.seen == own.accelerator.num_processes
+    return {"steps": norms, "weights": own.model.layer.weight.tolist()[0], "kept": kept}
+
+
 LOOPS = {
     "uneven": uneven,
     "accumulated": accumulated,
@@ -187,6 +216,7 @@ LOOPS = {
     "by_tokens": by_tokens,
     "stream": stream,
     "diffusion": diffusion,
+    "trainer": trainer,
 }
 
 if __name__ == "__main__":
