@@ -139,7 +139,7 @@ def _kept(
         from unsloth_multigpu.step.accelerated import can_share, keep_batches
 
         if can_share(self, world_size, caller):
-            on_close.enter_context(keep_batches(self, config, manager, told))
+            on_close.callback(keep_batches(self, config, manager, told))
 
     return __init__
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -62,24 +63,32 @@ def can_share(accelerator: Any, world_size: int, caller: FrameType | None) -> bo
 
 def keep_batches(
     accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
-) -> ExitStack:
-    """Lets the loop of this accelerator make the steps of one process until what is returned is closed.
+) -> Callable[[], None]:
+    """Lets the loop of this accelerator make the steps of one process.
 
     Args:
         accelerator: As it was just made.
         config: The run's options.
         manager: Gives this rank's manager.
         told: What was said of such loops in this process.
+
+    Returns:
+        What gives the accelerator back as it was. It does not keep the accelerator, and the models that it holds.
     """
     loop = _Loop(accelerator, config, manager, told)
     settings = copy.copy(accelerator.dataloader_config)
     settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
-    with ExitStack() as stack:
-        stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
-        stack.enter_context(instance_attribute(accelerator, "state", loop.state))
-        for name in ("prepare_data_loader", "backward", "gather"):
-            stack.enter_context(steered(accelerator, name, getattr(loop, name)))
-        return stack.pop_all()
+    loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
+    loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
+    for name in ("prepare_data_loader", "backward", "gather"):
+        loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
+    found = weakref.ref(loop)
+
+    def leave() -> None:
+        if (kept := found()) is not None:
+            kept.stack.close()
+
+    return leave
 
 
 class SharedBatches(BatchSampler):
@@ -174,6 +183,7 @@ class _Loop:
         self._rank: int = accelerator.process_index
         self._world_size: int = accelerator.num_processes
         self._told = told
+        self.stack = ExitStack()
         self.state = _CountedState(accelerator.state, accelerator.gradient_state)
 
     def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
