@@ -124,11 +124,7 @@ def warn_of_lone_steps() -> Any:
 
 @contextmanager
 def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
-    """While it is open, this rank starts no launcher by `subprocess` or `os.system`, as `refuse_launcher` says.
-
-    Args:
-        has_begun: Tells whether the ranks train together: what is started then is a helper.
-    """
+    """This rank starts no launcher by `subprocess` or `os.system`, as `refuse_launcher` says, before `has_begun()`."""
 
     def steer(owner: Any, name: str, place: int) -> None:
         original = getattr(owner, name)

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
@@ -167,16 +166,10 @@ def _told_batches(
         # Evaluations do not come here, and a loader that accelerate has not prepared gives other batches.
         is_own = self not in of_trainers and self.gradient_state.in_dataloader
         if is_own and self not in told and not self.split_batches:
+            from unsloth_multigpu.step.accelerated import tell_whole_batches
+
             told.add(self)
-            what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples"
-            hint = (
-                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
-                "global_batch='scale' says that the larger one is meant."
-            )
-            if config.inexact == "raise":
-                raise SetupError(f"{what} of one process.", hint=hint)
-            if self.is_main_process:
-                logger.warning("%s of one process. %s", what, hint)
+            tell_whole_batches(self, config, world_size)
         original(self, *args, **kwargs)
 
     return backward

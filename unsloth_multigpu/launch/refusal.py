@@ -58,11 +58,7 @@ def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
 
 
 def refuse_batch_search(is_asked: bool) -> None:
-    """Refuses `auto_find_batch_size`: when arguments are made, before a model is loaded, and when they are used.
-
-    Raises:
-        SetupError: It is asked for.
-    """
+    """Raises where `auto_find_batch_size` is on: when arguments are made, before a model is loaded, and when used."""
     if is_asked:
         raise SetupError(
             "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",

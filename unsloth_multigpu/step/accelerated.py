@@ -91,6 +91,24 @@ def keep_batches(
     return leave
 
 
+def tell_whole_batches(accelerator: Any, config: MultiGPUConfig, world_size: int) -> None:
+    """Says once that a loop which is not shared here makes larger steps.
+
+    Raises:
+        SetupError: The run is to refuse what is not exact.
+    """
+    what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples of one "
+    what += "process"
+    hint = (
+        "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
+        "global_batch='scale' says that the larger one is meant."
+    )
+    if config.inexact == "raise":
+        raise SetupError(f"{what}.", hint=hint)
+    if accelerator.is_main_process:
+        logger.warning("%s. %s", what, hint)
+
+
 class SharedBatches(BatchSampler):
     """Yields this rank's rows of each batch of another sampler. All ranks draw the batches.
 
