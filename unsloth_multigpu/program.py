@@ -75,9 +75,9 @@ class Program:
         return True
 
     def _has_begun(self) -> bool:
-        """True once this rank and the others have opened a group: they train, or have trained, together."""
+        """True once the ranks have opened a group: they train, or have trained, together."""
         dist = sys.modules.get("torch.distributed")
-        return bool(self._num_begun or (dist is not None and dist.is_initialized()))
+        return bool(self._num_begun or (dist and dist.is_initialized()))
 
     def begin_training(self) -> int:
         """Counts a call of `train()`.

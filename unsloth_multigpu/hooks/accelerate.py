@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
-# Code between a call of `Accelerator()` and its patch.
-_PASSED_ON = ("accelerate.", "unsloth_multigpu.")
+_PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Between a call of `Accelerator()` and its patch.
 _INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
@@ -125,8 +124,7 @@ def _kept(
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # accelerate opens the group, and would not name a missing rank.
-        manager().meet_ranks()
+        manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
         original(self, *args, **kwargs)
         from unsloth_multigpu.step.own_code import is_library
 
