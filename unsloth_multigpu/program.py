@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
@@ -57,6 +63,7 @@ class Program:
         _draw_alike(session)
         if identity.world_size > 1:
             _share_questions(session)
+            session.on_close.enter_context(launchers_refused(self._has_begun))
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             session.on_close.callback(warn_of_lone_steps().remove)
 
@@ -66,6 +73,11 @@ class Program:
     def can_exchange(self) -> bool:
         """False where the other ranks do not run what this rank runs now, or cannot be reached."""
         return True
+
+    def _has_begun(self) -> bool:
+        """True once the ranks have opened a group: they train, or have trained, together."""
+        dist = sys.modules.get("torch.distributed")
+        return bool(self._num_begun or (dist and dist.is_initialized()))
 
     def begin_training(self) -> int:
         """Counts a call of `train()`.
@@ -108,6 +120,29 @@ def warn_of_lone_steps() -> Any:
 
     handle = register_optimizer_step_pre_hook(look)
     return handle
+
+
+@contextmanager
+def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
+    """This rank starts no launcher by `subprocess` or `os.system`, as `refuse_launcher` says, before `has_begun()`."""
+
+    def steer(owner: Any, name: str, place: int) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def begin(*args: Any, **keywords: Any) -> Any:
+            if not has_begun():
+                from unsloth_multigpu.launch.child_launcher import refuse_launcher
+
+                refuse_launcher(args[place] if len(args) > place else keywords.get("args"), keywords.get("env"))
+            return original(*args, **keywords)
+
+        stack.enter_context(instance_attribute(owner, name, begin))
+
+    with ExitStack() as stack:
+        steer(subprocess.Popen, "__init__", 1)
+        steer(os, "system", 0)
+        yield
 
 
 def _share_questions(session: Session) -> None:

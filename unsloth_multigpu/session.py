@@ -79,6 +79,8 @@ class Session:
             from unsloth_multigpu.group.manager import DDPManager
 
             self._manager = DDPManager(self.identity, self.config, self.index)
+            if self.events is not None:
+                self._manager.tell = self.events.write
             self.program.prepare(self._manager)
         return self._manager
 
@@ -345,7 +347,7 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *(_sharding(session, device) if shards else []),
         *device_patches(device_type, device_index, identity.local_rank),
-        *loop_patches(config, identity.world_size),
+        *loop_patches(config, identity.world_size, session.manager, session.on_close),
         *placement_patches(
             device_type,
             device_index,

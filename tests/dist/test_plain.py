@@ -64,26 +64,25 @@ def test_error_of_rank_0_reaches_the_others(ranks):
     assert "IsADirectoryError" in ranks[1]["failure"]
 
 
-def test_loop_with_an_accelerator_is_told_how_it_keeps_its_steps(tmp_path):
-    script, warning = SCRIPT.with_name("accelerated.py"), "an optimizer step sees 2 times the samples of one process"
-    runs, found = {}, {}
-    for ranks, options in (("1", {}), ("2", {}), ("2", {"UNSLOTH_MULTIGPU_GLOBAL_BATCH": "scale"})):
-        name = f"{ranks}{''.join(options.values())}"
-        env = {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": ranks, **options}
-        runs[name] = run_python([script, tmp_path / f"{name}.json"], tmp_path, env)
-        assert runs[name].code == 0, runs[name].err
-        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    assert found["1"]["scored"] == found["2"]["scored"] == 24
-    assert (len(found["1"]["whole"]), len(found["2"]["whole"])) == (6, 3)
-    assert found["2"]["split"] == pytest.approx(found["1"]["split"], rel=1e-5)
-    # Of the first of the two loops that train only.
-    assert runs["2"].err.count(warning) == 1
-    assert warning not in runs["1"].err + runs["2scale"].err
-    refused = run_python(
-        [script, tmp_path / "refused.json"],
-        tmp_path,
-        {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2", "UNSLOTH_MULTIGPU_INEXACT": "raise"},
-    )
-    assert refused.code == 69
-    assert "    accelerator.backward(" in refused.err
-    assert "Hint: Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))" in refused.err
+LEAVES = """
+import os, sys
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2)
+if ump.is_main_process():
+    import torch
+    if sys.argv[1] == "plain":
+        ump.wrap_model_multi_gpu(torch.nn.Linear(2, 2))
+    else:
+        from accelerate import Accelerator
+        Accelerator()
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", pytest.param("accelerate", marks=pytest.mark.thorough)])
+def test_rank_that_ends_instead_of_training_ends_the_run(tmp_path, how):
+    """The other one would wait for it as long as timeout_s."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    run = run_python(["leaves.py", how], tmp_path, BARE)
+    assert run.code == 1
+    assert "rank 1 left with exit code 0, while other ranks wait for it to train with them." in run.err
+    assert run.seconds < 60

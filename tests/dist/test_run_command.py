@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import run_python
+from tests.helpers.run import BARE, run_python
 
 RUN = ["-m", "unsloth_multigpu.cli.main", "run"]
 ARGUMENTS = ["--num-gpus", "7", "-h", "--", "a b", "$HOME", ""]
@@ -135,3 +135,21 @@ def test_error_is_told_as_plain_python_tells_it(tmp_path, form):
     assert run.err.count(plain.err) == 1, run.err
     assert run.err.count("Traceback") == 1, run.err
     assert "unsloth_multigpu: rank 1 failed: ValueError: rank 1 fell." in run.err
+
+
+@pytest.mark.parametrize("how", ["subprocess", pytest.param("accelerate", marks=pytest.mark.thorough)])
+def test_program_that_starts_a_launcher_ends_with_what_to_type(tmp_path, how):
+    """Each rank would train the whole run, into one folder, with exit code 0."""
+    (tmp_path / "train.py").write_text("import os\nopen(f'trained_{os.getpid()}', 'w').close()\n")
+    ways = {
+        "subprocess": "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', 'train.py'], check=True)\n",
+        "accelerate": "from accelerate.commands.launch import launch_command, launch_command_parser\n"
+        "launch_command(launch_command_parser().parse_args(['--cpu', '--num_processes', '1', 'train.py']))\n",
+    }
+    (tmp_path / "start.py").write_text(ways[how])
+    run = run_python([*RUN, "--num-gpus", "2", "start.py"], tmp_path, BARE)
+    assert list(tmp_path.glob("trained_*")) == []
+    assert run.code == 69
+    assert "train.py': a launcher in each rank would train the whole run again." in run.err
+    assert "Hint: Let the ranks themselves run what is launched: unsloth-multigpu run train.py ..." in run.err

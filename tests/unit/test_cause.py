@@ -176,6 +176,20 @@ def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> No
     assert cause.message == f"rank 1 left with exit code {exit_code} after step 4, while other ranks were training"
 
 
+@pytest.mark.parametrize("kinds", [[], ["exiting"]])
+def test_rank_that_ends_while_another_waits_to_train_with_it_is_an_early_exit(kinds: list[str]) -> None:
+    run = Run().add("meeting", 0)
+    for kind in kinds:
+        run.add(kind, 1)
+    assert find_early_exit(run.events, set()) is None
+    cause = find_cause(run.events, {0: -signal.SIGTERM}, gone={1})
+    assert (cause.rank, cause.exit_code) == (1, 1)
+    assert cause.message == "rank 1 left with exit code 0, while other ranks wait for it to train with them"
+    # They have met: one may be done before the other.
+    run = Run().add("meeting", 0).add("meeting", 1).add("met", 1).add("met", 0).add("exiting", 1)
+    assert find_early_exit(run.events, {1}) is None
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_error_that_a_script_has_caught_is_no_exit(is_gone: bool) -> None:
     run = Run().training(0, 1).add("left_training", 1, 4, error="RuntimeError: no luck.\nmore").fails(0, CLOSED, step=4)

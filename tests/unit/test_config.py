@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
@@ -258,12 +258,14 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
     assert args._n_gpu == 1
 
 
-def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
+def training_arguments(config: MultiGPUConfig, *, searches: bool = False) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
     manager: Any = SimpleNamespace(meet_ranks=lambda: None)
     patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
     (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
-    args = SimpleNamespace(per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False)
+    args = SimpleNamespace(
+        per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False, auto_find_batch_size=searches
+    )
     patch.wrap(lambda self: None)(args)
     return args
 
@@ -279,6 +281,11 @@ def test_option_reaches_the_training_arguments(option: str, value: object, name:
     plain = vars(training_arguments(MultiGPUConfig()))
     assert plain[name] != value
     assert vars(training_arguments(MultiGPUConfig(**{option: value}))) == {**plain, name: value}  # type: ignore[arg-type]
+
+
+def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded() -> None:
+    with pytest.raises(SetupError, match="auto_find_batch_size=True lets one rank shrink its batch"):
+        training_arguments(MultiGPUConfig(), searches=True)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader
 from unsloth_multigpu.plain.wrap import wrap_model
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_lone_steps
+from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
@@ -238,6 +239,23 @@ def loaders(num_samples, batch_size, world_size, **options):
         distributed_loader(range(num_samples), batch_size, place(rank, world_size), **settings)
         for rank in range(world_size)
     ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_share_each_batch_of_an_accelerators_loader(world_size):
+    for num_rows in range(1, 14):
+        whole = torch.utils.data.BatchSampler(range(num_rows), 5, drop_last=False)
+        seen = []
+        shared = [SharedBatches(whole, rank, world_size, seen.append) for rank in range(world_size)]
+        for parts, batch in zip(zip(*shared, strict=True), whole, strict=True):
+            rows = rows_of_ranks(len(batch), world_size)
+            assert max(rows) - min(rows) <= 1
+            assert [i for part, num in zip(parts, rows, strict=True) for i in part[:num]] == batch
+            # Who has none of them takes one that counts for nothing.
+            assert [len(part) for part in parts] == [max(num, 1) for num in rows]
+        assert {len(sampler) for sampler in shared} == {len(whole)}
+        assert {sampler.num_drawn for sampler in shared} == {len(batch)}
+        assert seen == [next(iter(whole))] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

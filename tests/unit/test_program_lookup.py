@@ -47,6 +47,11 @@ def test_other_programs_are_refused(tmp_path, monkeypatch, name, head, said):
         find_program([name], "run")
 
 
+def test_module_of_a_launcher_is_refused():
+    with pytest.raises(ConfigError, match=r"torch\.distributed\.run starts processes of its own"):
+        find_program(["-m", "torch.distributed.run", "train.py"], "run")
+
+
 def test_a_missing_program_is_named():
     with pytest.raises(ConfigError, match=r"no file 'no-such-thing\.py'"):
         find_program(["no-such-thing.py"], "run")

@@ -12,11 +12,8 @@ from pathlib import Path
 
 from unsloth_multigpu.cli.parser import usage_of
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch.child_launcher import LAUNCHER_MODULES, LAUNCHERS
 
-# They train in processes of their own, of which each rank would start some.
-_LAUNCHERS = frozenset(
-    ["accelerate", "accelerate-launch", "axolotl", "deepspeed", "llamafactory-cli", "ray", "swift", "torchrun", "tune"]
-)
 # Options of `trl` for the launcher that it starts.
 _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
@@ -38,6 +35,8 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
     name, *arguments = program
+    if name == "-m" and arguments[0] in LAUNCHER_MODULES:
+        raise _starts_processes(arguments[0], command)
     is_here = Path(name).exists()
     if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):
         return list(program)
@@ -48,16 +47,20 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
             f"{command}: there is no file {name!r}.",
             hint=f"Check the path; no command of this name is on PATH either.\n{usage}",
         )
-    if (started := Path(found).name) in _LAUNCHERS:
-        raise ConfigError(
-            f"{started} starts processes of its own, so each rank would start the whole training again.",
-            hint=f"Name the script, or the module, that trains: unsloth-multigpu {command} train.py ...",
-        )
+    if (started := Path(found).name) in LAUNCHERS:
+        raise _starts_processes(started, command)
     if not is_here and not _is_python(Path(found)):
         raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")
     if started == "trl" and arguments and _has_script(arguments[0]):
         return _script_of_trl(arguments, command)
     return [found, *arguments]
+
+
+def _starts_processes(launcher: str, command: str) -> ConfigError:
+    return ConfigError(
+        f"{launcher} starts processes of its own, so each rank would start the whole training again.",
+        hint=f"Name the script, or the module, that trains: unsloth-multigpu {command} train.py ...",
+    )
 
 
 def _script_of_trl(arguments: Sequence[str], command: str) -> list[str]:

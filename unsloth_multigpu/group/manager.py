@@ -47,6 +47,7 @@ class DDPManager(Board):
 
     Attributes:
         connect_store: Connects to the store of this run, when it is first needed.
+        tell: Takes the kind of an event for the supervisor.
         saves: What rank 0 saves, and where the others wait for it.
         waits: Counts the seconds that this rank waits for others.
     """
@@ -57,6 +58,7 @@ class DDPManager(Board):
         self.config = config
         self._session_index = session_index
         self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
+        self.tell: Callable[[str], object] = lambda _kind: None
         self._last_works: deque[Any] = deque(maxlen=8)
         self._shutdown: ShutdownBarrier | None = None
         self.saves = Saves(self)
@@ -86,11 +88,13 @@ class DDPManager(Board):
     def meet_ranks(self) -> None:
         """Waits until all ranks are about to open the process group. Nothing where there is one. Raises as `meet`."""
         if self.identity.world_size > 1 and not dist.is_initialized():
+            self.tell("meeting")  # A rank that has ended by now will not come.
             self.meet(
                 self.identity.world_size,
                 timeout_s=self.config.timeout_s,
                 hint="Let all ranks run the same code up to the training. Raise timeout_s where it only takes long.",
             )
+            self.tell("met")
 
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
+if TYPE_CHECKING:
+    from unsloth_multigpu.group.manager import DDPManager
+
 logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
+_PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Between a call of `Accelerator()` and its patch.
 _INFERS_DEVICE = ("peft.peft_model:infer_device", "peft.utils.save_and_load:infer_device")
 
 
@@ -63,17 +69,27 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
     return patches
 
 
-def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
-    """Patches for training loops with an `Accelerator` of the script's own, whose steps are accelerate's.
+def loop_patches(
+    config: MultiGPUConfig, world_size: int, manager: Callable[[], DDPManager], on_close: ExitStack
+) -> list[Patch]:
+    """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
 
     Args:
         config: The run's options.
         world_size: Ranks of the run.
+        manager: Gives this rank's manager.
+        on_close: Gives accelerators back as they were.
     """
     if not config.keeps_global_batch:
         return []
     of_trainers: WeakSet[Any] = WeakSet()
     return [
+        Patch(
+            "accelerate.accelerator:Accelerator.__init__",
+            _SUPPORTS,
+            functools.partial(_kept, config, world_size, manager, on_close),
+            "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process.",
+        ),
         Patch(
             "transformers.trainer:Trainer.create_accelerator_and_postprocess",
             "transformers>=4.57",
@@ -84,7 +100,7 @@ def loop_patches(config: MultiGPUConfig, world_size: int) -> list[Patch]:
             "accelerate.accelerator:Accelerator.backward",
             _SUPPORTS,
             functools.partial(_told_batches, of_trainers, config, world_size),
-            "In a loop with an Accelerator each rank takes whole batches: other steps than those of one process.",
+            "In a library's loop with an Accelerator each rank takes whole batches: other steps than of one process.",
         ),
     ]
 
@@ -95,6 +111,38 @@ def _of_rank(device_index: int, original: Callable[[], str]) -> Callable[[], str
         return f"{original()}:{device_index}"
 
     return infer_device
+
+
+def _kept(
+    config: MultiGPUConfig,
+    world_size: int,
+    manager: Callable[[], DDPManager],
+    on_close: ExitStack,
+    original: Callable[..., None],
+) -> Callable[..., None]:
+    told: set[str] = set()
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
+        original(self, *args, **kwargs)
+        from unsloth_multigpu.step.own_code import is_library
+
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and _module_of(caller).startswith(_PASSED_ON):
+            caller = caller.f_back
+        if caller is None or is_library(_module_of(caller)):
+            return
+        from unsloth_multigpu.step.accelerated import can_share, keep_batches
+
+        if can_share(self, world_size, caller):
+            on_close.callback(keep_batches(self, config, manager, told))
+
+    return __init__
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None]) -> Callable[..., None]:
@@ -116,16 +164,10 @@ def _told_batches(
         # Evaluations do not come here, and a loader that accelerate has not prepared gives other batches.
         is_own = self not in of_trainers and self.gradient_state.in_dataloader
         if is_own and self not in told and not self.split_batches:
+            from unsloth_multigpu.step.accelerated import tell_whole_batches
+
             told.add(self)
-            what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples"
-            hint = (
-                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
-                "global_batch='scale' says that the larger one is meant."
-            )
-            if config.inexact == "raise":
-                raise SetupError(f"{what} of one process.", hint=hint)
-            if self.is_main_process:
-                logger.warning("%s of one process. %s", what, hint)
+            tell_whole_batches(self, config, world_size)
         original(self, *args, **kwargs)
 
     return backward

@@ -101,8 +101,10 @@ def find_cause(
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     ended = {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0}
     ended |= {r for r in leaving if exit_codes.get(r, 0) in _SENT_TO_SURVIVORS or exit_codes.get(r, 0) >= 0}
+    has_begun = any(event.kind in ("training", "exception") for event in events)
     if (left := find_early_exit(events, ended)) is not None:
-        return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1))
+        others = f"while other ranks {'were training' if has_begun else 'wait for it to train with them'}"
+        return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1), others)
     # A rank that has reported an error was killed because its teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
     if found := _from_exit_codes(silent, gone, steps, num_memory_kills):
@@ -118,7 +120,7 @@ def find_cause(
 
 
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
-    """The last event of a rank that is gone without an error while another rank is inside `train()`.
+    """The last event of a rank that is gone without an error while another is in `train()`, or waits to open a group.
 
     Training is collective: the other ranks would wait forever for a rank that is missing.
 
@@ -135,7 +137,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         # Neither a hang nor a refusal says where a rank is.
         if not is_repeated and event.kind not in (HANG, REFUSED, MADE_UP_FOR):
             last[event.rank] = event
-    waits = {r for r, e in last.items() if e.kind == "training" or _is_communication_error(e)}
+    waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
     for event in sorted(last.values(), key=lambda e: e.time_s):
         has_left = event.kind == "left_training" or (event.rank in gone and event.kind != "exception")
         if has_left and not _is_communication_error(event) and waits - {event.rank}:
@@ -165,9 +167,8 @@ def _is_communication_error(event: Event) -> bool:
     return not is_own and bool(_COMMUNICATION_ERROR.search(_error(event)))
 
 
-def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, step: int) -> Cause:
+def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, step: int, others: str) -> Cause:
     code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
-    others = "while other ranks were training"
     if left.kind == "left_training" and "exit_code" not in left.facts:
         # The process has not exited: train() raised an error, and the script caught it.
         ended = f" and ended with exit code {code}" if is_gone else ""

@@ -59,15 +59,11 @@ def is_being_dealt(trainer: TrainerLike) -> bool:
     return isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered)
 
 
-class _Alone:
-    """A state of accelerate that says it is of one process; all else is the state's own."""
+class StateView:
+    """A state of accelerate that tells other numbers: what a subclass does not define is the state's own."""
 
     def __init__(self, state: Any) -> None:
         object.__setattr__(self, "_state", state)
-
-    num_processes = 1
-    process_index = local_process_index = 0
-    is_main_process = is_local_main_process = is_last_process = True
 
     def __getattr__(self, name: str) -> Any:
         if name == "_state":  # Of a copy, which has none yet.
@@ -76,6 +72,17 @@ class _Alone:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._state, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._state)
+
+
+class _Alone(StateView):
+    """It is of one process."""
+
+    num_processes = 1
+    process_index = local_process_index = 0
+    is_main_process = is_local_main_process = is_last_process = True
 
 
 @contextmanager

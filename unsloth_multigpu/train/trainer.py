@@ -17,6 +17,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shard_engine import Engine, find_engine
 from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.launch.refusal import refuse_batch_search
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
@@ -231,11 +232,7 @@ class DDPTrainer:
                 f"{self.manager.identity.world_size} ranks: each would train for itself.",
                 hint="Call enable_multi_gpu() before `import unsloth` and before TrainingArguments are made.",
             )
-        if args.auto_find_batch_size:
-            raise SetupError(
-                "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
-                hint="Set auto_find_batch_size=False and a batch size that fits.",
-            )
+        refuse_batch_search(args.auto_find_batch_size)
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
             raise SetupError(
                 "train_sampling_strategy='batch_rebalance' deals samples to ranks itself, and others than one GPU "

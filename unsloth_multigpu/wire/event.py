@@ -15,8 +15,8 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank says of itself: started, training, trained, stopping, stopped, interrupted, exception or
-    exiting.
+    """Something that a rank says of itself: started, meeting (it waits for others to open a group), met, training,
+    trained, stopping, stopped, interrupted, exception or exiting.
 
     Args:
         time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and which is never set.

@@ -1,0 +1,333 @@
+"""Loops with an `Accelerator` of the script's own: ranks share each batch, and steps are those of one process.
+
+accelerate's own sharing gives each rank whole batches. Here it prepares what it prepares in one process, a loader whose
+batches are this rank's rows, and steps a schedule once for each optimizer step.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from unsloth_multigpu.errors import DivergenceError, SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.seam import instance_attribute, steered
+from unsloth_multigpu.step.one_process import StateView
+from unsloth_multigpu.step.sampler import worker_settings
+from unsloth_multigpu.wire.digest import digest_int64
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.group.manager import DDPManager
+
+logger = get_logger(__name__)
+
+_SCALE = 'global_batch="scale" leaves the batches to accelerate.'
+
+
+def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
+    """How many rows of a batch each rank takes: as even as whole rows allow, the first ranks one more."""
+    return [num_rows // world_size + (rank < num_rows % world_size) for rank in range(world_size)]
+
+
+def can_share(accelerator: Any, world_size: int, caller: FrameType | None) -> bool:
+    """True where each rank takes rows of its own, and who made the accelerator leaves it to others how.
+
+    That is no method of a Trainer, and a script that has not told accelerate to split batches.
+
+    Args:
+        accelerator: As it was just made.
+        world_size: Ranks of the run.
+        caller: Where the script made it.
+    """
+    transformers = sys.modules.get("transformers.trainer")
+    while caller is not None and transformers is not None:
+        if isinstance(caller.f_locals.get("self"), transformers.Trainer):
+            return False
+        caller = caller.f_back
+    parallelism = getattr(accelerator, "parallelism_config", None)  # Not in every version.
+    if accelerator.split_batches or not (parallelism is None or parallelism.non_data_parallel_size == 1):
+        return False
+    kind = str(accelerator.distributed_type.value)
+    return accelerator.num_processes == world_size and kind.startswith(("MULTI_", "FSDP"))
+
+
+def keep_batches(
+    accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
+) -> Callable[[], None]:
+    """Lets the loop of this accelerator make the steps of one process.
+
+    Args:
+        accelerator: As it was just made.
+        config: The run's options.
+        manager: Gives this rank's manager.
+        told: What was said of such loops in this process.
+
+    Returns:
+        What gives the accelerator back as it was. It does not keep the accelerator, and the models that it holds.
+    """
+    loop = _Loop(accelerator, config, manager, told)
+    settings = copy.copy(accelerator.dataloader_config)
+    settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
+    loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
+    loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
+    for name in ("prepare_data_loader", "backward", "gather"):
+        loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
+    found = weakref.ref(loop)
+
+    def leave() -> None:
+        if (kept := found()) is not None:
+            kept.stack.close()
+
+    return leave
+
+
+def tell_whole_batches(accelerator: Any, config: MultiGPUConfig, world_size: int) -> None:
+    """Says once that a loop which is not shared here makes larger steps.
+
+    Raises:
+        SetupError: The run is to refuse what is not exact.
+    """
+    what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples of one "
+    what += "process"
+    hint = (
+        "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
+        "global_batch='scale' says that the larger one is meant."
+    )
+    if config.inexact == "raise":
+        raise SetupError(f"{what}.", hint=hint)
+    if accelerator.is_main_process:
+        logger.warning("%s. %s", what, hint)
+
+
+class SharedBatches(BatchSampler):
+    """Yields this rank's rows of each batch of another sampler. All ranks draw the batches.
+
+    A rank for which no row is left takes the first one again, which `_Loop` counts as nothing.
+
+    Args:
+        batches: The sampler of the one process, whose batches but for the last have `batch_size` rows.
+        rank: Of this process.
+        world_size: Number of ranks.
+        check_same: Is given the first batch of each pass.
+    """
+
+    even_batches = False  # Read by `Accelerator.join_uneven_inputs`.
+
+    def __init__(
+        self, batches: Any, rank: int, world_size: int, check_same: Callable[[Iterable[Any]], None] | None
+    ) -> None:
+        # accelerate looks for these, and may put another sampler there.
+        self.batch_sampler = batches
+        self.sampler: Any = getattr(batches, "sampler", None)
+        self.batch_size: int = batches.batch_size
+        self.drop_last = getattr(batches, "drop_last", False)
+        self._rank = rank
+        self._world_size = world_size
+        self._check_same = check_same
+        # Rows of the batch that was drawn last, of all ranks.
+        self.num_drawn = self.batch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.num_drawn = self.batch_size
+        for index, batch in enumerate(self.batch_sampler):
+            if self.num_drawn != self.batch_size:
+                raise SetupError(
+                    f"{type(self.batch_sampler).__name__} gives a batch of {self.num_drawn} rows in the midst of a "
+                    f"pass, and its batch_size is {self.batch_size}.",
+                    hint=f"Only the last batch may have another size. {_SCALE}",
+                )
+            if index == 0 and self._check_same is not None:
+                self._check_same(batch)
+            self.num_drawn = len(batch)
+            rows = rows_of_ranks(len(batch), self._world_size)
+            start = sum(rows[: self._rank])
+            yield list(batch[start : start + rows[self._rank]] or batch[:1])
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+class _CountedState(StateView):
+    """A state of accelerate that counts one process while no loader is read.
+
+    A schedule, or a learning rate, that a script multiplies by the number of processes is that of one process then. In
+    a loop the number is real: a loss that is divided by what was gathered from all ranks is multiplied by it.
+    """
+
+    def __init__(self, state: Any, gradient_state: Any) -> None:
+        super().__init__(state)
+        object.__setattr__(self, "_gradient_state", gradient_state)
+        object.__setattr__(self, "_told", None)
+        object.__setattr__(self, "was_read_in_loop", False)
+
+    @property
+    def num_processes(self) -> int:
+        if self._told is not None:
+            return int(self._told)
+        if not self._gradient_state.in_dataloader:
+            return 1
+        object.__setattr__(self, "was_read_in_loop", True)
+        return int(self._state.num_processes)
+
+    @contextmanager
+    def telling(self, num_processes: int) -> Iterator[None]:
+        """It tells this number while the context is open."""
+        object.__setattr__(self, "_told", num_processes)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "_told", None)
+
+
+class _Loop:
+    """What stands on one accelerator of the script's."""
+
+    def __init__(
+        self, accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
+    ) -> None:
+        self._accelerator = accelerator
+        self._config = config
+        self._manager = manager
+        self._rank: int = accelerator.process_index
+        self._world_size: int = accelerator.num_processes
+        self._told = told
+        self.stack = ExitStack()
+        self.state = _CountedState(accelerator.state, accelerator.gradient_state)
+
+    def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_data_loader`.
+
+        Raises:
+            SetupError: Ranks cannot share its batches.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return original(data_loader, *args, **kwargs)
+        batches = data_loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if size is None:
+            raise SetupError(
+                f"{type(batches).__name__} has no batch_size: ranks cannot share what it gives.",
+                hint=f"Give the data loader a batch size. {_SCALE}",
+            )
+        if isinstance(data_loader.dataset, IterableDataset) or self._accelerator.dispatch_batches:
+            return self._prepare_stream(original, data_loader, size, *args, **kwargs)
+        if size < self._world_size:
+            self._tell(
+                f"batch_size={size}: {self._world_size - size} of {self._world_size} ranks repeat a row, which "
+                "counts for nothing"
+            )
+        is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
+        check_same = None if is_in_order else self._check_same
+        mine: DataLoader[Any] = DataLoader(
+            data_loader.dataset,
+            batch_sampler=SharedBatches(batches, self._rank, self._world_size, check_same),
+            collate_fn=data_loader.collate_fn,
+            pin_memory=data_loader.pin_memory,
+            generator=data_loader.generator,
+            **worker_settings(data_loader),
+        )
+        with self.state.telling(1):
+            prepared = original(mine, *args, **kwargs)
+        prepared._drop_last = data_loader.drop_last
+        if not is_in_order:
+            # Rank 0's order is that of all: where a pass begins, they get its generator.
+            prepared.rng_types = [*(prepared.rng_types or ()), "torch"]
+        return prepared
+
+    def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
+        """`Accelerator.backward`: the mean over a rank's rows counts as many rows as there are."""
+        if (rows := self._rows()) is None:
+            self._look_at_other()
+            return original(loss, **kwargs)
+        batch = f"a batch of {sum(rows)} rows is {' + '.join(map(str, rows))} on {self._world_size} ranks"
+        if len(set(rows)) == 1:
+            if not self._told:
+                self._tell(f"{batch}: exact where the loss is a mean over rows. Nothing is compared in such a loop")
+            return original(loss, **kwargs)
+        weight = rows[self._rank] * self._world_size / sum(rows)
+        if self.state.was_read_in_loop and rows[self._rank]:
+            weight = 1.0  # The loop itself divides its loss by rows or tokens of all ranks.
+            self._tell(f"{batch}: the loop reads num_processes, so its losses are not weighed")
+        else:
+            self._tell(f"{batch}: losses are weighed as means over these rows")
+        return original(loss * weight, **kwargs)
+
+    def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
+        """`Accelerator.gather`: of an uneven batch each row once, in the order of one process."""
+        rows = self._rows()
+        if rows is None or len(set(rows)) == 1:
+            return original(tensor)
+        from accelerate.utils.operations import recursively_apply
+
+        return recursively_apply(functools.partial(self._gather_rows, original, rows), tensor)
+
+    def _gather_rows(self, original: Callable[..., Any], rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
+        held = [] if not tensor.ndim else self._manager().gather_int64([len(tensor)])
+        if [num for (num,) in held] != [max(num, 1) for num in rows]:
+            gathered: torch.Tensor = original(tensor)  # Not one value for each row.
+            return gathered
+        filled = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        filled[: len(tensor)] = tensor
+        parts = original(filled).split(max(rows))
+        return torch.cat([part[:num] for part, num in zip(parts, rows, strict=True)])
+
+    def _prepare_stream(
+        self, original: Callable[..., Any], data_loader: Any, size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """accelerate reads a stream on rank 0, or on each rank, and shares its batches in equal parts."""
+        if size % self._world_size:
+            raise SetupError(
+                f"batch_size={size}: accelerate shares the batches of {type(data_loader.dataset).__name__} in equal "
+                f"parts, and there are {self._world_size} ranks.",
+                hint=f"Set a multiple of {self._world_size}, or another num_gpus. {_SCALE}",
+            )
+        with self.state.telling(self._world_size):
+            return original(data_loader, *args, **kwargs)
+
+    def _rows(self) -> list[int] | None:
+        """Rows of each rank in the batch that the loop has now; None where none of ours is read."""
+        loader = self._accelerator.gradient_state.active_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
+        while sampler is not None and not isinstance(sampler, SharedBatches):
+            sampler = getattr(sampler, "batch_sampler", None)  # Of `skip_first_batches`.
+        if sampler is None:
+            return None
+        # The sampler is ahead of the loop, and only its last batch is shorter.
+        num_rows = sampler.num_drawn if loader.end_of_dataloader else sampler.batch_size
+        return rows_of_ranks(num_rows, self._world_size)
+
+    def _look_at_other(self) -> None:
+        """Looks at a batch that is not shared here."""
+        state = self._accelerator.gradient_state
+        if not state.in_dataloader:
+            self._tell("the loop reads no loader that was prepared: an optimizer step sees what each rank reads itself")
+        if state.end_of_dataloader and state.remainder > 0 and (over := state.remainder % self._world_size):
+            what = f"the last batch of a stream has {state.remainder} rows, and accelerate repeats "
+            what += f"{self._world_size - over} to share it by {self._world_size} ranks"
+            if self._config.inexact == "raise":
+                raise SetupError(f"{what}.", hint="Set drop_last=True.")
+            self._tell(what)
+
+    def _check_same(self, batch: Iterable[Any]) -> None:
+        digests = self._manager().gather_int64([digest_int64(repr([str(i) for i in batch]).encode())])
+        if any(theirs != digests[0] for theirs in digests):
+            raise DivergenceError(
+                "The ranks draw other batches from one data loader.",
+                hint="Let the sampler draw from torch's generator, and give all ranks the same seed: "
+                "set_seed(seed, device_specific=True) does not go with use_seedable_sampler.",
+            )
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told and self._rank == 0:
+            self._told.add(text)
+            logger.warning("%s", text)
