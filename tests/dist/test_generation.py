@@ -58,6 +58,8 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     assert len(re.findall(r"trained 2 steps in [\d.]+ s, set-up ", text)) == len([*JOBS, SHAPED])
     assert text.count("Grpo: each rank draws completions of its own, so this is another run than on one GPU") == 3
     assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
+    assert text.count("balance: completions are dealt in order: loss_type='bnpo'") == 1
+    assert text.count("completions dealt by length: ") == len(JOBS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
