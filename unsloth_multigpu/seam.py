@@ -101,6 +101,7 @@ _TABLE = (
     _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
     _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
     _seam("save_model", "`chaos` fails here.", "output_dir"),
+    _seam("_prepare_inputs", "Completions are dealt to ranks and micro-batches by length."),
     _seam("_generate_and_score_completions", _WAITS, optional=True),
     _seam("generate_on_policy_outputs", _WAITS, optional=True),
     _seam("compute_ref_log_probs", _PASSES, optional=True),

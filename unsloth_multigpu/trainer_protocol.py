@@ -180,6 +180,10 @@ class TrainerLike(Protocol):
 class OptionalTrainer(TrainerLike, Protocol):
     """Members that only some trainers or versions have. Cast to it where one has been found."""
 
+    _buffered_inputs: list[dict[str, Any]] | None  # GRPO, RLOO: the micro-batches of a generation
+    _step: int  # calls of training_step
+    processing_class: Any
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
     def _generate_and_score_completions(self, inputs: Any) -> Any: ...
     def generate_on_policy_outputs(self, *args: Any) -> Any: ...

@@ -158,8 +158,11 @@ def test_optional_members_are_those_of_some_trainer() -> None:
     from unsloth_multigpu.seam import SEAMS
     from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, OptionalTrainer, TrainerLike
 
-    # Its methods are seams.
-    assert members(OptionalTrainer) - members(TrainerLike) - set(SEAMS) == set()
+    # Its methods are seams, its attributes those of GRPO.
+    attributes = members(OptionalTrainer) - members(TrainerLike) - set(SEAMS)
+    assert attributes == {"_buffered_inputs", "_step", "processing_class"}
+    of_grpo = inspect.getsource(grpo_trainer)
+    assert [name for name in attributes if f"self.{name}" not in of_grpo and f" {name}=" not in of_grpo] == []
     own = members(OptionalArguments) - members(ArgumentsLike)
     assert len(own) == 4
     modules = (transformers.trainer, grpo_trainer, dpo_trainer)

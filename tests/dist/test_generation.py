@@ -1,7 +1,7 @@
 """GRPO and RLOO on ranks that neither the batch nor the accumulation divides by: the training of one process.
 
 Their draws are replaced by completions that depend on the prompt and the place in its group alone. Four ranks share
-steps of 6 x 2 and 2 x 6 completions.
+steps of 6 x 2 and 2 x 6 completions; two and three deal them by length among micro-batches, too.
 """
 
 import re
@@ -16,18 +16,28 @@ from tests.helpers.tiny import build_tiny
 SCRIPT = Path(__file__).parent / "scripts" / "generation.py"
 JOBS = ["grpo:6x2:grpo", "grpo:6x2:dapo", "rloo:2x6:"]
 SHAPED = "grpo:6x2:bnpo"
+DEALT = ["grpo:2x6:grpo", "grpo:2x6:dapo", "grpo:2x6:dr_grpo", "rloo:2x6:"]
+# One process shuffles such a generation otherwise than ranks do: it is compared with ranks that keep TRL's order.
+OLD = "grpo:2x6:dapo:old"
+
+
+def start_ranks(path, name, num_ranks, jobs, **options):
+    arguments = map(str, [num_ranks, path / "model", path / name, *jobs])
+    # TRL's Triton kernel is left out.
+    run = run_python([SCRIPT, *arguments], path, {**light("rich", "triton"), **options})
+    assert run.code == 0, run.err
+    (path / f"{name}.txt").write_text(run.err)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("generation")
     build_tiny(path / "model")
-    for num_ranks, jobs in ((1, JOBS), (4, [*JOBS, SHAPED])):
-        arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *jobs])
-        # TRL's Triton kernel is left out.
-        run = run_python([SCRIPT, *arguments], path, light("rich", "triton"))
-        assert run.code == 0, run.err
-        (path / f"{num_ranks}.txt").write_text(run.err)
+    start_ranks(path, "1", 1, {*JOBS, *DEALT})
+    start_ranks(path, "4", 4, [*JOBS, SHAPED])
+    start_ranks(path, "2", 2, [*DEALT, OLD])
+    start_ranks(path, "3", 3, DEALT)
+    start_ranks(path, "off", 2, [DEALT[0], OLD], UNSLOTH_MULTIGPU_BALANCE="off")
     return path
 
 
@@ -48,3 +58,33 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     assert len(re.findall(r"trained 2 steps in [\d.]+ s, set-up ", text)) == len([*JOBS, SHAPED])
     assert text.count("Grpo: each rank draws completions of its own, so this is another run than on one GPU") == 3
     assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
+    assert text.count("balance: completions are dealt in order: loss_type='bnpo'") == 1
+    assert text.count("completions dealt by length: ") == len(JOBS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("job", DEALT)
+def test_completions_dealt_by_length_have_the_gradient_of_one_process(folder, job, num_ranks):
+    (one, weights), (many, of_ranks) = outcome(folder / "1", job), outcome(folder / str(num_ranks), job)
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert many["reward"] == pytest.approx(one["reward"], rel=1e-5)
+    assert distance(weights, of_ranks) < 1e-6
+
+
+def test_old_and_reference_log_probabilities_move_with_their_completion(folder):
+    (dealt, weights), (in_order, before) = outcome(folder / "2", OLD), outcome(folder / "off", OLD)
+    assert len(dealt["grad_norm"]) == 5
+    assert dealt["grad_norm"] == pytest.approx(in_order["grad_norm"], rel=1e-5)
+    assert distance(weights, before) < 1e-6
+
+
+@pytest.mark.parametrize("job", [DEALT[0], OLD])
+def test_dealt_micro_batches_have_the_same_tokens_and_less_padding(folder, job):
+    computed, of_tokens = [], []
+    for name in ("2", "off"):
+        ranks = [outcome(folder / name, job, rank=rank)[0]["shapes"] for rank in range(2)]
+        assert len({rows for rank in ranks for rows, _, _ in rank}) == 1
+        computed.append(sum(rows * width for rank in ranks for rows, width, _ in rank))
+        of_tokens.append(sum(tokens for rank in ranks for *_, tokens in rank))
+    assert of_tokens[0] == of_tokens[1]
+    assert computed[0] - of_tokens[0] < (computed[1] - of_tokens[1]) / 2

@@ -4,15 +4,18 @@ import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.notebook_shape import notebook_shapes
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.step.completions import _lengths, _taken, unknown_inputs
 from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.generation import (
     GenerationShape,
     arguments_of_one_process,
+    deal_completions,
     divide_generation,
     divided_arguments,
     draws_completions,
@@ -111,3 +114,75 @@ def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
 def test_distillation_on_completions_of_its_own_is_known(facts, draws):
     trainer = SimpleNamespace(args=SimpleNamespace(), generate_on_policy_outputs=print, **facts)
     assert draws_completions(trainer) == draws
+
+
+LENGTH = st.tuples(st.integers(0, 9), st.integers(0, 40))
+
+
+def padded(lengths, micro_batches):
+    return sum(
+        len(rows) * (max(lengths[i][0] for i in rows) + max(lengths[i][1] for i in rows)) for rows in micro_batches
+    )
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.data(), SMALL, SMALL, st.integers(1, 4))
+def test_dealt_completions_keep_all_shapes_and_pad_no_more_than_the_longest(data, batch, num_micro_batches, world_size):
+    count = batch * num_micro_batches * world_size
+    lengths = data.draw(st.lists(LENGTH, min_size=count, max_size=count))
+    plan = deal_completions(lengths, batch, world_size)
+    assert [len(share) for share in plan] == [num_micro_batches] * world_size
+    every = [rows for share in plan for rows in share]
+    assert {len(rows) for rows in every} == {batch}
+    assert sorted(i for rows in every for i in rows) == list(range(count))
+    assert padded(lengths, every) <= padded(lengths, [list(range(count))])
+    costs = [[padded(lengths, [rows]) for rows in share] for share in plan]
+    assert all(share == sorted(share) for share in costs)
+
+
+def test_the_longest_completions_share_a_micro_batch_and_ranks_have_similar_work():
+    lengths = [(4, n) for n in (100, 1, 90, 2, 50, 3, 45, 4)]
+    assert deal_completions(lengths, 2, 2) == [[[1, 3], [2, 0]], [[5, 7], [6, 4]]]
+
+
+def test_a_row_keeps_what_belongs_to_it_and_loses_columns_of_padding_alone():
+    rows = {
+        "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1], [1, 1, 1]]),
+        "completion_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
+        "advantages": torch.tensor([1.0, 2.0, 3.0]),
+    }
+    assert _lengths(rows) == [(1, 2), (2, 1), (3, 0)]
+    taken = _taken(rows, [1, 0], 2, 2)
+    assert {name: value.tolist() for name, value in taken.items()} == {
+        "prompt_mask": [[1, 1], [0, 1]],
+        "completion_mask": [[1, 0], [1, 1]],
+        "advantages": [2.0, 1.0],
+    }
+
+
+def micro_batch(**more):
+    ids, mask = torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
+    names = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": ids, "completion_mask": mask}
+    return {**names, "advantages": torch.ones(2), "num_items_in_batch": torch.tensor(6), **more}
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({}, ""),
+        ({"old_per_token_logps": torch.ones(2, 3), "ref_per_token_logps": None}, ""),
+        ({"tool_mask": torch.ones(2, 3)}, "'tool_mask'"),
+        ({"pixel_values": torch.ones(2, 3)}, "'pixel_values'"),
+        ({"importance_sampling_ratio": torch.ones(2, 3)}, "'importance_sampling_ratio'"),
+        ({"num_images": [1, 1]}, "'num_images'"),
+        ({"advantages": torch.ones(2, 3)}, "the shape of 'advantages'"),
+        ({"ref_per_token_logps": torch.ones(2, 5)}, "the shape of 'ref_per_token_logps'"),
+        ({"max_left_pad": torch.ones(2, 1)}, ""),
+        (
+            {"max_left_pad": torch.ones(2, 1), "old_per_token_logps": torch.ones(2, 3)},
+            "the layout of Unsloth's log-probabilities",
+        ),
+    ],
+)
+def test_inputs_that_are_not_known_are_named(more, what):
+    assert unknown_inputs([micro_batch(), micro_batch(**more)]) == what

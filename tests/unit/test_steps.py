@@ -259,7 +259,8 @@ OF_THE_PLANNER = {
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_PLANNER)
+# `balance` deals what was generated.
+@pytest.mark.parametrize("name", OF_THE_PLANNER.keys() - {"balance"})
 def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
     assert OF_THE_PLANNER.keys() == {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
     # GRPO and RLOO have this argument.

@@ -24,6 +24,7 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("faults", "Planted inside of all that guards, which then meets them as faults of the script."),
     ("waits", "Next to the micro-batches: behind the last gradient of each it measures the wait for other ranks."),
     ("log", "Its numbers are in the line before all that writes it, or hands it on, adds to it."),
+    ("completions", "A micro-batch is dealt before anything counts or computes it."),
     ("feed", "From here outwards the Trainer's batch is one whole optimizer step."),
     ("view", "Hides from callbacks that the loop is fed with whole steps."),
     ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),

@@ -153,6 +153,10 @@ class DDPTrainer:
         self._lead.begin()
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
+        elif self._deals_completions():
+            from unsloth_multigpu.step.completions import CompletionDeal
+
+            self.parts.append(CompletionDeal(self.trainer, self.manager))
         if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
             name = type(self.trainer).__name__
             logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)
@@ -249,7 +253,7 @@ class DDPTrainer:
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
         owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
-            if plan := self.config.asked(Scope.PLANNER):
+            if plan := [name for name in self.config.asked(Scope.PLANNER) if not name.startswith("balance=")]:
                 raise SetupError(
                     f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
                     hint="Leave it out for this trainer.",
@@ -264,6 +268,12 @@ class DDPTrainer:
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
             )
         return True
+
+    def _deals_completions(self) -> bool:
+        """True where completions that a trainer has drawn are dealt by their length."""
+        is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
+        draws = hasattr(self.trainer.args, "steps_per_generation")
+        return draws and is_planned and self.manager.identity.world_size > 1
 
     def _may_stop(self) -> bool:
         return self.exchange is None or self.exchange.may_stop

@@ -1,6 +1,7 @@
 """Trains GRPO and RLOO on completions that depend on the prompt and on their place in its group alone.
 
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
+With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
 """
 
 import json
@@ -30,13 +31,16 @@ def completions_of(prompt_ids):
     first = rank * len(prompt_ids)
     for i, ids in enumerate(prompt_ids):
         place = (first + i) % GROUP
-        yield [20 + (7 * sum(ids) + 11 * place + 5 * k) % 900 for k in range(3 + 2 * place)]
+        length = 3 + 2 * place + sum(ids) % 7
+        yield [20 + (7 * sum(ids) + 11 * place + 5 * k) % 900 for k in range(length)]
 
 
 class PlainTorch:
     """TRL's own are a Triton kernel."""
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        if torch.is_grad_enabled():  # The loss of a micro-batch.
+            self.shapes.append([*input_ids.shape, int(attention_mask.sum())])
         logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
         every = logits.log_softmax(-1)
         mine = every.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
@@ -74,7 +78,7 @@ def rebuilt_from(config, batch, accumulation):
 
 
 def run(job):
-    kind, shape, loss = job.split(":")
+    kind, shape, loss, *more = job.split(":")
     batch, accumulation = map(int, shape.split("x"))
     trainer_class, config_class = {"grpo": (Grpo, GRPOConfig), "rloo": (Rloo, RLOOConfig)}[kind]
     config = config_class(
@@ -83,11 +87,12 @@ def run(job):
         gradient_accumulation_steps=accumulation,
         num_generations=GROUP,
         max_completion_length=16,
-        max_steps=2,
+        max_steps=5 if more else 2,
         bf16=False,
         gradient_checkpointing=False,
         **{**SGD, "learning_rate": 0.1},
         **({"loss_type": loss} if loss else {}),
+        **({"steps_per_generation": 2 * accumulation, "num_iterations": 2, "beta": 0.2} if more else {}),
     )
     if loss != "bnpo":  # It is warned of where arguments are made.
         config = rebuilt_from(config, batch, accumulation)
@@ -100,8 +105,11 @@ def run(job):
         reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 17) for ids in completion_ids],
         processing_class=tokenizer,
     )
+    trainer.shapes = []
     trainer.train()
-    write_outcome(out, job, logged(trainer, "grad_norm", "reward"), trainer.model.named_parameters())
+    names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
+    facts = {**logged(trainer, *names), "shapes": trainer.shapes}
+    write_outcome(out, job, facts, trainer.model.named_parameters())
 
 
 out.mkdir(parents=True, exist_ok=True)
