@@ -8,9 +8,19 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from unsloth_multigpu.federated.round_report import ClientRecord
+
 
 class AnsweringGrid(Grid):
-    """A test's own class says who is there, `get_node_ids`, and what each message is answered with."""
+    """A test's own class says who is there, `get_node_ids`, and what each message is answered with.
+
+    It has what `ProcessGrid` has beyond Flower's grid.
+    """
+
+    devices_of_slots = ("cpu:0",)
+
+    def __init__(self) -> None:
+        self.records: list[ClientRecord] = []
 
     def answer(self, message: Message) -> Message:
         raise NotImplementedError

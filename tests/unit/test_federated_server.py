@@ -1,8 +1,8 @@
-"""What the server takes and refuses, its report, and its half of the pair under a grid of Flower."""
+"""What the server takes and refuses, its report, and its training over clients in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from safetensors.torch import load_file
@@ -22,8 +22,8 @@ import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import server_app, training
-from unsloth_multigpu.federated.federated_option import FitOptions
+from unsloth_multigpu.federated import training
+from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.reply import judge
 from unsloth_multigpu.federated.training import Training
 
@@ -44,9 +44,11 @@ def make_server(**options: Any) -> ump.FederatedServer:
     return ump.create_multigpu_flower_server(**given)
 
 
-def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) -> training.ServerPlan:
-    """The server's half of the pair, which trains over any grid of Flower."""
-    return training.ServerPlan("s", model_builder, train, **options)
+def make_plan(
+    model_builder: Callable[[], nn.Module] = build, train_fn: Callable[..., Any] = train, **options: Any
+) -> training.ServerPlan:
+    strategy = {name: options.pop(name) for name in ("strategy", "strategy_kwargs") if name in options}
+    return training.ServerPlan(ServerOptions("s", model_builder, train_fn, **options), **strategy)
 
 
 def run(plan: training.ServerPlan, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
@@ -143,12 +145,13 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
 
 
 class AppGrid(AnsweringGrid):
-    """Runs a ClientApp in this process, as Flower's nodes would; node ids are not in the order of the clients."""
+    """Runs a ClientApp in this process, as Flower's nodes would."""
 
     def __init__(self, app: ClientApp, num_clients: int = 2, **others: ClientApp) -> None:
+        super().__init__()
         self.contexts = {
-            1000 - client_id: Context(
-                1, 1000 - client_id, {"partition-id": client_id, "num-partitions": num_clients}, RecordDict(), {}
+            client_id + 1: Context(
+                1, client_id + 1, {"partition-id": client_id, "num-partitions": num_clients}, RecordDict(), {}
             )
             for client_id in range(num_clients)
         }
@@ -166,52 +169,25 @@ class AppGrid(AnsweringGrid):
     def answer(self, message: Message) -> Message:
         node_id = message.metadata.dst_node_id
         try:
-            return self.others.get(f"client_{1000 - node_id}", self.app)(message, self.contexts[node_id])
+            return self.others.get(f"client_{node_id - 1}", self.app)(message, self.contexts[node_id])
         except (ValueError, FederatedError) as error:
             return Message(Error(2, str(error)), reply_to=message)
 
 
 @pytest.mark.usefixtures("may_make_messages")
-def test_server_app_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    server = make_server(seed=3)
-    settings = {"num-server-rounds": 2, "num-clients": 2, "output-dir": str(tmp_path), "resume": "auto", "step": 2.0}
+def test_client_app_trains_under_a_server_app_of_the_users() -> None:
+    """As in docs/federated.md: Flower's own strategy asks it for the first weights, and for rounds."""
+    app = make_server(seed=3).client_app
+    grid = AppGrid(app)
+    (reply,) = grid.send_and_receive([Message(RecordDict({"config": ConfigRecord()}), 1, "query.initial")])
     torch.manual_seed(3)
     expected = build().state_dict()
-    for rounds in (2, 3):
-        context = Context(1, 0, {}, RecordDict(), {**settings, "num-server-rounds": rounds})
-        server.server_app(AppGrid(server.client_app), context)
-        found = load_file(tmp_path / "final" / "model.safetensors")
-        # Clients 0 and 1 add 2 and 3 in every round.
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value + 2.5 * rounds)
-    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "fact"),
-    [
-        ({"num-server-rounds": 0}, "num_rounds=0"),
-        ({"num-clients": "2"}, "num-clients='2'"),
-        ({"resume": "auto"}, "resume='auto' looks for rounds"),
-    ],
-)
-def test_settings_of_a_run_are_checked(settings: Mapping[str, Any], fact: str) -> None:
-    with pytest.raises(ConfigError, match=fact):
-        server_app.run_options(settings)
-
-
-def test_settings_of_a_run_become_options_and_the_rest_goes_to_the_clients() -> None:
-    given = {"num-server-rounds": 5, "num-clients": 3, "output-dir": "", "round-timeout-s": 9.0, "lr": 0.5}
-    options, least = server_app.run_options(given)
-    assert (options, least) == (FitOptions(num_rounds=5, round_timeout_s=9.0, config={"lr": 0.5}), 3)
-
-
-def test_nodes_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app, "_POLL_S", 0.01)
-    grid = AppGrid(ClientApp(), 2)
-    assert server_app.wait_for_nodes(grid, 2, 5.0) == 2
-    with pytest.raises(FederatedError, match=r"with 3 nodes, still waits for nodes after 0.05 s; 2 are connected"):
-        server_app.wait_for_nodes(grid, 3, 0.05)
+    strategy = FedAvg(fraction_evaluate=0.0)
+    first = ArrayRecord(dict(reply.content["arrays"]))
+    result = strategy.start(grid, first, 2, train_config=ConfigRecord({"step": 2.0}))
+    # Clients 0 and 1 add 2 and 3 in every round.
+    for name, value in result.arrays.to_torch_state_dict().items():
+        torch.testing.assert_close(value, expected[name] + 5.0)
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -224,14 +200,6 @@ def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> No
 
     with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
         run(make_plan(broken))
-
-    class Silent(AppGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-            assert timeout == 300.0
-            return []
-
-    with pytest.raises(FederatedError, match="no client could build its model: no answer within 300 s"):
-        training.ask_for_start(Silent(ClientApp()), 1, 5.0)
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -354,15 +322,15 @@ def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() -> None:
-    plan, other = (training.ServerPlan("s", lambda n=n: Embedding(n), see) for n in (10, 12))
-    result, trained = run(plan, 3, grid=AppGrid(plan.client_app, 3, client_0=other.client_app), num_rounds=2)
+    plan, other = (make_plan(lambda n=n: Embedding(n), see) for n in (10, 12))
+    result, trained = run(plan, 3, grid=AppGrid(plan.client_app, 3, client_2=other.client_app), num_rounds=2)
     for report in result.rounds:
         (failure,) = report.failures
         assert "left out of train: This client's model is not that of the other clients" in failure
         assert "table.weight is (12, 3) here, (10, 3) there" in failure
-    # Clients 1 and 2 move to 2 and 3 and have 3 and 2 examples.
+    # Clients 0 and 1 move to 1 and 2 and have 4 and 3 examples.
     head = training.tensors_of(trained.arrays)["head.weight"]
-    torch.testing.assert_close(head, torch.full((2, 3), 12 / 5))
+    torch.testing.assert_close(head, torch.full((2, 3), 10 / 7))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -377,7 +345,7 @@ def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() ->
     ids=["mean", "optimizer", "differences", "clipped"],
 )
 def test_truth_values_are_aggregated(options: dict[str, Any]) -> None:
-    _, trained = run(training.ServerPlan("s", Embedding, see, **options), 4, num_rounds=2)
+    _, trained = run(make_plan(lambda: Embedding(), see, **options), 4, num_rounds=2)
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool
     # Clipped updates may be too small to turn one.
@@ -399,7 +367,7 @@ def test_share_that_must_succeed_is_met_exactly(share: float, num_asked: int) ->
     def succeed(num_good: int) -> list[str]:
         why = "client {0} (round 1, train) on slot 1, cpu:1: ValueError: x"
         replies = [reply(n, "" if n < num_good else why.format(n)) for n in range(num_asked)]
-        return judge(replies, "train", 1, num_asked=num_asked, min_success=share, weight_key="num-examples")[1]
+        return judge(replies, "train", 1, min_success=share, weight_key="num-examples")[1]
 
     num_good = round(share * num_asked)
     # A failure names its client once.

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord
 
 from unsloth_multigpu.errors import FederatedError
-
-LoraAggregation = Literal["mean", "project"]
 
 # NumPy has no bfloat16, and the server would average in half precision.
 _HALF = (torch.bfloat16, torch.float16)
@@ -65,7 +63,7 @@ def aggregate_lora(
     weights: Sequence[float],
     averaged: ArrayRecord,
     *,
-    mode: LoraAggregation,
+    mode: str,
 ) -> LoraAggregate:
     """Replaces A and B in what the strategy averaged.
 
@@ -73,7 +71,7 @@ def aggregate_lora(
         replies: The clients' arrays, in an order that does not change from run to run.
         weights: Numbers of examples.
         averaged: The strategy's result over all tensors. "mean" returns it and measures what it misses.
-        mode: "project" takes what `not_projectable` has nothing against.
+        mode: "mean" or "project", which takes what `not_projectable` has nothing against.
 
     Raises:
         FederatedError: Weights that sum to nothing.

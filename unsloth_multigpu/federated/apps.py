@@ -37,7 +37,7 @@ def make_client_app(
     server_id: str = "",
     seed: int = 0,
 ) -> ClientApp:
-    """A Flower ClientApp that runs in a slot, under a SuperNode and in Flower's simulation alike.
+    """A Flower ClientApp, for a slot; a SuperNode and Flower's simulation can run it as well.
 
     It answers "train", "evaluate" (with `evaluate_fn`) and "query.initial". The model is built at the first message and
     kept. Exceptions of the user's functions leave it as they are; Flower makes error replies of them.
@@ -88,7 +88,7 @@ class _Turn:
                     hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model of train_fn.",
                 )
             arrays = self._model.read()
-        reply = self._reply(message, client, {"num-examples": num_examples}, metrics, "train_fn")
+        reply = self._reply(message, {"num-examples": num_examples}, metrics, "train_fn")
         reply.content["arrays"] = arrays
         return reply
 
@@ -103,7 +103,7 @@ class _Turn:
             )
         # A client without data may have no loss either; its weight is 0, and 0 * nan would spoil the mean.
         own = {"num-examples": num_examples, "loss": loss if math.isfinite(loss) else 0.0}
-        return self._reply(message, client, own, metrics, "evaluate_fn")
+        return self._reply(message, own, metrics, "evaluate_fn")
 
     def describe(self, message: Message, context: Context) -> Message:
         """The seeded model's travelling tensors, and what `training.Start` has to know of it."""
@@ -145,16 +145,13 @@ class _Turn:
         device = visible_device()
         return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self._server_id)
 
-    def _reply(
-        self, message: Message, client: FederatedClient, own: dict[str, Any], metrics: Any, source: str
-    ) -> Message:
+    def _reply(self, message: Message, own: dict[str, Any], metrics: Any, source: str) -> Message:
         if taken := own.keys() & (metrics or {}).keys():
             raise ConfigError(
                 f"The metric {min(taken)!r} is set already.", hint="Give the client's metric another name."
             )
-        facts: dict[str, Any] = {"client-id": client.client_id} | ({CHANGED: self._changed} if self._changed else {})
         content = RecordDict({"metrics": to_metrics(own | dict(metrics or {}), source)})
-        content["client"] = ConfigRecord(facts)
+        content["client"] = ConfigRecord({CHANGED: self._changed} if self._changed else {})
         return Message(content, reply_to=message)
 
 

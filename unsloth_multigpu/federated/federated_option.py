@@ -69,6 +69,7 @@ class ServerOptions:
     device: Annotated[
         str | None, Option(pattern=r"(cpu|cuda|xpu)(:\d+)?", shown="'cpu', 'cuda', 'cuda:1', 'xpu' and the like")
     ] = None
+    auto_gpu: Annotated[bool, Option()] = True
     num_gpus: Annotated[int | None, Option(least=1, otherwise="all")] = None
     clients_per_gpu: Annotated[int, Option(least=1)] = 1
     max_workers: Annotated[int | None, Option(least=1)] = None

@@ -118,12 +118,6 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
                 )
 
 
-def nodes_needed(strategy: Strategy) -> int:
-    """Nodes without which the strategy does not begin; 2 at least, as Flower has it."""
-    values = [vars(layer).get(name) for layer in layers_of(strategy) for name in _LEAST_NODES]
-    return max([2, *(value for value in values if isinstance(value, int))])
-
-
 def is_weighted_mean(strategy: Strategy) -> bool:
     """Whether the global weights are the example-weighted mean of the clients', and nothing else."""
     return isinstance(strategy, FedAvg) and type(strategy).aggregate_train is FedAvg.aggregate_train

@@ -16,7 +16,6 @@ from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated.client_device import SlotDevice
-from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.pool import SlotPool
 from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.federated.slot import Slot, Task
@@ -53,7 +52,7 @@ class ProcessGrid(Grid):
         num_clients: int,
         places: Sequence[SlotDevice],
         *,
-        placement: Placement = "round_robin",
+        placement: str = "round_robin",
         seed: int = 0,
         log_dir: str = "logs",
     ) -> None:

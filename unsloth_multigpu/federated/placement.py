@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
-
-Placement = Literal["round_robin", "balanced"]
 
 
 def choose_client(
-    client_ids: Sequence[int], device: int, num_devices: int, how: Placement, seconds: Mapping[int, float]
+    client_ids: Sequence[int], device: int, num_devices: int, how: str, seconds: Mapping[int, float]
 ) -> int | None:
     """Position in `client_ids` of the client that a free slot runs next; None = none for this device.
 

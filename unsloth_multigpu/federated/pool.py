@@ -11,7 +11,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.client_device import slot_environment
-from unsloth_multigpu.federated.placement import Placement, choose_client
+from unsloth_multigpu.federated.placement import choose_client
 from unsloth_multigpu.federated.slot import Slot, SlotEnded, Task
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import read_tail
@@ -35,7 +35,7 @@ class SlotPool:
         seed: See `slot_environment`.
     """
 
-    def __init__(self, app: bytes, slots: Sequence[Slot], placement: Placement, seed: int) -> None:
+    def __init__(self, app: bytes, slots: Sequence[Slot], placement: str, seed: int) -> None:
         self.slots = slots
         self._app = app
         self._placement = placement

@@ -15,18 +15,14 @@ logger = get_logger(__name__)
 Kind = Literal["train", "evaluate"]
 # In a reply's "client": names of tensors that the client has changed although they must stay as they are.
 CHANGED = "changed-weights"
-_LEAST_NODE_ID = 1 << 31
 
 
 def judge(
-    replies: Sequence[Message], kind: Kind, server_round: int, *, num_asked: int, min_success: float, weight_key: str
+    replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
     """The replies for the strategy, errors among them, in the order of the clients; and what went wrong, a line each.
 
     Clients without data are left out: they would count in a median, and their metrics may lack names.
-
-    Args:
-        num_asked: Messages that were sent. Over a network an answer may not come.
 
     Raises:
         FederatedError: No client succeeded or had data to train, or fewer than `min_success` of them succeeded.
@@ -38,13 +34,11 @@ def judge(
     what = f" (round {server_round}, {kind})"
     bad = [(name_of(reply), reply.error.reason) for reply in replies if reply.has_error()]
     lost = [(name, str(reason).removeprefix(name + what).lstrip(" :")) for name, reason in bad]
-    if num_silent := num_asked - len(replies):
-        lost.append((f"{num_silent} clients", "no answer in time"))
     # 0.35 * 20 is a little more than 7.
-    if lost and (not good or len(good) < min_success * num_asked - 1e-9):
+    if lost and (not good or len(good) < min_success * len(replies) - 1e-9):
         bound = f", min_success={min_success}" if good else ""
         raise FederatedError(
-            f"round {server_round}: {len(good)} of {num_asked} clients succeeded in {kind}{bound}. "
+            f"round {server_round}: {len(good)} of {len(replies)} clients succeeded in {kind}{bound}. "
             f"The first failure: {': '.join(lost[0])}",
             hint=f"The log above shows the whole error. Correct {kind}_fn or model_builder.",
         )
@@ -69,18 +63,13 @@ def changed_by(content: RecordDict) -> list[str]:
 
 
 def client_of(message: Message) -> int:
-    """Number of the client that replied: as it says itself, else by its node (node_id = client_id + 1 in slots)."""
-    if message.has_content() and "client" in message.content.config_records:
-        number = message.content.config_records["client"].get("client-id")
-        if isinstance(number, int):
-            return number
+    """Number of the client that replied."""
     return message.metadata.src_node_id - 1
 
 
 def name_of(message: Message) -> str:
-    """ "client 3"; a SuperNode that sent an error has a random number of 64 bits and does not say whose it is."""
-    number = client_of(message)
-    return f"client {number}" if number < _LEAST_NODE_ID else f"node {message.metadata.src_node_id}"
+    """ "client 3"."""
+    return f"client {client_of(message)}"
 
 
 def weight_of(content: RecordDict, key: str) -> float:

@@ -70,7 +70,7 @@ class RoundReport:
         server_round: 1 = the first.
         seconds: Wall time from choosing the clients to the server's own evaluation; writing a checkpoint is not in it.
         num_examples: Training examples of all clients whose result was used.
-        devices: Every device that has a slot; empty where the clients are SuperNodes.
+        devices: Every device that has a slot.
         failures: One line for each client that was left out, or that had to run again.
         lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and where
             "mean" would measure it for long.
@@ -108,7 +108,7 @@ class FederatedReport:
     Args:
         server_id: Name of the server.
         num_clients: Clients that could take part.
-        num_slots: Processes that ran clients; 0 where the clients are SuperNodes.
+        num_slots: Processes that ran clients.
         startup_s: Seconds before the first round: slots started, a model built in each of them, a saved round read.
         rounds: The first one first.
     """

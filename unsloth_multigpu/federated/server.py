@@ -45,7 +45,7 @@ def create_multigpu_flower_server(
     seed: int = 0,
     log_dir: str = "logs",
 ) -> FederatedServer:
-    """A Flower ServerApp and ClientApp over any model, and processes on all GPUs that run the clients.
+    """A Flower server over any model, and processes on all GPUs that run the clients.
 
     Starts nothing and opens no GPU: that is done by `fit`. Without a GPU clients run in processes on the CPU.
 
@@ -75,12 +75,13 @@ def create_multigpu_flower_server(
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
-    ServerOptions(
+    options = ServerOptions(
         server_id,
         model_builder,
         train_fn,
         evaluate_fn,
         device,
+        auto_gpu,
         num_gpus,
         clients_per_gpu,
         max_workers,
@@ -93,27 +94,7 @@ def create_multigpu_flower_server(
     _refuse_ranks()
     from unsloth_multigpu.federated.training import ServerPlan
 
-    plan = ServerPlan(
-        server_id,
-        model_builder,
-        train_fn,
-        evaluate_fn,
-        strategy=strategy,
-        strategy_kwargs=strategy_kwargs,
-        lora_aggregation=lora_aggregation,
-        seed=seed,
-        device=device or "cpu",
-    )
-
-    def make_grid(num_clients: int) -> ProcessGrid:
-        from unsloth_multigpu.federated.client_device import choose_devices
-        from unsloth_multigpu.federated.grid import ProcessGrid
-
-        # One on each device, then a second on each: max_workers cuts off the last ones.
-        places = (choose_devices(num_gpus, device, auto_gpu=auto_gpu) * clients_per_gpu)[:max_workers]
-        return ProcessGrid(plan.client_app, num_clients, places, placement=placement, seed=seed, log_dir=log_dir)
-
-    return FederatedServer(plan, make_grid)
+    return FederatedServer(ServerPlan(options, strategy, strategy_kwargs))
 
 
 class FederatedServer:
@@ -122,17 +103,12 @@ class FederatedServer:
     A context manager. Without `close` the processes end with this one.
 
     Attributes:
-        client_app: Flower's ClientApp, for SuperNodes and `flwr run`.
-        server_app: Flower's ServerApp with the same training; its settings are those of the run.
+        client_app: Flower's ClientApp, which SuperNodes run as well, under a ServerApp of the user's.
     """
 
-    def __init__(self, plan: ServerPlan, make_grid: Callable[[int], ProcessGrid]) -> None:
-        from unsloth_multigpu.federated.server_app import make_server_app
-
+    def __init__(self, plan: ServerPlan) -> None:
         self.client_app = plan.client_app
-        self.server_app = make_server_app(plan)
         self._plan = plan
-        self._make_grid = make_grid
         self._grid: ProcessGrid | None = None
         self._training: Training | None = None
 
@@ -190,6 +166,18 @@ class FederatedServer:
             result = training.run()
         self._training = training
         return result
+
+    def _make_grid(self, num_clients: int) -> ProcessGrid:
+        from unsloth_multigpu.federated.client_device import choose_devices
+        from unsloth_multigpu.federated.grid import ProcessGrid
+
+        given = self._plan.options
+        devices = choose_devices(given.num_gpus, given.device, auto_gpu=given.auto_gpu)
+        # One on each device, then a second on each: max_workers cuts off the last ones.
+        places = (devices * given.clients_per_gpu)[: given.max_workers]
+        return ProcessGrid(
+            self.client_app, num_clients, places, placement=given.placement, seed=given.seed, log_dir=given.log_dir
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The global trainable tensors and persistent buffers after `fit`, on the CPU; raises SetupError before it."""

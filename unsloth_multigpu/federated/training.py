@@ -1,4 +1,4 @@
-"""A federated training over any grid of Flower: Flower's strategy decides, each round can be repeated and resumed."""
+"""A federated training: Flower's strategy decides, each round can be repeated and resumed."""
 
 from __future__ import annotations
 
@@ -8,30 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 # Strategies raise it where replies do not fit. Flower exports it from this module only.
 from flwr.app.exception import AppExitException
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
-from unsloth_multigpu.federated.aggregation import LoraAggregation, aggregate_lora, to_tensor, weighted_mean
-from unsloth_multigpu.federated.apps import (
-    LAYOUT,
-    EvaluateFunction,
-    TrainFunction,
-    make_client_app,
-    to_metrics,
-)
+from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
+from unsloth_multigpu.federated.apps import LAYOUT, make_client_app, to_metrics
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
-from unsloth_multigpu.federated.federated_option import FitOptions
+from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
@@ -52,50 +45,43 @@ from unsloth_multigpu.federated.round_report import (
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import get_logger
 
+if TYPE_CHECKING:
+    from unsloth_multigpu.federated.grid import ProcessGrid
+
 _log = get_logger(__name__)
 ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
 # Loading a base model may take longer than a round of small clients.
 _LEAST_TIMEOUT_S = 300.0
-# A wait for nodes is logged after the first time, and then each time that the second one has passed.
-_FIRST_LINE_S, _NEXT_LINE_S = 5.0, 60.0
 
 
 class ServerPlan:
     """What `create_multigpu_flower_server` was asked for.
 
+    Args:
+        options: All but the strategy.
+        strategy: A fresh one is made where it is a name; an object is the user's, with the state that it has.
+        strategy_kwargs: Arguments of its class, for a name.
+
     Attributes:
         client_app: Flower's half for the clients.
-        new_strategy: A fresh strategy where it has a name; an object is the user's, with the state that it has.
         description: Settings of the strategy as it was given: one that changes its own has others after a round.
-        device: Of the model that the server itself evaluates.
     """
 
     def __init__(
         self,
-        server_id: str,
-        model_builder: Callable[[], nn.Module],
-        train_fn: TrainFunction,
-        evaluate_fn: EvaluateFunction | None = None,
-        *,
+        options: ServerOptions,
         strategy: str | Strategy = "fedavg",
         strategy_kwargs: Mapping[str, Any] | None = None,
-        lora_aggregation: LoraAggregation = "mean",
-        seed: int = 0,
-        device: str = "cpu",
     ) -> None:
+        self.options = options
         self.new_strategy = functools.partial(checked_strategy, strategy, strategy_kwargs)
         first = self.new_strategy()
-        if lora_aggregation != "mean" and not is_weighted_mean(first):
+        if options.lora_aggregation != "mean" and not is_weighted_mean(first):
             fact = f"{type(first).__name__} does not take the example-weighted mean, as FedAvg does"
             raise _no_projection(fact)
-        self.server_id = server_id
-        self.model_builder = model_builder
-        self.client_app = make_client_app(model_builder, train_fn, evaluate_fn, server_id=server_id, seed=seed)
-        self.evaluates = evaluate_fn is not None
+        functions = (options.model_builder, options.train_fn, options.evaluate_fn)
+        self.client_app = make_client_app(*functions, server_id=options.server_id, seed=options.seed)
         self.description = describe(first)
-        self.lora_aggregation = lora_aggregation
-        self.seed = seed
-        self.device = torch.device(device)
 
 
 @dataclass(frozen=True)
@@ -125,7 +111,7 @@ class Training:
     privacy that a known seed makes again would hide nothing.
 
     Args:
-        grid: Where the clients are.
+        grid: The slots of the clients.
         start: Of an earlier training of the same plan, so that no client has to be asked again.
 
     Attributes:
@@ -136,7 +122,7 @@ class Training:
     def __init__(
         self,
         plan: ServerPlan,
-        grid: Grid,
+        grid: ProcessGrid,
         num_clients: int,
         options: FitOptions,
         *,
@@ -149,16 +135,13 @@ class Training:
         self._folder = None if options.output_dir is None else Path(options.output_dir)
         self._strategy = plan.new_strategy()
         check_strategy(self._strategy, num_clients)
-        # What a grid of slots knows beyond Flower's grid.
-        self._slots: Any = grid if hasattr(grid, "devices_of_slots") else None
-        self._devices: Sequence[str] = getattr(grid, "devices_of_slots", ())
         self._server_evaluate = server_evaluate
-        self._model = ClientModel(plan.model_builder, plan.seed)
+        self._model = ClientModel(plan.options.model_builder, plan.options.seed)
         self._reports: list[RoundReport] = []
         self._first_metrics: Mapping[str, Any] | None = None
         self._failures: list[str] = []
-        self._facts = {"server_id": plan.server_id, "num_clients": num_clients, "seed": plan.seed}
-        self._facts |= {"lora_aggregation": plan.lora_aggregation, **plan.description}
+        self._facts = {name: getattr(plan.options, name) for name in ("server_id", "seed", "lora_aggregation")}
+        self._facts |= {"num_clients": num_clients, **plan.description}
         self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
     def run(self) -> FederatedResult:
@@ -174,8 +157,8 @@ class Training:
         with nullcontext() if folder is None else open_folder(folder, options.resume) as newest:
             saved = read_round(newest, self._facts, options.num_rounds) if newest else None
             if self.start is None:
-                self.start = ask_for_start(self._grid, max(1, len(self._devices)), options.round_timeout_s)
-            if self._plan.lora_aggregation == "project" and self.start.not_projectable:
+                self.start = ask_for_start(self._grid, options.round_timeout_s)
+            if self._plan.options.lora_aggregation == "project" and self.start.not_projectable:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if saved is not None:
@@ -183,8 +166,7 @@ class Training:
                 _log.info("resumes after round=%d of %s", saved.server_round, newest)
             if folder is not None:
                 write_rounds(folder, self._reports, must_append=False)
-            if self._slots is not None:
-                self._slots.records = []  # Asking for the first weights belongs to no round.
+            self._grid.records = []  # Asking for the first weights belongs to no round.
             startup_s = time.monotonic() - begin_s
             with quiet_flower():
                 if self._first_metrics is None:
@@ -214,23 +196,23 @@ class Training:
         )
         if self._first_metrics:
             server = {0: MetricRecord(dict(self._first_metrics)), **server}
+        server_id, num_slots = self._plan.options.server_id, len(self._grid.devices_of_slots)
         return FederatedResult(
             Result(self.arrays, train, evaluate, server),
-            FederatedReport(self._plan.server_id, self._num_clients, len(self._devices), startup_s, reports),
+            FederatedReport(server_id, self._num_clients, num_slots, startup_s, reports),
         )
 
     def _round(self, number: int, start: Start) -> RoundReport:
         begin_s, self._failures = time.monotonic(), []
         found = self._train(number, start)
-        if self._plan.evaluates and (replies := self._ask("evaluate", number, start)):
+        if self._plan.options.evaluate_fn is not None and (replies := self._ask("evaluate", number, start)):
             with self._named(number, "aggregate_evaluate"):
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
         found["server_metrics"] = self._evaluated(number)
-        if self._slots is not None:
-            records, self._slots.records = self._slots.records, []
-            found["devices"] = device_reports(self._devices, records)
-            again = [record for record in records if record.attempts > 1 and not record.error]
-            self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
+        records, self._grid.records = self._grid.records, []
+        found["devices"] = device_reports(self._grid.devices_of_slots, records)
+        again = [record for record in records if record.attempts > 1 and not record.error]
+        self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
         return RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
 
     def _train(self, number: int, start: Start) -> dict[str, Any]:
@@ -249,7 +231,7 @@ class Training:
                 self._failures.append(f"{name} used no reply: the weights stay as they were")
             return found
         if is_weighted_mean(self._strategy):
-            lora = aggregate_lora(kept, weights, arrays, mode=self._plan.lora_aggregation)
+            lora = aggregate_lora(kept, weights, arrays, mode=self._plan.options.lora_aggregation)
             arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
         elif has_server_optimizer(self._strategy) and start.buffers:
             # A server optimizer could step a running variance below zero.
@@ -259,17 +241,15 @@ class Training:
 
     def _ask(self, kind: Kind, number: int, start: Start) -> list[Message]:
         """Sends the global arrays to the clients that the strategy draws; returns the replies for it."""
-        step, limit_s = f"configure_{kind}", self._options.round_timeout_s
-        limited = LimitedGrid(self._grid, f"round {number}: {type(self._strategy).__name__}.{step}", limit_s)
+        step = f"configure_{kind}"
         config = ConfigRecord({**(self._options.config or {}), LAYOUT: list(start.layout)})
-        with self._named(number, step), seeded_draws(client_seed(self._plan.seed, number, kind)):
-            messages = list(getattr(self._strategy, step)(number, self.arrays, config, cast(Grid, limited)))
+        with self._named(number, step), seeded_draws(client_seed(self._plan.options.seed, number, kind)):
+            messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
         judged, failures = judge(
-            list(self._grid.send_and_receive(messages, timeout=limit_s)),
+            self._grid.send_and_receive(messages, timeout=self._options.round_timeout_s),
             kind,
             number,
-            num_asked=len(messages),
             min_success=self._options.min_success,
             weight_key=weight_key(self._strategy),
         )
@@ -281,7 +261,8 @@ class Training:
         if self._server_evaluate is None:
             return {}
         try:
-            model = self._model.prepare(self.arrays, self._plan.device).eval()
+            device = torch.device(self._plan.options.device or "cpu")
+            model = self._model.prepare(self.arrays, device).eval()
             return dict(to_metrics(self._server_evaluate(model, number), "server_evaluate"))
         finally:
             if changed := self._model.release():
@@ -308,60 +289,22 @@ class Training:
             ) from error
 
 
-class LimitedGrid:
-    """A grid that counts its nodes for a limited time: Flower's strategies wait for nodes without a limit.
-
-    No subclass: it also has what a grid has beyond Flower's.
-
-    Args:
-        what: Who waits, as in "round 2: FedAvg.configure_train".
-    """
-
-    def __init__(self, grid: Grid, what: str, limit_s: float) -> None:
-        self._grid, self._what, self._limit_s = grid, what, limit_s
-        self._begin_s: float | None = None
-        self._next_line_s = _FIRST_LINE_S
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def get_node_ids(self) -> list[int]:
-        """The nodes that are connected; raises FederatedError after the limit, counted from the first call."""
-        node_ids, now_s = list(self._grid.get_node_ids()), time.monotonic()
-        self._begin_s = self._begin_s or now_s
-        if now_s - self._begin_s > self._limit_s:
-            raise FederatedError(
-                f"{self._what} still waits for nodes after {self._limit_s:g} s; {len(node_ids)} are connected.",
-                hint="Start more SuperNodes, or lower num-clients or the strategy's min_train_nodes, "
-                "min_evaluate_nodes and min_available_nodes.",
-            )
-        if now_s - self._begin_s > self._next_line_s:
-            _log.info("%s waits for nodes: connected=%d", self._what, len(node_ids))
-            self._next_line_s += _NEXT_LINE_S
-        return node_ids
-
-
-def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
-    """Lets clients build their model, seeded, and takes the first one that says what it is.
-
-    Args:
-        num_asked: How many at once: one per slot, which all load what they need meanwhile.
+def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
+    """Lets a client on each slot build its model, seeded, and takes the first one that says what it is.
 
     Raises:
         FederatedError: No client could.
     """
-    limit_s = max(timeout_s, _LEAST_TIMEOUT_S)
-    asked = sorted(grid.get_node_ids())[:num_asked]
+    asked = grid.get_node_ids()[: len(grid.devices_of_slots)]
     messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
-    replies = list(grid.send_and_receive(messages, timeout=limit_s))
+    replies = grid.send_and_receive(messages, timeout=max(timeout_s, _LEAST_TIMEOUT_S))
     for reply in replies:
         if reply.has_content():
             records, facts = reply.content.array_records, reply.content.config_records["config"]
             known: dict[str, Any] = {name.replace("-", "_"): value for name, value in facts.items()}
             return Start(records["arrays"], frozen=records["frozen"], **known)
-    reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
     raise FederatedError(
-        f"no client could build its model: {reason}",
+        f"no client could build its model: {replies[0].error.reason}",
         hint="The log above shows the whole error. Does model_builder() work in a script of its own?",
     )
 
