@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +14,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
@@ -25,15 +22,12 @@ from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
     Manifest,
-    Saved,
     check,
     clear_parts,
     lock_of,
     put_in_place,
     read_manifest,
-    rotate,
     seal,
-    superfluous,
     take,
 )
 from unsloth_multigpu.checkpoint.resume import Resume
@@ -89,62 +83,6 @@ def test_added_files_do_not_matter(tmp_path: Path) -> None:
     assert check(folder) is None
     seal(folder, manifest())  # The older manifest is no file of it.
     assert check(folder) is None
-
-
-SAVED = st.lists(
-    st.builds(Saved, st.integers(0, 30), st.floats(0, 5), st.integers(0, 2)),
-    max_size=8,
-    unique_by=lambda s: s.step,
-)
-
-
-@given(SAVED, st.integers(1, 5), st.sets(st.integers(0, 30), max_size=3))
-def test_rotation_keeps_what_it_must(saved: list[Saved], limit: int, keep: set[int]) -> None:
-    gone = superfluous(saved, limit, keep)
-    left = [s for s in saved if s.step not in gone]
-    assert not keep & set(gone)
-    assert len(gone) == len(set(gone)) == len(saved) - len(left)
-    assert max((s.value for s in left), default=0) == max((s.value for s in saved), default=0)
-    if len(left) > limit:
-        # Only what must stay is left.
-        assert all(s.step in keep or s.value for s in left)
-        assert sum(s.step not in keep for s in left) <= 1
-    else:
-        assert len(left) == min(limit, len(saved))
-
-
-def test_oldest_goes_first(tmp_path: Path) -> None:
-    assert superfluous([Saved(200, 1.0, 2), Saved(10, 9.0, 2), Saved(20, 19.0, 2)], 2, {20}) == [200]
-    # Times that are all the same say nothing.
-    assert superfluous([Saved(200, 1.1, 2), Saved(10, 1.2, 2), Saved(20, 1.0, 2)], 2, set()) == [10]
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
-    rotate(tmp_path, 1, {3})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-
-
-@pytest.mark.parametrize(
-    ("limit", "saves_only_model", "left"),
-    # It goes before the others that a training can resume from, too: 4 and 5 must not push out 2.
-    [(1, False, [2, 5]), (2, False, [2, 5]), (1, True, [5]), (2, True, [4, 5])],
-)
-def test_last_checkpoint_to_resume_from_stays(
-    tmp_path: Path, limit: int, saves_only_model: bool, left: list[int]
-) -> None:
-    for step in (1, 2):
-        make(tmp_path, step)
-    for step in (4, 5):
-        make(tmp_path, step, is_resumable=False)
-    rotate(tmp_path, limit, {5}, saves_only_model=saves_only_model)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
-
-
-def test_checkpoint_that_is_half_removed_counts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = [make(tmp_path, step) for step in (1, 2)]
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # Killed before it is done.
-    rotate(tmp_path, 1, {2})
-    assert [check(folder) for folder in folders] == [f"{MANIFEST} is missing", None]
 
 
 def test_all_is_on_the_disk_before_a_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import try_lock
@@ -36,8 +35,6 @@ _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What `PART_FOLDER` holds of an incomplete checkpoint: itself, the older one of its name, and its lock.
 _OF_PART = re.compile(rf"(?:{_REPLACED}|\.)?(checkpoint-\d+)(?:\.lock)?")
-# Times closer than this cannot be compared: file systems round or invent them.
-_MIN_SPREAD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(**{**body, "files": {name: (size, crc) for name, (size, crc) in body["files"].items()}})
 
 
-def check(folder: Path, *, reads_files: bool = True) -> str | None:
-    """What is wrong with a checkpoint, by its first damaged file; None if it is complete. Added files do not matter.
-
-    Args:
-        folder: The checkpoint.
-        reads_files: False = only sizes are compared.
-    """
+def check(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, by its first damaged file; None if it is complete. Added files do not matter."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -132,7 +124,7 @@ def check(folder: Path, *, reads_files: bool = True) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes of {size}"
-            if reads_files and _measured(path)[1] != crc:
+            if _measured(path)[1] != crc:
                 return f"{name} was changed after it was written"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -248,63 +240,6 @@ def settle(part: Path, final: Path) -> None:
         os.rename(older, final)
     for path in (part, older):
         shutil.rmtree(path, ignore_errors=True)
-
-
-class Saved(NamedTuple):
-    """A checkpoint as rotation sees it.
-
-    Attributes:
-        step: Optimizer steps.
-        time_s: When it was written.
-        value: 0 = incomplete, 1 = complete, 2 = a training can resume from it.
-    """
-
-    step: int
-    time_s: float
-    value: int
-
-
-def superfluous(saved: Sequence[Saved], limit: int, keep: Collection[int]) -> list[int]:
-    """Steps whose checkpoints `save_total_limit` removes: incomplete ones first, then the oldest.
-
-    Args:
-        saved: All checkpoints of the folder.
-        limit: Number of checkpoints to keep.
-        keep: Steps that stay whatever the limit is. So does the newest of those with the highest value.
-    """
-    times = [s.time_s for s in saved]
-    is_dated = max(times, default=0.0) - min(times, default=0.0) >= _MIN_SPREAD_S
-    by_age = sorted(saved, key=lambda s: (s.time_s if is_dated else 0.0, s.step))
-    newest = max(reversed(by_age), key=lambda s: s.value, default=None)
-    kept = {s.step for s in saved if s.step in keep or (s is newest and s.value)}
-    others = [s.step for s in sorted(by_age, key=lambda s: s.value > 0) if s.step not in kept]
-    return others[: max(0, len(saved) - max(limit, len(kept)))]
-
-
-def rotate(output_dir: Path, limit: int | None, keep: Collection[int], *, saves_only_model: bool = False) -> None:
-    """Deletes superfluous checkpoints, see `superfluous`.
-
-    Args:
-        output_dir: Folder of the checkpoints.
-        limit: Number of checkpoints to keep; None or 0 = all.
-        keep: Steps that stay whatever the limit is.
-        saves_only_model: The run writes checkpoints that no training can resume from.
-    """
-    if not limit or limit < 0:
-        return
-    folders = dict(checkpoints_in(output_dir))
-    saved = [_as_saved(step, path, saves_only_model=saves_only_model) for step, path in folders.items()]
-    for step in superfluous(saved, limit, keep):
-        # The manifest goes first: a half-deleted checkpoint must not count as complete.
-        with suppress(OSError):
-            (folders[step] / MANIFEST).unlink()
-        shutil.rmtree(folders[step], ignore_errors=True)
-
-
-def _as_saved(step: int, folder: Path, *, saves_only_model: bool) -> Saved:
-    manifest = read_manifest(folder) if check(folder, reads_files=False) is None else None
-    value = 0 if manifest is None else 2 if manifest.is_resumable or saves_only_model else 1
-    return Saved(step, folder.stat().st_mtime, value)
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle, take
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, seal, settle, take
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
@@ -194,10 +194,7 @@ class Checkpoints(Part):
         )
         seal(part, manifest)
         put_in_place(part, final)
-        best = Path(state.best_model_checkpoint or "").name.removeprefix("checkpoint-")
-        keep = {state.global_step, *([int(best)] if best.isdecimal() else [])}
-        limit, saves_only_model = trainer.args.save_total_limit, trainer.args.save_only_model
-        rotate(final.parent, limit, keep, saves_only_model=saves_only_model)
+        _rotate(trainer, final.parent)
         return True
 
     def _cursor(self, loader: Any) -> dict[str, int]:
@@ -241,6 +238,18 @@ class Checkpoints(Part):
         finally:
             if claim is not None:
                 claim.release()
+
+
+def _rotate(trainer: TrainerLike, folder: Path) -> None:
+    """Hugging Face's own `save_total_limit`, once the new checkpoint is in its place."""
+    output_dir, best = os.fspath(folder), trainer.state.best_model_checkpoint
+    if hasattr(trainer, "_rotate_checkpoints"):  # transformers 4.
+        cast(OptionalTrainer, trainer)._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
+        return
+    from transformers.trainer_utils import rotate_checkpoints
+
+    limit = trainer.args.save_total_limit
+    rotate_checkpoints(output_dir=output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
 def _room(folder: Path) -> str:

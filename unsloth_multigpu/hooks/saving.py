@@ -206,7 +206,7 @@ class SaveGate:
 
 
 def _of_complete_ones(original: Callable[..., None]) -> Callable[..., None]:
-    """`rotate_checkpoints`: `Checkpoints` removes older ones itself, when the new one is complete."""
+    """`rotate_checkpoints`: `Checkpoints` calls it itself, when the new one is complete and in its place."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
