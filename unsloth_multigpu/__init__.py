@@ -8,38 +8,42 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.errors import (
-        ConfigError,
-        DistributedError,
-        DivergenceError,
-        FederatedError,
-        LaunchError,
-        MultiGPUError,
-        NonFiniteGradientError,
-        PatchError,
-        RankTimeoutError,
-        ResumeError,
-        SaveError,
-        SetupError,
-        VersionError,
-    )
-    from unsloth_multigpu.federated.server import FederatedServer, create_multigpu_flower_server
-    from unsloth_multigpu.options import MultiGPUConfig
-    from unsloth_multigpu.plain.api import distributed_loader, save_state_dict, wrap_model_multi_gpu
-    from unsloth_multigpu.plain.state import load_state_dict
-    from unsloth_multigpu.plain.wrap import unwrap_model
-    from unsloth_multigpu.plugin import (
-        MultiGPUStatus,
-        disable_multi_gpu,
-        enable_multi_gpu,
-        get_active_config,
-        get_multi_gpu_status,
-        is_main_process,
-        is_multi_gpu_enabled,
-        on_main_process,
-    )
-    from unsloth_multigpu.report import RankReport, RunReport
-    from unsloth_multigpu.strategy import DDP, AllReduce, DiLoCo, LocalSGD, ParameterServer
+    from unsloth_multigpu.errors import ConfigError as ConfigError
+    from unsloth_multigpu.errors import DistributedError as DistributedError
+    from unsloth_multigpu.errors import DivergenceError as DivergenceError
+    from unsloth_multigpu.errors import FederatedError as FederatedError
+    from unsloth_multigpu.errors import LaunchError as LaunchError
+    from unsloth_multigpu.errors import MultiGPUError as MultiGPUError
+    from unsloth_multigpu.errors import NonFiniteGradientError as NonFiniteGradientError
+    from unsloth_multigpu.errors import PatchError as PatchError
+    from unsloth_multigpu.errors import RankTimeoutError as RankTimeoutError
+    from unsloth_multigpu.errors import ResumeError as ResumeError
+    from unsloth_multigpu.errors import SaveError as SaveError
+    from unsloth_multigpu.errors import SetupError as SetupError
+    from unsloth_multigpu.errors import VersionError as VersionError
+    from unsloth_multigpu.federated.server import FederatedServer as FederatedServer
+    from unsloth_multigpu.federated.server import create_multigpu_flower_server as create_multigpu_flower_server
+    from unsloth_multigpu.options import MultiGPUConfig as MultiGPUConfig
+    from unsloth_multigpu.plain.api import distributed_loader as distributed_loader
+    from unsloth_multigpu.plain.api import save_state_dict as save_state_dict
+    from unsloth_multigpu.plain.api import wrap_model_multi_gpu as wrap_model_multi_gpu
+    from unsloth_multigpu.plain.state import load_state_dict as load_state_dict
+    from unsloth_multigpu.plain.wrap import unwrap_model as unwrap_model
+    from unsloth_multigpu.plugin import MultiGPUStatus as MultiGPUStatus
+    from unsloth_multigpu.plugin import disable_multi_gpu as disable_multi_gpu
+    from unsloth_multigpu.plugin import enable_multi_gpu as enable_multi_gpu
+    from unsloth_multigpu.plugin import get_active_config as get_active_config
+    from unsloth_multigpu.plugin import get_multi_gpu_status as get_multi_gpu_status
+    from unsloth_multigpu.plugin import is_main_process as is_main_process
+    from unsloth_multigpu.plugin import is_multi_gpu_enabled as is_multi_gpu_enabled
+    from unsloth_multigpu.plugin import on_main_process as on_main_process
+    from unsloth_multigpu.report import RankReport as RankReport
+    from unsloth_multigpu.report import RunReport as RunReport
+    from unsloth_multigpu.strategy import DDP as DDP
+    from unsloth_multigpu.strategy import AllReduce as AllReduce
+    from unsloth_multigpu.strategy import DiLoCo as DiLoCo
+    from unsloth_multigpu.strategy import LocalSGD as LocalSGD
+    from unsloth_multigpu.strategy import ParameterServer as ParameterServer
 
 _HOMES = {
     "plugin": (
@@ -77,45 +81,8 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "DDP",
-    "AllReduce",
-    "ConfigError",
-    "DiLoCo",
-    "DistributedError",
-    "DivergenceError",
-    "FederatedError",
-    "FederatedServer",
-    "LaunchError",
-    "LocalSGD",
-    "MultiGPUConfig",
-    "MultiGPUError",
-    "MultiGPUStatus",
-    "NonFiniteGradientError",
-    "ParameterServer",
-    "PatchError",
-    "RankReport",
-    "RankTimeoutError",
-    "ResumeError",
-    "RunReport",
-    "SaveError",
-    "SetupError",
-    "VersionError",
-    "__version__",
-    "create_multigpu_flower_server",
-    "disable_multi_gpu",
-    "distributed_loader",
-    "enable_multi_gpu",
-    "get_active_config",
-    "get_multi_gpu_status",
-    "is_main_process",
-    "is_multi_gpu_enabled",
-    "load_state_dict",
-    "on_main_process",
-    "save_state_dict",
-    "unwrap_model",
-    "wrap_model_multi_gpu",
-]
+if not TYPE_CHECKING:  # A list that is computed would hide the names above from a type checker.
+    __all__ = [*sorted(_HOME_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -125,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*_HOME_OF, "__version__"]
