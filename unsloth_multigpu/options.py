@@ -19,17 +19,11 @@ from unsloth_multigpu.option_type import CommandOption, Option, Scope, options_o
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
-# Variables that the launcher hands to its ranks; they are no options.
+# Variables that the launcher hands to its ranks; they are no options. The run's private folder, what else is the same
+# for all of its attempts, as JSON, and how often the ranks were started before; see context.RunContext.
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
-ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
-ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
-ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
-# Digests of the supervisor's random generators at the line: a JSON object, see launch.seeding.
-ENV_RUN_DRAWS = ENV_PREFIX + "RUN_DRAWS"
-# How often the ranks were started before, by a failure or because a node came or went.
+ENV_RUN = ENV_PREFIX + "RUN"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
-# Identifier of a run, the same for all its attempts.
-ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
 # Process id of a rank that multiprocessing has started: what it starts itself inherits the other variables.
 ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.

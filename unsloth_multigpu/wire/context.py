@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 
 from unsloth_multigpu.options import (
     ENV_ATTEMPT,
-    ENV_LOG_DIR_OF_RUN,
     ENV_NOTEBOOK,
     ENV_RANK_PID,
+    ENV_RUN,
     ENV_RUN_DIR,
-    ENV_RUN_DRAWS,
-    ENV_RUN_ID,
-    ENV_RUN_SEED,
     ENV_SHARD_CHOICE,
-    ENV_SUPERVISOR_PID,
     ENV_TOOL,
 )
+
+# What a supervisor tells all attempts of its ranks.
+_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id")
 
 
 @dataclass(frozen=True)
@@ -72,37 +71,23 @@ class RunContext:
     def read(cls, environment: Mapping[str, str]) -> RunContext:
         """The context that `environment` carries."""
 
-        def number(name: str) -> int | None:
-            return int(environment[name]) if name in environment else None
-
-        tool = environment.get(ENV_TOOL)
+        tool, rank_pid = environment.get(ENV_TOOL), environment.get(ENV_RANK_PID)
         launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
-            supervisor_pid=number(ENV_SUPERVISOR_PID),
-            log_dir=environment.get(ENV_LOG_DIR_OF_RUN),
-            seed=number(ENV_RUN_SEED),
-            draws=json.loads(environment.get(ENV_RUN_DRAWS, "{}")),
-            run_id=environment.get(ENV_RUN_ID),
-            attempt=number(ENV_ATTEMPT) or 0,
+            attempt=int(environment.get(ENV_ATTEMPT, 0)),
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
             shard_choice=environment.get(ENV_SHARD_CHOICE),
             launcher=launcher if ENV_RUN_DIR in environment else None,
-            rank_pid=number(ENV_RANK_PID),
+            rank_pid=None if rank_pid is None else int(rank_pid),
+            **json.loads(environment.get(ENV_RUN, "{}")),
         )
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this context, except for the attempt, which the supervisor counts."""
-        told = {
-            ENV_RUN_DIR: self.run_dir,
-            ENV_SUPERVISOR_PID: self.supervisor_pid,
-            ENV_LOG_DIR_OF_RUN: self.log_dir,
-            ENV_RUN_SEED: self.seed,
-            ENV_RUN_DRAWS: json.dumps(dict(self.draws)),
-            ENV_RUN_ID: self.run_id,
-        }
-        of_tool = {} if self.tool is None else self.tool.variables()
-        return {**{name: str(value) for name, value in told.items() if value is not None}, **of_tool}
+        told = {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN})}
+        of_dir = {} if self.run_dir is None else {ENV_RUN_DIR: self.run_dir}
+        return {**told, **of_dir, **({} if self.tool is None else self.tool.variables())}
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:
