@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.waits import Lap
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.cost import (
     CostModel,
@@ -25,7 +26,7 @@ from unsloth_multigpu.step.cost import (
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossReduction
-from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
+from unsloth_multigpu.step.measure import Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike

@@ -7,7 +7,6 @@ micro-batches. `step.balance` plans with all three.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import text_config
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.step.cost import CostModel, attention_factor
 
 # What tells a model where rows begin that lie end to end.
@@ -162,27 +162,3 @@ class Stopwatch:
 
     def _now(self) -> Any:
         return moment(self._device)
-
-
-def moment(device: torch.device) -> Any:
-    """This point in time, for a `Lap`: on a GPU an event of its current stream, for which nothing waits."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.Event(device=device, enable_timing=True)
-    event.record()
-    return event
-
-
-class Lap:
-    """Time between two moments, as of one micro-batch; on a GPU it may still be running."""
-
-    def __init__(self, begin: Any, end: Any) -> None:
-        self._begin = begin
-        self._end = end
-
-    def seconds(self) -> float:
-        """Waits for the device if it has to."""
-        if isinstance(self._end, float):
-            return self._end - float(self._begin)
-        self._end.synchronize()
-        return float(self._begin.elapsed_time(self._end)) / 1000

@@ -23,6 +23,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, read_random_state
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import Comparison, Difference
@@ -40,7 +41,6 @@ from unsloth_multigpu.step.loss import (
     possible_means,
     whole_ways,
 )
-from unsloth_multigpu.step.measure import Lap, moment
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.own_code import name_of, own_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS
 from unsloth_multigpu.wire.process import read_peak_bytes
 
@@ -88,15 +89,6 @@ class Meter:
             torch.cuda.synchronize()  # Logging the loss, which most arms do in each step, waits as well.
         return time.perf_counter(), time.process_time(), len(self._micro_batches)
 
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _watch_end(self, model: torch.nn.Module) -> None:
         last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         last.register_post_accumulate_grad_hook(self._after_backward)
@@ -107,7 +99,7 @@ class Meter:
         samples: list[int] = []
         sizes = []
         for (ids, counts, longest, begin), end in micro_batches:
-            compute_s += begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin
+            compute_s += Lap(begin, end).seconds()
             if ids.dim() == 1:
                 flat = ids.tolist()
                 starts = [i for i, position in enumerate(counts.tolist()) if position == 0]
@@ -132,11 +124,11 @@ class Meter:
             counts, ids_kept = torch.where(is_sample, kwargs["position_ids"][0], -1), ids[0]
         else:
             counts, ids_kept = kwargs["attention_mask"].sum(dim=1) * is_sample, ids[:, :NUM_ID_TOKENS]
-        self._pending = _MicroBatch(ids_kept.clone(), counts, ids.shape[1], self._now())
+        self._pending = _MicroBatch(ids_kept.clone(), counts, ids.shape[1], moment(ids.device))
 
     def _after_backward(self, parameter: Any) -> None:
         if self._pending is not None:
-            self._micro_batches.append((self._pending, self._now()))
+            self._micro_batches.append((self._pending, moment(self._pending.ids.device)))
             self._pending = None
 
 

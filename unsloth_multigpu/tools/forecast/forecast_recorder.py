@@ -11,13 +11,14 @@ import torch
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.part import Override
 from unsloth_multigpu.step.balance import throughput
 from unsloth_multigpu.step.cost import CostModel, fit_cost
 from unsloth_multigpu.step.deal import Balance, Plan, balance_step, deal_step
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import AUTO, WHOLE
-from unsloth_multigpu.step.measure import Lap, attention_of, moment
+from unsloth_multigpu.step.measure import attention_of
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
