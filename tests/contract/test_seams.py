@@ -158,8 +158,8 @@ def test_optional_members_are_those_of_some_trainer() -> None:
     from unsloth_multigpu.seam import SEAMS
     from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, OptionalTrainer, TrainerLike
 
-    # Its methods are seams, its attributes those of GRPO.
-    attributes = members(OptionalTrainer) - members(TrainerLike) - set(SEAMS)
+    # Its methods are seams, but for the rotation of transformers 4; its attributes are those of GRPO.
+    attributes = members(OptionalTrainer) - members(TrainerLike) - set(SEAMS) - {"_rotate_checkpoints"}
     assert attributes == {"_buffered_inputs", "_step", "processing_class"}
     of_grpo = inspect.getsource(grpo_trainer)
     assert [name for name in attributes if f"self.{name}" not in of_grpo and f" {name}=" not in of_grpo] == []

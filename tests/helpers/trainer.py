@@ -81,7 +81,6 @@ class FakeTrainer:
             "per_device_eval_batch_size": 8,
             "gradient_checkpointing": False,
             "save_strategy": "steps",
-            "save_only_model": False,
             "save_total_limit": None,
             "should_save": True,
         }

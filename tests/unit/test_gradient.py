@@ -68,7 +68,12 @@ class OneRank(FakeTrainer):
         self.gathered = []
         self.manager = SimpleNamespace(
             config=SimpleNamespace(
-                on_nan=on_nan, strategy=read_strategy("strategy", strategy), is_synchronous=True, timeout_s=0.05
+                on_nan=on_nan,
+                strategy=read_strategy("strategy", strategy),
+                is_synchronous=True,
+                timeout_s=0.05,
+                shard="off",
+                shard_offload=False,
             ),
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
