@@ -52,7 +52,7 @@ def signatures(session: nox.Session, row: dict[str, Any]) -> None:
 def environment(session: nox.Session, row: dict[str, Any]) -> Iterator[None]:
     """This package and the row's, resolved together: a row that contradicts what the package asks for cannot be."""
     overrides = Path(session.create_tmp()) / "overrides.txt"
-    overrides.write_text("\n".join(MATRIX["overrides"]))
+    overrides.write_text("\n".join([*MATRIX["overrides"], *row.get("overrides", [])]))
     try:
         session.install("--overrides", str(overrides), "-e", ".", *row["requires"], *MATRIX["tests"])
         yield

@@ -347,7 +347,7 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *(_sharding(session, device) if shards else []),
         *device_patches(device_type, device_index, identity.local_rank),
-        *loop_patches(config, identity.world_size, session.manager, session.on_close),
+        *loop_patches(config, session.manager, session.on_close),
         *placement_patches(
             device_type,
             device_index,

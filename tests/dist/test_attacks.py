@@ -42,7 +42,7 @@ EXACT = [
     # Methods that scripts override.
     *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
     *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
-    *jobs(1, "curriculum", "curriculum_tokens", "by_names"),
+    *jobs(1, "curriculum", "curriculum_tokens", "by_names", "by_embeddings"),
     *jobs(2, "own_backward", "own_backward_of_loss", "branches"),
 ]
 # With the step in which it shows, and what the warning advises.
@@ -57,7 +57,7 @@ SAID = {
     "by_attribute:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
-TIGHT, HEARS, REFUSED = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2"
+TIGHT, HEARS, REFUSED, OPAQUE = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2", "opaque:24x4x2"
 # What each draws.
 DRAWING = {
     "noisy:24x4x2": "the model or its loss",
@@ -97,7 +97,7 @@ def done(folder, num_ranks):
     names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS]
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
-    return train(folder, num_ranks, [*names, REFUSED] if num_ranks > 1 else names, NUM_RANDOM)
+    return train(folder, num_ranks, [*names, REFUSED, OPAQUE] if num_ranks > 1 else names, NUM_RANDOM)
 
 
 def facts_of(folder, job, num_ranks=2):
@@ -194,6 +194,12 @@ def test_batches_of_a_script_that_are_not_as_many_are_refused(folder):
     error = facts_of(folder, REFUSED)["error"]
     assert "FewerBatches.get_batch_samples() returned 0 batches, and was given 1" in error
     assert "use global_batch='scale'" in error
+
+
+def test_step_that_ddp_alone_cannot_compute_is_refused_with_the_strategy_that_can(folder):
+    error = facts_of(folder, OPAQUE)["error"]
+    assert "One process can compute the step, and DDP cannot (Expected to mark a variable ready only once" in error
+    assert "strategy='allreduce'" in error
 
 
 def test_data_set_that_grows_is_dealt_in_order_from_then_on(folder):

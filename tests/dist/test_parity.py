@@ -22,7 +22,8 @@ JOBS = [*(f"{kind}:26x3x3" for kind in KINDS), "sft_lora:24x4x2", "trainer_peft:
 # Three ranks divide none of these evenly; what divides is shown by two.
 ON_THREE = [job for job in JOBS if not job.endswith("24x4x2")]
 THREE = pytest.param(3, marks=pytest.mark.thorough)
-BROKEN = "broken_trainer_peft:26x3x3"
+# Its last step has a rank without samples: what is missing is largest there.
+BROKEN = "broken_trainer_peft:19x3x3"
 
 
 @dataclass(frozen=True)

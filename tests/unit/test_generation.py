@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.notebook_shape import notebook_shapes
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.completions import _lengths, _taken, unknown_inputs
+from unsloth_multigpu.step.completions import _lengths, _taken, deal_completions, unknown_inputs
 from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.generation import (
     GenerationShape,
     arguments_of_one_process,
-    deal_completions,
     divide_generation,
     divided_arguments,
     draws_completions,

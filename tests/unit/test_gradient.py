@@ -72,7 +72,6 @@ class OneRank(FakeTrainer):
                 strategy=read_strategy("strategy", strategy),
                 is_synchronous=True,
                 timeout_s=0.05,
-                shard="off",
                 shard_offload=False,
             ),
             identity=SimpleNamespace(rank=0, world_size=1),

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -69,39 +68,23 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
     return patches
 
 
-def loop_patches(
-    config: MultiGPUConfig, world_size: int, manager: Callable[[], DDPManager], on_close: ExitStack
-) -> list[Patch]:
+def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack) -> list[Patch]:
     """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
 
     Args:
         config: The run's options.
-        world_size: Ranks of the run.
         manager: Gives this rank's manager.
         on_close: Gives accelerators back as they were.
     """
     if not config.keeps_global_batch:
         return []
-    of_trainers: WeakSet[Any] = WeakSet()
     return [
         Patch(
             "accelerate.accelerator:Accelerator.__init__",
             _SUPPORTS,
-            functools.partial(_kept, config, world_size, manager, on_close),
+            functools.partial(_steered, config, manager, on_close),
             "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process.",
-        ),
-        Patch(
-            "transformers.trainer:Trainer.create_accelerator_and_postprocess",
-            "transformers>=4.57",
-            functools.partial(_noted_accelerator, of_trainers),
-            "The samples of a Trainer's steps are chosen here; an accelerator that a script made is another one.",
-        ),
-        Patch(
-            "accelerate.accelerator:Accelerator.backward",
-            _SUPPORTS,
-            functools.partial(_told_batches, of_trainers, config, world_size),
-            "In a library's loop with an Accelerator each rank takes whole batches: other steps than of one process.",
-        ),
+        )
     ]
 
 
@@ -113,12 +96,8 @@ def _of_rank(device_index: int, original: Callable[[], str]) -> Callable[[], str
     return infer_device
 
 
-def _kept(
-    config: MultiGPUConfig,
-    world_size: int,
-    manager: Callable[[], DDPManager],
-    on_close: ExitStack,
-    original: Callable[..., None],
+def _steered(
+    config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack, original: Callable[..., None]
 ) -> Callable[..., None]:
     told: set[str] = set()
 
@@ -126,51 +105,29 @@ def _kept(
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
         original(self, *args, **kwargs)
-        from unsloth_multigpu.step.own_code import is_library
-
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and _module_of(caller).startswith(_PASSED_ON):
             caller = caller.f_back
-        if caller is None or is_library(_module_of(caller)):
-            return
-        from unsloth_multigpu.step.accelerated import can_share, keep_batches
+        if caller is not None and not _is_of_trainer(caller):
+            from unsloth_multigpu.step.accelerated import steer_loop
 
-        if can_share(self, world_size, caller):
-            on_close.callback(keep_batches(self, config, manager, told))
+            on_close.callback(steer_loop(self, config, manager, told, _module_of(caller)))
 
     return __init__
 
 
+def _is_of_trainer(caller: FrameType | None) -> bool:
+    """True within a method of a Trainer, whose steps are chosen elsewhere."""
+    transformers = sys.modules.get("transformers.trainer")
+    while caller is not None and transformers is not None:
+        if isinstance(caller.f_locals.get("self"), transformers.Trainer):
+            return True
+        caller = caller.f_back
+    return False
+
+
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _noted_accelerator(of_trainers: WeakSet[Any], original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        original(self)
-        of_trainers.add(self.accelerator)
-
-    return create_accelerator_and_postprocess
-
-
-def _told_batches(
-    of_trainers: WeakSet[Any], config: MultiGPUConfig, world_size: int, original: Callable[..., None]
-) -> Callable[..., None]:
-    told: WeakSet[Any] = WeakSet()
-
-    @functools.wraps(original)
-    def backward(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Evaluations do not come here, and a loader that accelerate has not prepared gives other batches.
-        is_own = self not in of_trainers and self.gradient_state.in_dataloader
-        if is_own and self not in told and not self.split_batches:
-            from unsloth_multigpu.step.accelerated import tell_whole_batches
-
-            told.add(self)
-            tell_whole_batches(self, config, world_size)
-        original(self, *args, **kwargs)
-
-    return backward
 
 
 def _checked(original: Callable[..., bool]) -> Callable[..., bool]:

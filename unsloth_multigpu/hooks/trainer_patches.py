@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.launch.refusal import refuse_batch_search
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
@@ -367,7 +366,9 @@ def _adjusted_arguments(
 
         adjust(self)
         if world_size > 1:
-            refuse_batch_search(self.auto_find_batch_size)
+            from unsloth_multigpu.train.trainer import refuse_batch_search
+
+            refuse_batch_search(self)
             # transformers has accelerate open the group, which would not name a missing rank.
             get_manager().meet_ranks()
         if config.device == "cpu":

@@ -55,13 +55,3 @@ def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
             what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
             return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script went on without it"
     return None
-
-
-def refuse_batch_search(is_asked: bool) -> None:
-    """Raises where `auto_find_batch_size` is on: when arguments are made, before a model is loaded, and when used."""
-    if is_asked:
-        raise SetupError(
-            "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
-            hint="Set auto_find_batch_size=False and a batch size that fits; `unsloth-multigpu plan` counts the memory "
-            "of a step.",
-        )

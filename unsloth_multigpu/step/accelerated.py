@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +21,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.one_process import StateView
+from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.step.sampler import worker_settings
 from unsloth_multigpu.wire.digest import digest_int64
 
@@ -39,48 +38,34 @@ def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
     return [num_rows // world_size + (rank < num_rows % world_size) for rank in range(world_size)]
 
 
-def can_share(accelerator: Any, world_size: int, caller: FrameType | None) -> bool:
-    """True where each rank takes rows of its own, and who made the accelerator leaves it to others how.
-
-    That is no method of a Trainer, and a script that has not told accelerate to split batches.
-
-    Args:
-        accelerator: As it was just made.
-        world_size: Ranks of the run.
-        caller: Where the script made it.
-    """
-    transformers = sys.modules.get("transformers.trainer")
-    while caller is not None and transformers is not None:
-        if isinstance(caller.f_locals.get("self"), transformers.Trainer):
-            return False
-        caller = caller.f_back
-    parallelism = getattr(accelerator, "parallelism_config", None)  # Not in every version.
-    if accelerator.split_batches or not (parallelism is None or parallelism.non_data_parallel_size == 1):
-        return False
-    kind = str(accelerator.distributed_type.value)
-    return accelerator.num_processes == world_size and kind.startswith(("MULTI_", "FSDP"))
-
-
-def keep_batches(
-    accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
+def steer_loop(
+    accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str], module: str
 ) -> Callable[[], None]:
-    """Lets the loop of this accelerator make the steps of one process.
+    """Lets the loop of this accelerator make the steps of one process, or says that a library's does not.
+
+    A script that has told accelerate to split batches, and other parallelism than of data, are left alone.
 
     Args:
         accelerator: As it was just made.
         config: The run's options.
         manager: Gives this rank's manager.
         told: What was said of such loops in this process.
+        module: That made the accelerator.
 
     Returns:
         What gives the accelerator back as it was. It does not keep the accelerator, and the models that it holds.
     """
-    loop = _Loop(accelerator, config, manager, told)
-    settings = copy.copy(accelerator.dataloader_config)
-    settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
-    loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
-    loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
-    for name in ("prepare_data_loader", "backward", "gather"):
+    if not _shares_data(accelerator):
+        return lambda: None
+    if is_library(module):
+        loop: _Loop | _LibraryLoop = _LibraryLoop(accelerator, config)
+    else:
+        loop = _Loop(accelerator, config, manager, told)
+        settings = copy.copy(accelerator.dataloader_config)
+        settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
+        loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
+        loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
+    for name in loop.steers:
         loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
     found = weakref.ref(loop)
 
@@ -91,22 +76,46 @@ def keep_batches(
     return leave
 
 
-def tell_whole_batches(accelerator: Any, config: MultiGPUConfig, world_size: int) -> None:
-    """Says once that a loop which is not shared here makes larger steps.
+def _shares_data(accelerator: Any) -> bool:
+    """True where accelerate would give each rank batches of its own."""
+    parallelism = getattr(accelerator, "parallelism_config", None)  # Not in every version.
+    if accelerator.split_batches or not (parallelism is None or parallelism.non_data_parallel_size == 1):
+        return False
+    kind = str(accelerator.distributed_type.value)
+    return accelerator.num_processes > 1 and kind.startswith(("MULTI_", "FSDP"))
 
-    Raises:
-        SetupError: The run is to refuse what is not exact.
-    """
-    what = f"accelerate gives each rank whole batches: an optimizer step sees {world_size} times the samples of one "
-    what += "process"
-    hint = (
-        "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
-        "global_batch='scale' says that the larger one is meant."
-    )
-    if config.inexact == "raise":
-        raise SetupError(f"{what}.", hint=hint)
-    if accelerator.is_main_process:
-        logger.warning("%s. %s", what, hint)
+
+class _LibraryLoop:
+    """Says once of a library's loop, whose code expects accelerate's own sharing, that its steps are larger."""
+
+    steers = ("backward",)
+
+    def __init__(self, accelerator: Any, config: MultiGPUConfig) -> None:
+        self._accelerator = accelerator
+        self._config = config
+        self._is_told = False
+        self.stack = ExitStack()
+
+    def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """`Accelerator.backward`.
+
+        Raises:
+            SetupError: The run is to refuse what is not exact.
+        """
+        # A loader that accelerate has not prepared gives other batches.
+        if not self._is_told and self._accelerator.gradient_state.in_dataloader:
+            self._is_told = True
+            what = "accelerate gives each rank whole batches: an optimizer step sees "
+            what += f"{self._accelerator.num_processes} times the samples of one process"
+            hint = (
+                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
+                "global_batch='scale' says that the larger one is meant."
+            )
+            if self._config.inexact == "raise":
+                raise SetupError(f"{what}.", hint=hint)
+            if self._accelerator.is_main_process:
+                logger.warning("%s. %s", what, hint)
+        original(*args, **kwargs)
 
 
 class SharedBatches(BatchSampler):
@@ -191,6 +200,8 @@ class _CountedState(StateView):
 
 class _Loop:
     """What stands on one accelerator of the script's."""
+
+    steers = ("prepare_data_loader", "backward", "gather")
 
     def __init__(
         self, accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]

@@ -13,7 +13,6 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.step.generation import deal_completions
 from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.trainer_protocol import OptionalArguments, OptionalTrainer, TrainerLike
 
@@ -156,6 +155,41 @@ class CompletionDeal(Part):
         """Columns for the longest row: at least one, and a multiple of what the trainer pads to."""
         multiple = getattr(self._trainer.args, "pad_to_multiple_of", None) or 1  # Not in every version.
         return max(1, -(-longest // multiple)) * int(multiple)
+
+
+def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size: int) -> list[list[list[int]]]:
+    """Deals the completions of (a part of) an optimizer step: those of a micro-batch are of similar length.
+
+    Every micro-batch keeps its number of completions and every rank its number of micro-batches. So a loss that is a
+    mean over completions, or a sum of tokens divided by a number of the whole step, has the gradient that it had.
+
+    Args:
+        lengths: Tokens of the prompt and of the completion of each.
+        batch: Completions of a micro-batch.
+        world_size: Number of ranks; `batch x world_size` divides the number of completions.
+
+    Returns:
+        `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last: ranks that wait
+        for each other in every one have similar ones at a time.
+    """
+
+    def cost(rows: Sequence[int]) -> int:
+        """Tokens of a micro-batch, padding included: prompts are padded to the longest, and so are completions."""
+        return len(rows) * (max(lengths[i][0] for i in rows) + max(lengths[i][1] for i in rows))
+
+    def cut(order: Sequence[int]) -> list[list[int]]:
+        return [list(order[begin : begin + batch]) for begin in range(0, len(order), batch)]
+
+    every = range(len(lengths))
+    by_completion = cut(sorted(every, key=lambda i: (lengths[i][1], lengths[i][0], i)))
+    by_sum = cut(sorted(every, key=lambda i: (sum(lengths[i]), i)))
+    groups = min(by_completion, by_sum, key=lambda groups: sum(map(cost, groups)))
+    shares: list[list[list[int]]] = [[] for _ in range(world_size)]
+    for group in sorted(groups, key=cost, reverse=True):
+        # Costliest first, each to the rank with the least work of those that have room.
+        open_to = [share for share in shares if len(share) < len(groups) // world_size]
+        min(open_to, key=lambda share: sum(map(cost, share))).append(group)
+    return [share[::-1] for share in shares]
 
 
 def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Of torch's DDP, whose backward passes are not those that it has expected.
+_OF_DDP = re.compile(r"mark a variable ready only once|to have finished reduction")
 # What computing a micro-batch may raise that is the script's own, or a library's.
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
@@ -378,11 +381,20 @@ class StepProof:
                 for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
                     # A whole micro-batch draws what it draws in one process.
                     _seed_all(draw_seed(self._seed, place))
-            except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
                 what = f"{type(error).__name__}: {str(error)[:200]}"
                 raise SetupError(
                     f"A part of a micro-batch cannot be computed by itself ({what}).", hint=self._ways_out()
                 ) from error
+            except RuntimeError as error:
+                if is_exchanged and _OF_DDP.search(str(error)):
+                    raise SetupError(
+                        f"One process can compute the step, and DDP cannot ({str(error)[:50]}...): it looks for "
+                        "gradients in what the model returns.",
+                        hint="strategy='allreduce' exchanges gradients after the backward pass, without DDP. Or let "
+                        "the model return a tensor, a tuple, a dict or a dataclass.",
+                    ) from error
+                raise
             seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
         ranks = manager.gather_floats([*one, *mine])

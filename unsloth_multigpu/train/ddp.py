@@ -36,7 +36,15 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
 # Attributes of a model that losses of scripts read.
-_READ_BY_SCRIPTS = ("config", "dtype", "generation_config", "named_parameters", "num_labels", "peft_config")
+_READ_BY_SCRIPTS = (
+    "config",
+    "dtype",
+    "generation_config",
+    "get_input_embeddings",
+    "named_parameters",
+    "num_labels",
+    "peft_config",
+)
 # A rank of 4 keeps more of LoRA's small matrices than torch's default of 1, whose loss of accuracy is large. torch's
 # 1000 steps before the first compressed one are longer than many fine-tunings; error feedback needs at least 2.
 _POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}

@@ -17,7 +17,6 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shard_engine import Engine, find_engine
 from unsloth_multigpu.group.shards import has_shards
-from unsloth_multigpu.launch.refusal import refuse_batch_search
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
@@ -42,7 +41,7 @@ from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.waiting import Waiting
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -236,7 +235,7 @@ class DDPTrainer:
                 f"{self.manager.identity.world_size} ranks: each would train for itself.",
                 hint="Call enable_multi_gpu() before `import unsloth` and before TrainingArguments are made.",
             )
-        refuse_batch_search(args.auto_find_batch_size)
+        refuse_batch_search(args)
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
             raise SetupError(
                 "train_sampling_strategy='batch_rebalance' deals samples to ranks itself, and others than one GPU "
@@ -306,6 +305,20 @@ def _hands_on(method: Callable[..., Any]) -> bool:
     """True if a method calls the one of the same name that it overrides."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and {"super", code.co_name} <= set(code.co_names)
+
+
+def refuse_batch_search(args: ArgumentsLike) -> None:
+    """Refuses `auto_find_batch_size`: when arguments are made, before a model is loaded, and when a training begins.
+
+    Raises:
+        SetupError: It is on.
+    """
+    if args.auto_find_batch_size:
+        raise SetupError(
+            "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
+            hint="Set auto_find_batch_size=False and a batch size that fits; `unsloth-multigpu plan` counts the memory "
+            "of a step.",
+        )
 
 
 def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -212,6 +213,24 @@ def by_attribute(model, inputs):
     return loss + 0.1 * model.classifier.weight.pow(2).sum() if hasattr(model, "classifier") else loss
 
 
+def by_embeddings(model, inputs):
+    embeddings = model.get_input_embeddings()(inputs["input_ids"])
+    output = model(inputs_embeds=embeddings, attention_mask=inputs["attention_mask"])
+    return functional.cross_entropy(output.logits, inputs["labels"])
+
+
+class Opaque(torch.nn.Module):
+    """Returns an object in which DDP finds no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask):
+        mask = attention_mask[..., None]
+        return SimpleNamespace(logits=self.head((self.embed(input_ids) * mask).sum(1) / mask.sum(1)))
+
+
 class Pooled(torch.nn.Module):
     """Reads each row by an LSTM, padding too, or by its mean and a batch norm."""
 
@@ -372,6 +391,8 @@ KINDS = {
     "contrastive": Kind(of(contrastive)),
     "by_names": Kind(of(by_names)),
     "by_attribute": Kind(of(by_attribute)),
+    "by_embeddings": Kind(of(by_embeddings)),
+    "opaque": Kind(of(lambda model, inputs: class_losses(model, inputs).mean()), Opaque),
     "reads_padding": Kind(model=lambda: Pooled(norm=False)),
     "batch_norm": Kind(model=lambda: Pooled(norm=True)),
     "flooded": Kind(of(flooded)),

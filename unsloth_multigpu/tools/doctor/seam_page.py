@@ -57,7 +57,7 @@ def all_patches() -> list[Patch]:
         followed_train_patch(lambda: False),
         *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
         *device_patches("cuda", 1, 0),
-        *loop_patches(MultiGPUConfig(), 2, _not_in_a_run, ExitStack()),
+        *loop_patches(MultiGPUConfig(), _not_in_a_run, ExitStack()),
         *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
         *saving_patches(SaveGate(0, _not_in_a_run)),
