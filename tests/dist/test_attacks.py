@@ -57,6 +57,7 @@ SAID = {
     "by_attribute:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
 }
+LATE, HARD_FIRST = "late:24x4x2", "hard_first:24x4x2"
 TIGHT, HEARS, REFUSED, OPAQUE = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2", "opaque:24x4x2"
 # What each draws.
 DRAWING = {
@@ -94,7 +95,7 @@ def train(folder, num_ranks, names, num_random=0):
 
 
 def done(folder, num_ranks):
-    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS]
+    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS, LATE, HARD_FIRST]
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
     return train(folder, num_ranks, [*names, REFUSED, OPAQUE] if num_ranks > 1 else names, NUM_RANDOM)
@@ -161,6 +162,22 @@ def test_random_numbers_are_equal_in_the_comparison_and_said_to_be_others_in_the
     (line,) = [text for _, text in facts_of(folder, job)["said"] if text.startswith("first step: ")]
     assert line.endswith(f"; drawn anew on each rank: {DRAWING[job]}")
     assert facts_of(folder, job)["first_step"]["is_exact"]
+
+
+def test_what_each_rank_counts_for_itself_is_said_before_it_changes_the_loss(folder):
+    assert facts_of(folder, LATE)["first_step"]["is_exact"]
+    assert warnings(folder, LATE) == []
+    (line,) = [text for _, text in facts_of(folder, LATE)["said"] if text.startswith("first step: ")]
+    assert line.endswith("; counted by each rank for itself: Late.num_calls")
+    assert difference(folder, LATE) > 1e-5  # Said for a reason.
+    assert facts_of(folder, "counting:24x4x2")["first_step"]["counts"] == []
+
+
+def test_sampler_that_reads_what_a_rank_has_noted_is_named(folder):
+    (warning,) = warnings(folder, HARD_FIRST)
+    assert warning.startswith("BatchSampler, HardestRows gives ranks other orders of samples, and did not before: ")
+    assert facts_of(folder, HARD_FIRST)["inexact"] in warning
+    assert difference(folder, HARD_FIRST) > 1e-5  # Said for a reason.
 
 
 def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_lost(folder):

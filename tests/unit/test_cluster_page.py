@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -83,38 +81,3 @@ def test_recipe_gives_the_variables_that_the_page_lists() -> None:
     given = set(re.findall(r"\$\((PET_[A-Z_]+)\)", " ".join(load("kubeflow.yaml")["spec"]["trainer"]["command"])))
     section = PAGE.partition("## Options of several nodes")[2].partition("\n## ")[0]
     assert given == set(re.findall(r"`(PET_[A-Z_]+)`", section)) - {"PET_NPROC_PER_NODE"}
-
-
-@pytest.fixture(scope="module")
-def traffic() -> ModuleType:
-    path = ROOT / "examples" / "experiments" / "cluster_traffic.py"
-    spec = importlib.util.spec_from_file_location("cluster_traffic", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "cluster_traffic", module)
-        spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_of_the_page_are_those_of_the_formula(traffic: ModuleType) -> None:
-    shown = PAGE.partition("<!-- cluster_traffic.py -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown == traffic.page()
-
-
-def test_formula_gives_the_bytes_of_a_ring(traffic: ModuleType) -> None:
-    small, large = traffic.MODELS
-    # Known numbers of weights of rank 16 on all linear layers of Llama 3.1.
-    assert (small.num_lora_weights, large.num_lora_weights) == (41_943_040, 207_093_760)
-    assert traffic.step_bytes(small, "DDP", 8, lora=False) == 0
-    assert traffic.step_bytes(small, "DDP", 16, lora=False) == 2 * 15 / 16 * small.num_weights * 2
-    assert traffic.step_bytes(small, "DDP", 1024, lora=True) == 2 * 1023 / 1024 * 41_943_040 * 4
-    sharded = traffic.step_bytes(small, "sharded", 16, lora=False)
-    assert sharded == pytest.approx(15 / 16 * 3 * 2 * small.num_weights)
-    twice = traffic.step_bytes(small, "sharded", 16, lora=False, accumulation=2)
-    assert twice == pytest.approx(15 / 16 * 5 * 2 * small.num_weights)
-    meeting = 2 * 63 / 64 * 4 * large.num_weights
-    assert traffic.step_bytes(large, "DiLoCo / 16", 64, lora=False) == pytest.approx(meeting / 16)
-    # 1 GB on 8 Gbit/s.
-    assert traffic.step_seconds(1e9, 8) == 1.0

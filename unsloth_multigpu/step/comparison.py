@@ -64,6 +64,8 @@ class Comparison:
         unproven: Why they were not compared, in words; "" = they were.
         draws: What draws random numbers in the training, of which ranks have others than one process; it is compared
             without.
+        counts: What the script counts on each rank by itself, and otherwise than in one process: it may change a later
+            step.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Comparison:
     dealt_s: float = math.nan
     unproven: str = ""
     draws: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -106,7 +109,9 @@ class Comparison:
         seconds = f"{times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, " if self._is_timed else ""
         size = "equal gradient, differs by" if self.is_exact else "the gradient differs by"
         draws = f"; drawn anew on each rank: {', '.join(self.draws)}" if self.draws and self.num_ranks > 1 else ""
-        return f"{what}: {seconds}{size} {self.difference.off:.1e}{draws}"
+        is_counted = self.counts and self.is_exact  # Else a warning says what may be done.
+        counts = f"; counted by each rank for itself: {', '.join(self.counts)}" if is_counted else ""
+        return f"{what}: {seconds}{size} {self.difference.off:.1e}{draws}{counts}"
 
     def values(self) -> dict[str, Any]:
         """As JSON values, for files and reports; None for what is no number."""
@@ -126,4 +131,5 @@ class Comparison:
             "is_exact": self.is_exact,
             "not_compared": self.unproven,
             "draws": list(self.draws),
+            "counts": list(self.counts),
         }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import drawn_from, kept_random_state
 from unsloth_multigpu.group.replicas import STREAM
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
@@ -32,7 +34,7 @@ from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_pro
 from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
-from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.sampler import StepLoader, samplers_of, step_loader
 from unsloth_multigpu.step.step import Step, StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
@@ -76,6 +78,8 @@ class StepFeed(Part):
         self.inexact: Inexact | None = None
         self.is_placed_later = self.plans_one_process = False
         self._is_begun = self._has_loop = False
+        # The newest order of samples was that of all ranks, where it was compared.
+        self._had_one_order = False
         # Makes the decisions that wait for the model.
         self._decide: Callable[[], None] | None = None
 
@@ -195,11 +199,32 @@ class StepFeed(Part):
             is_lockstep=self.passes.is_lockstep,
         )
         one_process = functools.partial(as_one_process, trainer, is_seedable=is_seedable)
-        steps = step_loader(raw, shape, one_process, self._manager.broadcast_batches)
+        steps = step_loader(raw, shape, one_process, self._manager.broadcast_batches, self._compare_order)
         self._decide = lambda: steps.deal(self._dealt(raw, shape))
         if not self.is_placed_later:
             self.decide()
         return steps
+
+    def _compare_order(
+        self, order: list[list[int]], state: dict[str, Any] | None, source: Iterable[Sequence[int]]
+    ) -> None:
+        """A sampler of the script's own that gave all ranks one order, and does not now, reads what each has noted.
+
+        One whose first orders differ draws by itself. Collective.
+        """
+        manager = self._manager
+        state = json.loads(manager.broadcast_text(json.dumps(state)))
+        is_same = True
+        if manager.identity.rank:
+            with kept_random_state():
+                is_same = [[int(i) for i in batch] for batch in drawn_from(state, source)[0]] == order
+        is_same = all(row[0] for row in manager.gather_int64([is_same]))
+        had_one_order, self._had_one_order = self._had_one_order, is_same
+        if had_one_order and not is_same:
+            names = ", ".join(type(each).__name__ for each in samplers_of(self.loader.one_process))  # type: ignore[union-attr]
+            what = f"{names} gives ranks other orders of samples, and did not before: it reads what each rank has noted"
+            ways = "Let it read what all ranks have, such as self.state.log_history, or gather what a loss notes."
+            self.tell(what, f"{what} of its own samples.", "Rank 0's order is trained.", ways)
 
     def decide(self) -> None:
         """Makes the decisions that have waited for the model. Collective."""

@@ -99,8 +99,10 @@ class StepProof:
         self._is_over = False
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
-        # What was said to draw.
-        self._drawn: set[str] = set()
+        # What was said to draw or to count.
+        self._told: set[str] = set()
+        # What the script has counted behind the newest pass that was dealt.
+        self._numbers: dict[str, Any] = {}
         # Parameters that a pass as one process has used, where DDP looks for those that are not used.
         self._used: list[nn.Parameter] = []
         self.first: Comparison | None = None
@@ -187,9 +189,9 @@ class StepProof:
             raise NotPossibleError(f"grad_compression={config.grad_compression!r} sends less than the gradient")
         assert loader is not None
         batches = loader.one_process
-        with kept_objects(batches.collate_fn, batches.dataset) as begin_again, _without_optimizer():
+        with kept_objects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():
             with self._feed.passes.accumulation_of_script():
-                rows = StepRows(loader.dataset, step, self._seed, begin_again)
+                rows = StepRows(loader.dataset, step, self._seed, kept.restore)
             # How long a micro-batch takes decides how many are compared, on all ranks alike.
             seconds = self._tried(model, rows, 1)[2]
             num_compared = _affordable(base.num_references, base.num_ranks, seconds)
@@ -210,7 +212,14 @@ class StepProof:
         draws = tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
         dealt_s = max(row[0] for row in self._manager.gather_floats([dealt_s]))
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
-        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws)
+        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=self._counts(still))
+
+    def _counts(self, one: Still) -> tuple[str, ...]:
+        """Names of what the script counts otherwise than in one process, on any rank. Collective."""
+        before, dealt = one.numbers, self._numbers
+        mine = [name for name in {**before, **dealt} if not _is_close(before.get(name), dealt.get(name))]
+        ranks = self._manager.gather_texts(json.dumps(mine))
+        return tuple(sorted({name for text in ranks for name in json.loads(text)}))
 
     def _any(self, is_here: bool) -> bool:
         return any(row[0] for row in self._manager.gather_int64([is_here]))
@@ -226,8 +235,9 @@ class StepProof:
     def _pass(self) -> Iterator[Still]:
         """Around one pass over a step: begins with the state of the training, and restores it."""
         still = Still()
-        with kept_training_state(self._trainer), tried_pass(self._trainer.model), still:
+        with kept_training_state(self._trainer) as kept, tried_pass(self._trainer.model), still:
             yield still
+            still.numbers = kept.numbers()
 
     def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> tuple[list[float], Still, float]:
         """Computes the first micro-batches as one process. Collective.
@@ -371,7 +381,7 @@ class StepProof:
         """One pass as the ranks share the step, and how far its gradient is from the sketch `one`. Collective."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
-        with self._pass():
+        with self._pass() as still:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
             self._zero_used()
@@ -397,6 +407,7 @@ class StepProof:
                 raise
             seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
+        self._numbers = still.numbers
         ranks = manager.gather_floats([*one, *mine])
         ones, dealt = [row[: len(one)] for row in ranks], [row[len(one) :] for row in ranks]
         names = names_of(trainer.model)
@@ -409,8 +420,9 @@ class StepProof:
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):
-            is_new = is_first or not self._drawn.issuperset(found.draws)
-            self._drawn.update(found.draws)
+            told = {*found.draws, *found.counts}
+            is_new = is_first or not self._told.issuperset(told)
+            self._told |= told
             if is_new and self._manager.identity.rank == 0:
                 logger.info("%s", found)
             return
@@ -457,6 +469,15 @@ def _without_optimizer() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """True for numbers, or as many of them, that are equal but for rounding."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_close, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-3) or (one != one and other != other)
+    return bool(one == other)
 
 
 def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:

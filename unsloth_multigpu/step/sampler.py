@@ -18,11 +18,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.step.deal import Piece
+from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 
 # Gives every rank what rank 0 passes in.
 BroadcastOrder = Callable[[Iterable[Sequence[int]]], list[list[int]]]
+# Is told rank 0's order, the state of generators at which it was drawn (None = it draws nothing), and its source.
+CompareOrder = Callable[[list[list[int]], dict[str, Any] | None, Iterable[Sequence[int]]], None]
 # Prepares a loader as accelerate does for one process.
 Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
 
@@ -51,6 +54,7 @@ class StepSampler(BatchSampler):
         reference: Loader of the one-process run; its batch sampler gives the micro-batches.
         shape: How they are dealt.
         broadcast: Sends rank 0's order to all.
+        compare: Compares it with that of this rank; None = it is a library's.
 
     Attributes:
         order_state: Of rank 0's generators when the order of this epoch was drawn; None where it does not depend on
@@ -58,10 +62,17 @@ class StepSampler(BatchSampler):
         resumed_order_state: The same of a resumed epoch; the next order is drawn from it.
     """
 
-    def __init__(self, reference: DataLoader[Any], shape: StepShape, broadcast: BroadcastOrder) -> None:
+    def __init__(
+        self,
+        reference: DataLoader[Any],
+        shape: StepShape,
+        broadcast: BroadcastOrder,
+        compare: CompareOrder | None = None,
+    ) -> None:
         self._reference = reference
         self.shape = shape
         self._broadcast = broadcast
+        self._compare = compare
         self._epoch = 0
         self.order_state: dict[str, Any] | None = None
         self.resumed_order_state: dict[str, Any] | None = None
@@ -69,6 +80,9 @@ class StepSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
         # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
         batches = self._broadcast(self._draw_order())
+        if self._compare is not None:
+            assert self._reference.batch_sampler is not None
+            self._compare(batches, self.order_state, self._reference.batch_sampler)
         for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
             step = batches[start : start + self.shape.num_accumulated]
             samples = tuple(i for batch in step for i in batch)
@@ -127,7 +141,11 @@ class StepLoader(DataLoader[Any]):
 
 
 def step_loader(
-    loader: DataLoader[Any], shape: StepShape, reference: Reference, broadcast: BroadcastOrder
+    loader: DataLoader[Any],
+    shape: StepShape,
+    reference: Reference,
+    broadcast: BroadcastOrder,
+    compare: CompareOrder | None = None,
 ) -> StepLoader:
     """Turns the loader that a Trainer built for one process into this rank's loader of whole steps.
 
@@ -136,6 +154,7 @@ def step_loader(
         shape: How samples are dealt.
         reference: Prepares a loader as accelerate does for one process.
         broadcast: Sends rank 0's order to all ranks.
+        compare: Compares it with a rank's own, where the script's own sampler draws it.
 
     Raises:
         SetupError: The data set gives whole batches. There are fewer rows than a batch, and incomplete ones are
@@ -170,7 +189,8 @@ def step_loader(
     if shape.world_size > 1:
         _refuse_divided(loader)
     one_process = reference(loader)
-    sampler = StepSampler(one_process, shape, broadcast)
+    is_own = not all(is_library(type(each).__module__) for each in samplers_of(loader))
+    sampler = StepSampler(one_process, shape, broadcast, compare if is_own and shape.world_size > 1 else None)
     steps = StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
@@ -217,10 +237,15 @@ class _StepDataset(Dataset[Any]):
         return len(self._dataset)
 
 
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """What draws the order of its rows: the sampler of batches, and that of rows, which it may ask."""
+    rows = getattr(loader.batch_sampler, "sampler", None)
+    return [loader.batch_sampler] if rows is None else [loader.batch_sampler, rows]
+
+
 def _refuse_divided(loader: DataLoader[Any]) -> None:
     """A sampler for one of several ranks has a part of the rows: all that there is of them in rank 0's order."""
-    batches = loader.batch_sampler
-    for sampler in (batches, getattr(batches, "sampler", None)):
+    for sampler in samplers_of(loader):
         if (num_parts := getattr(sampler, "num_replicas", None) or 1) > 1:
             raise SetupError(
                 f"The data loader has a {type(sampler).__name__} with num_replicas={num_parts}: it gives each rank a "

@@ -63,11 +63,13 @@ class Still(TorchFunctionMode):
     Attributes:
         has_dropped: There was a dropout to switch off.
         has_drawn: Random numbers were drawn all the same. Whoever opens it sets this.
+        numbers: What the script has counted when the pass was over, by name. Whoever opens it sets this.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_dropped = self.has_drawn = False
+        self.numbers: dict[str, Any] = {}
         self._tables: set[tuple[float, ...]] = set()
 
     @property
@@ -99,8 +101,8 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
-    """Restores on leaving what a forward and backward pass of the trainer's loss may have changed.
+def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
+    """Restores on leaving what a forward and backward pass of the trainer's loss may have changed; gives it, too.
 
     That is: random states, gradients, and what `kept_objects` restores of the trainer, of its model and of all that the
     script wrote and these lead to. What the loss writes elsewhere (a file, a tracker) cannot be taken back;
@@ -113,36 +115,38 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
-        stack.enter_context(kept_objects(trainer))
+        kept = stack.enter_context(kept_objects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            yield
+            yield kept
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
 
 @contextmanager
-def kept_objects(*roots: Any) -> Iterator[Callable[[], None]]:
+def kept_objects(*roots: Any) -> Iterator[KeptObjects]:
     """Restores on leaving what objects hold: counters, metrics, running sums, buffers, generators of their own.
-
-    Gives what restores it before that.
 
     Followed are the roots, modules, objects and classes of the script, its functions into their closures and the global
     variables that they name, and plain containers. What is new is deleted, but for objects of libraries: a teacher that
     was loaded is not loaded again in each pass.
     """
-    kept = _Kept(roots)
+    kept = KeptObjects(roots)
     try:
-        yield kept.restore
+        yield kept
     finally:
         kept.restore()
 
 
-class _Kept:
-    """Walks through objects, the nearest first, and notes what they hold."""
+class KeptObjects:
+    """Walks through objects, the nearest first, and notes what they hold.
+
+    Args:
+        roots: Where it begins.
+    """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = {id(root) for root in roots}
@@ -150,13 +154,26 @@ class _Kept:
         self._seen: dict[int, Any] = {}
         self._next = deque(roots)
         self._restoring: list[Callable[[], Any]] = []
+        # What the script may count in: gives names and values; the class that they belong to, None = variables.
+        self._counted: list[tuple[Callable[[], Iterable[tuple[str, Any]]], type | None]] = []
         while self._next and len(self._seen) < _MOST_OBJECTS:
             value = self._next.popleft()
             if not isinstance(value, (int, float, str, bytes, type(None))) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._look(value)
 
+    def numbers(self) -> dict[str, Any]:
+        """What attributes and variables of the script count now, by name; those of libraries are left out."""
+        found = {}
+        for read, owner in self._counted:
+            for name, value in read():
+                number = _number(value)
+                if number is not None and not (owner and _is_of_library(owner, name)):
+                    found[f"{owner.__name__}.{name}" if owner else name] = number
+        return found
+
     def restore(self) -> None:
+        """Puts back what was noted."""
         for restore in self._restoring:
             restore()
 
@@ -187,6 +204,9 @@ class _Kept:
     def _attributes(self, value: Any) -> None:
         """Of an object; methods of the script's own classes, and what these share, are followed."""
         self._variables(vars(value))
+        if id(value) in self._roots or _is_own(value):
+            buffers = value._buffers if isinstance(value, nn.Module) else {}
+            self._counted.append((lambda: [*vars(value).items(), *buffers.items()], type(value)))
         for cls in type(value).__mro__:
             if not is_library(cls.__module__):
                 self._next += vars(cls).values()
@@ -215,6 +235,7 @@ class _Kept:
         self._variables(vars(function))
         if not is_library(function.__module__ or ""):
             self._variables(function.__globals__, function.__code__.co_names)
+            self._counted.append((lambda: _variables_of(function), None))
 
     def _variables(self, values: dict[str, Any], names: Iterable[str] | None = None) -> None:
         """Attributes or variables; of these all, or those with some names."""
@@ -236,6 +257,34 @@ class _Kept:
             self._next += (kept["_buffers"], *kept["_modules"].values())
             kept_names -= _OF_MODULES
         self._next += (kept[name] for name in kept_names)
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names and values of the global variables that a function names, and of those that it shares with functions."""
+    names = [name for name in function.__code__.co_names if name in function.__globals__]
+    yield from ((name, function.__globals__[name]) for name in names)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+
+
+def _number(value: Any) -> Any:
+    """A number, or those that a container holds and how many parts it has; None for what counts nothing."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if _is_container(value) and len(value) <= _MOST_PARTS:
+        parts = value.values() if isinstance(value, dict) else value
+        return (len(value), *(part for part in parts if isinstance(part, (int, float))))
+    return None
+
+
+@functools.cache
+def _is_of_library(cls: type, name: str) -> bool:
+    """True where methods of a library's class handle an attribute: it belongs to the library."""
+    libraries = [each for each in cls.__mro__ if is_library(each.__module__)]
+    methods = [inspect.unwrap(f) for each in libraries for f in vars(each).values() if callable(f)]
+    return any(name in method.__code__.co_names for method in methods if hasattr(method, "__code__"))
 
 
 def _is_own(value: Any) -> bool:

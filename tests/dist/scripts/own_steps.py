@@ -1,7 +1,7 @@
 """Methods of a Trainer that scripts override, and hooks. Used by own_code.py."""
 
 import torch
-from own_losses import Curriculum, Kind, OwnLoss, collate_tokens, llama, scores
+from own_losses import Curriculum, Kind, OwnLoss, class_losses, collate_tokens, collator, llama, scores
 from torch.nn import functional
 from transformers import Trainer, TrainerCallback
 
@@ -17,6 +17,37 @@ class Counter(OwnLoss):
 
     def factor(self):
         return 1.0 + 0.3 * self.num_calls
+
+
+class Late(Counter):
+    """A factor from the sixth call on: in one process in step 3, which is not compared."""
+
+    def factor(self):
+        return 1.0 if self.num_calls < 6 else 2.0
+
+
+class HardFirst(Trainer):
+    """Rows with the largest losses come first in the next epoch."""
+
+    losses = ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        losses = class_losses(model, inputs)
+        self.losses = {**dict(self.losses), **dict(zip(inputs["number"].tolist(), losses.tolist(), strict=True))}
+        return losses.mean()
+
+    def _get_train_sampler(self, *args):
+        outer, count = self, len(self.train_dataset)
+
+        class HardestRows(torch.utils.data.Sampler):
+            def __len__(self):
+                return count
+
+            def __iter__(self):
+                held = dict(outer.losses)
+                return iter(sorted(range(count), key=lambda i: -held.get(i, 0.0)))
+
+        return HardestRows()
 
 
 class Teacher(OwnLoss):
@@ -204,6 +235,8 @@ def of_tokens(trainer, **settings):
 
 KINDS = {
     "counter": Kind(Counter),
+    "late": Kind(Late),
+    "hard_first": Kind(HardFirst, collate=lambda: collator(labels="class", number="number")),
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
