@@ -19,6 +19,9 @@ SHAPED = "grpo:6x2:bnpo"
 DEALT = ["grpo:2x6:grpo", "grpo:2x6:dapo", "grpo:2x6:dr_grpo", "rloo:2x6:"]
 # One process shuffles such a generation otherwise than ranks do: it is compared with ranks that keep TRL's order.
 OLD = "grpo:2x6:dapo:old"
+# Losses that cannot be dealt, with the first step that shows it.
+IN_ORDER = {"grpo:2x6:bnpo": 1, "drift:2x6:grpo:old": 2, "third:2x6:grpo:old": 4}
+MISTAKES = ["lost:2x6:grpo", "dropped:2x6:grpo"]
 
 
 def start_ranks(path, name, num_ranks, jobs, **options):
@@ -35,9 +38,10 @@ def folder(tmp_path_factory):
     build_tiny(path / "model")
     start_ranks(path, "1", 1, {*JOBS, *DEALT})
     start_ranks(path, "4", 4, [*JOBS, SHAPED])
-    start_ranks(path, "2", 2, [*DEALT, OLD])
+    start_ranks(path, "2", 2, [*DEALT, OLD, *IN_ORDER, *MISTAKES])
     start_ranks(path, "3", 3, DEALT)
-    start_ranks(path, "off", 2, [DEALT[0], OLD], UNSLOTH_MULTIGPU_BALANCE="off")
+    start_ranks(path, "off", 2, [DEALT[0], OLD, *IN_ORDER], UNSLOTH_MULTIGPU_BALANCE="off")
+    start_ranks(path, "blind", 2, MISTAKES, UNSLOTH_MULTIGPU_BALANCE="tokens", UNSLOTH_MULTIGPU_CHECK_FIRST_STEP="off")
     return path
 
 
@@ -58,8 +62,45 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     assert len(re.findall(r"trained 2 steps in [\d.]+ s, set-up ", text)) == len([*JOBS, SHAPED])
     assert text.count("Grpo: each rank draws completions of its own, so this is another run than on one GPU") == 3
     assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
-    assert text.count("balance: completions are dealt in order: loss_type='bnpo'") == 1
-    assert text.count("completions dealt by length: ") == len(JOBS)
+    assert (
+        len(re.findall(r"dealt in order: dealt by length, the gradient of step 1 differs by [\d.]+e-0[12]", text)) == 1
+    )
+    equal = r"completions dealt by length: gradient differs by \de-0[678], [\d.]+ times (as fast|slower) \("
+    assert len(re.findall(equal, text)) == len(JOBS)
+    assert len(re.findall(r"completions dealt by length: \d+ % of the tokens", text)) == len(JOBS)
+
+
+@pytest.mark.parametrize("job", IN_ORDER)
+def test_loss_of_other_gradient_keeps_the_order_from_the_step_that_shows_it(folder, job):
+    (found, weights), (in_order, before) = outcome(folder / "2", job), outcome(folder / "off", job)
+    first = IN_ORDER[job]
+    text = (folder / "2.txt").read_text()
+    assert len(re.findall(rf"dealt in order: dealt by length, the gradient of step {first} differs by \d", text)) >= 1
+    if first < 4:
+        assert found["grad_norm"] == pytest.approx(in_order["grad_norm"], rel=1e-5)
+        assert distance(weights, before) < 1e-6
+    else:  # Step 3 was dealt before step 4 has shown what it does, and that is said.
+        assert found["grad_norm"][:2] == pytest.approx(in_order["grad_norm"][:2], rel=1e-5)
+        assert "; steps that were dealt since the last comparison: 1. Set balance='off'." in text
+        assert text.count("; not exactly the training of one process: completions dealt by length") == 1
+
+
+@pytest.mark.parametrize("job", MISTAKES)
+def test_mistake_in_dealing_is_seen_before_the_first_update(folder, job):
+    (found, weights), (in_order, before) = outcome(folder / "2", job), outcome(folder / "off", DEALT[0])
+    assert found["grad_norm"] == pytest.approx(in_order["grad_norm"], rel=1e-5)
+    assert distance(weights, before) < 1e-6
+    assert distance(outcome(folder / "blind", job)[1], before) > 1e-4
+
+
+def test_tokens_asked_for_is_refused_with_the_size(tmp_path, folder):
+    arguments = map(str, [2, folder / "model", tmp_path, "grpo:2x6:bnpo"])
+    run = run_python([SCRIPT, *arguments], tmp_path, {**light("rich", "triton"), "UNSLOTH_MULTIGPU_BALANCE": "tokens"})
+    assert run.code != 0
+    assert (
+        "balance='tokens' is not possible: completions are dealt in order: dealt by length, the gradient of step 1"
+        in run.err
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

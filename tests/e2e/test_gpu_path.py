@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.notebook_shape import notebook_shapes
-from tests.helpers.run import finish, hide, start
+from tests.helpers.run import ROOT, finish, hide, run_python, start
 from tests.helpers.tiny import build_tiny
 
 pytestmark = [
@@ -184,7 +184,9 @@ def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(mode
         start_script("gpu_path_grpo.py", model, two, "--shapes", *SHAPES) as two_ranks,
     ):
         alone = finish_script(one_process, one, num_ranks=1).ranks[0]
-        first, second = finish_script(two_ranks, two, num_ranks=2).ranks
+        run = finish_script(two_ranks, two, num_ranks=2)
+        first, second = run.ranks
+    assert "completions dealt by length: gradient differs by " in run.err
     assert first["base"] == "UnslothGRPOTrainer"
     assert [rank.pop("devices") for rank in (first, second)] == [["cuda:0"], ["cuda:1"]]
     assert first == second
@@ -193,6 +195,31 @@ def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(mode
     assert len(alone["grad_norms"]) == 2
     for what in ("grad_norms", "losses", "rewards"):
         assert first[what] == pytest.approx(alone[what], rel=TOLERANCE), what
+
+
+def test_vision_model_equals_one_process(model: Path) -> None:
+    folder, one, two = (model.parent / name for name in ("llava", "vision_one", "vision_two"))
+    built = run_python(["-m", "tests.helpers.tiny_vision", model, folder], ROOT)
+    assert built.code == 0, built.err
+    with (
+        start_script("gpu_path_vision.py", folder, one, "--plain") as one_process,
+        start_script("gpu_path_vision.py", folder, two) as two_ranks,
+    ):
+        alone = finish_script(one_process, one, num_ranks=1)
+        run = finish_script(two_ranks, two, num_ranks=2)
+    assert "samples per step: 3 = 1 + 2 samples on 2 ranks" in run.err
+    assert "equal gradient" in run.err
+    assert [rank["devices"] for rank in run.ranks] == [["cuda:0"], ["cuda:1"]]
+    assert run.ranks[0]["adapter_hash"] == run.ranks[1]["adapter_hash"]
+    for rank in run.ranks:
+        assert rank["trainer"] == "UnslothSFTTrainer"
+        for what in ("grad_norms", "losses"):
+            assert rank[what] == pytest.approx(alone.ranks[0][what], rel=TOLERANCE), what
+    assert sorted(adapter := run.adapter) == sorted(alone.adapter)
+    for name, weight in alone.adapter.items():
+        assert torch.linalg.norm(adapter[name] - weight) <= TOLERANCE * torch.linalg.norm(weight), name
+    for file in ("processor_config.json", "tokenizer.json", "adapter_config.json"):
+        assert (run.out / "adapter" / file).read_text() == (alone.out / "adapter" / file).read_text()
 
 
 def test_dpo_trains_on_two_ranks(model: Path) -> None:

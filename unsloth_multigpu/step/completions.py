@@ -1,8 +1,19 @@
-"""Deals the completions of GRPO and RLOO to ranks and micro-batches by their length, before the first backward pass."""
+"""Deals the completions of GRPO and RLOO to ranks and micro-batches by their length, where that keeps the gradient.
+
+Whether it does is measured in the training itself: in its first step, before the first update, and again in steps 2, 4,
+8 and so on. `step.order_proof` computes the gradient with the trainer's own micro-batches and with the dealt ones.
+
+A comparison sees all that a loss, a model or a script does to the gradient of that step. In the first step the policy
+is the one that drew: every ratio is 1 and nothing is clipped. What old log-probabilities change is seen from step 2 on,
+in later steps and iterations of a generation. Completions that are all as long show no mean over tokens, and do not
+count. Not seen is what differs in other steps alone, or less than rounding does in the precision of the training.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, cast
 
@@ -13,22 +24,57 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import unsteered
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.order_proof import OrderProof
 from unsloth_multigpu.step.own_code import is_library
-from unsloth_multigpu.trainer_protocol import OptionalArguments, OptionalTrainer, TrainerLike
+from unsloth_multigpu.step.sketch import rounding_bound
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
-# Means over completions, constants, and sums divided by the tokens of a generation: micro-batches of other completions,
-# but of as many, have the same gradient together.
-_LOSSES = ("grpo", "dr_grpo", "dapo")
 # What the inputs of a micro-batch hold: padded on the left, padded on the right, one number a completion.
 _PROMPT = ("prompt_ids", "prompt_mask")
 _COMPLETION = ("completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps")
 _ROW = ("advantages", "old_logps")
+_NEEDED = (*_PROMPT, *_COMPLETION[:2], _ROW[0])
 # One number of the generation, equal on all ranks.
 _OF_ALL = "num_items_in_batch"
 # Unsloth's note of the columns of padding before the shortest prompt: log-probabilities that it keeps have them, too.
 _LEFT_PAD = "max_left_pad"
+# Longest comparison in seconds, by the time of the first micro-batch: above, only the first ones are compared.
+_MOST_S = 60.0
+
+
+@dataclass
+class _Generation:
+    """The completions that all ranks have drawn at once.
+
+    Args:
+        in_order: This rank's micro-batches as the trainer has cut them.
+        rows: The completions of all ranks, rank by rank, padded to one width.
+        lengths: Tokens of the prompt and of the completion of each.
+        num_tokens: Of all ranks' micro-batches, padding included, as the trainer has cut them.
+        dealt: This rank's micro-batches, dealt; empty before that.
+    """
+
+    in_order: list[dict[str, Any]]
+    rows: Mapping[str, torch.Tensor]
+    lengths: Sequence[tuple[int, int]]
+    num_tokens: int
+    dealt: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def batch(self) -> int:
+        """Completions of a micro-batch."""
+        return len(self.in_order[0]["advantages"])
+
+    def places(self, begin: int, count: int, world_size: int) -> list[int]:
+        """Where the completions of some micro-batches of all ranks stand in `rows`."""
+        of_rank = len(self.in_order) * self.batch
+        first = [rank * of_rank + begin * self.batch for rank in range(world_size)]
+        return [i for f in first for i in range(f, f + count * self.batch)]
 
 
 class CompletionDeal(Part):
@@ -40,98 +86,166 @@ class CompletionDeal(Part):
     Args:
         trainer: A trainer of TRL, or of Unsloth, that keeps the completions of a generation in `_buffered_inputs`.
         manager: This rank's manager.
+        feed: Is told what is not exact.
+        beat: This rank's page.
 
     Raises:
-        SetupError: `balance="tokens"` is asked for, and the trainer's loss, or its model, does not allow it.
+        SetupError: `balance="tokens"` is asked for, and what the trainer makes of completions is not known.
     """
 
     place = "completions"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
         self._trainer = cast(OptionalTrainer, trainer)
         self._manager = manager
-        self._is_told = False
+        self._feed = feed
+        self._proof = OrderProof(trainer, manager, beat)
+        self._generation: _Generation | None = None
+        # TRL's order is kept from here on, and why is said.
+        self._is_over = False
+        # The last comparison has found equal gradients; where nothing is to be compared it is the user who says so.
+        self._is_proven = False
+        # Optimizer steps of this training; the next to be compared; those that were dealt since the last comparison.
+        self._num_steps, self._next_step, self._num_unproven = 0, 1, 0
+        self._is_begin = False
+        # Micro-batches that are compared of a step; 0 = not known yet.
+        self._num_compared = 0
         # Tokens of all ranks' micro-batches so far, padding included: as TRL has cut them, and as they are computed.
         self._num_before = self._num_dealt = 0
-        self._reason = _why_not(trainer)
-        if self._reason:
-            self._tell(f"completions are dealt in order: {self._reason}")
+        if not is_library(getattr(unsteered(trainer._prepare_inputs), "__module__", None) or ""):
+            self._keep_order("_prepare_inputs is the script's own")
+        elif manager.config.check_first_step == "off":
+            self._is_proven = manager.config.balance == "tokens"
+            if not self._is_proven:
+                self._keep_order("check_first_step='off' leaves the gradient unmeasured")
 
     def overrides(self) -> dict[str, Override]:
-        return {} if self._reason else {"_prepare_inputs": self._prepare_inputs}
+        if self._is_over:
+            return {}
+        return {"training_step": self._training_step, "_prepare_inputs": self._prepare_inputs}
 
     def is_needed(self, seam: str) -> bool:
         return False
+
+    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._num_steps += 1
+        self._is_begin = True
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._num_before:
             part = 100 * self._num_dealt / self._num_before
             logger.info("completions dealt by length: %.0f %% of the tokens, padding included", part)
+        elif not self._is_over and self._num_steps:
+            logger.info("balance: completions are dealt in order: in no step were some longer than others")
 
-    def _tell(self, what: str) -> None:
-        """Says once why this training keeps TRL's micro-batches.
+    def _keep_order(self, why: str) -> None:
+        """Says why this training keeps TRL's micro-batches from here on.
 
         Raises:
             SetupError: They were not to be kept.
         """
         if self._manager.config.balance == "tokens":
-            raise SetupError(f"balance='tokens' is not possible: {what}.", hint="Leave it out for this trainer.")
-        if not self._is_told:
-            logger.info("balance: %s", what)
-        self._is_told = True
+            raise SetupError(
+                f"balance='tokens' is not possible: completions are dealt in order: {why}.",
+                hint="Leave it out for this trainer.",
+            )
+        logger.info("balance: completions are dealt in order: %s", why)
+        self._is_over = True
+
+    def _training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.training_step`: a comparison calls it in the same way."""
+        self._proof.called = (*args, None)[:3]
+        return original(*args, **kwargs)
 
     def _prepare_inputs(self, original: Any, inputs: Any) -> Any:
         """`GRPOTrainer._prepare_inputs`: the micro-batch that is next, after a generation if it is time for one."""
         trainer = self._trainer
-        before = trainer._buffered_inputs
+        before = getattr(trainer, "_buffered_inputs", None)
         prepared = original(inputs)
-        made = trainer._buffered_inputs
-        if made is before or not made:  # An evaluation, or a generation that was dealt before.
+        if self._is_over or not trainer.model.training:
             return prepared
-        dealt = self._dealt(made)
-        if dealt is None:
+        made = getattr(trainer, "_buffered_inputs", None)
+        if made is None:
+            self._keep_order("the micro-batches of a generation are kept in no place that is known here")
             return prepared
-        trainer._buffered_inputs = dealt
-        return dealt[trainer._step % len(dealt)]
+        if made is not before:
+            self._generation = self._gathered(made)
+        is_begin, self._is_begin = self._is_begin, False
+        if self._generation is None:  # Not known, or of an earlier training.
+            return prepared
+        place = trainer._step % len(self._generation.in_order)
+        if is_begin and self._has_turn(self._generation, place):
+            self._compare(self._generation, place)
+        elif is_begin and self._is_proven:
+            self._num_unproven += 1
+        trainer._buffered_inputs = chosen = self._chosen(self._generation)
+        return chosen[place]
 
-    def _dealt(self, buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-        """The micro-batches of a generation, dealt again; None where they hold what is not known here. Collective."""
-        what, batch = unknown_inputs(buffered), len(buffered[0]["advantages"])
-        widths = [buffered[0][name].shape[1] for name in ("prompt_ids", "completion_ids")]
+    def _chosen(self, generation: _Generation) -> list[dict[str, Any]]:
+        """The micro-batches that are trained."""
+        if not self._is_proven:
+            return generation.in_order
+        if not generation.dealt:
+            block = self._block(generation)
+            for begin in range(0, len(generation.in_order), block):
+                micro_batches, num_tokens = self._cut(generation, begin, block)
+                generation.dealt += micro_batches
+                self._num_dealt += num_tokens
+            self._num_before += generation.num_tokens
+        return generation.dealt
+
+    def _has_turn(self, generation: _Generation, place: int) -> bool:
+        """True where the step that begins is to be compared, and can be: some of its completions are longer."""
+        if self._manager.config.check_first_step == "off" or self._num_steps < self._next_step:
+            return False
+        places = generation.places(place, self._block(generation), self._manager.identity.world_size)
+        return len({generation.lengths[i][1] for i in places}) > 1
+
+    def _compare(self, generation: _Generation, place: int) -> None:
+        """Finds out whether the step that begins has the gradient of TRL's order when it is dealt. Collective.
+
+        Raises:
+            SetupError: It has another one, and that is refused.
+        """
+        block, is_first = self._block(generation), not self._num_compared
+        if is_first:
+            seconds = self._proof.gradient(generation.in_order[place : place + 1])[1]
+            self._num_compared = max(1, min(block, int(_MOST_S / (2 * max(seconds, 1e-6)))))
+        compared = slice(place, place + self._num_compared)
+        dealt, _ = self._cut(generation, place, self._num_compared)
+        found = self._proof.compared(generation.in_order[compared], dealt, is_timed=is_first)
+        off, num_unproven, was_proven = found.of_gradient, self._num_unproven, self._is_proven
+        is_every = self._manager.config.check_first_step == "every"
+        self._next_step, self._num_unproven = self._num_steps + 1 if is_every else 2 * self._num_steps, 0
+        if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
+            self._next_step, self._num_unproven = self._num_steps + 1, num_unproven
+            return
+        self._is_proven = off.is_within(rounding_bound(self._trainer))
+        if not self._is_proven:
+            what = f"dealt by length, the gradient of step {self._num_steps} differs by {off.off:.1e}"
+            self._keep_order(f"{what}, most in {off.worst}" if off.worst else what)
+            if num_unproven:
+                also = f"steps that were dealt since the last comparison: {num_unproven}"
+                self._feed.tell("completions dealt by length", f"{what}; {also}.", "", "Set balance='off'.")
+        elif not was_proven:
+            part = "" if self._num_compared == block else f", {self._num_compared} of {block} micro-batches"
+            ratio = found.one_s / max(found.other_s, 1e-6)
+            speed = f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times slower"
+            logger.info(
+                "completions dealt by length: gradient differs by %.0e%s, %s (%.3g s, in TRL's order %.3g s)",
+                *(off.off, part, speed, found.other_s, found.one_s),
+            )
+
+    def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
+        """The completions of all ranks; None where their micro-batches hold what is not known here. Collective."""
+        what = unknown_inputs(buffered)
+        widths = [0, 0] if what else [buffered[0][name].shape[1] for name in ("prompt_ids", "completion_ids")]
         # All ranks decide alike, and send tensors of one shape.
         ranks = self._manager.gather_int64([bool(what), *widths])
         if any(is_unknown for is_unknown, *_ in ranks):
-            self._tell(f"completions are dealt in order: {what or 'a micro-batch of another rank'} is not known here")
+            self._keep_order(f"{what or 'a micro-batch of another rank'} is not known here")
             return None
         most_prompt, most_completion = (max(rank[i] for rank in ranks) for i in (1, 2))
-        rows = self._gathered(buffered, most_prompt, most_completion)
-        lengths = _lengths(rows)
-        world_size, rank = self._manager.identity.world_size, self._manager.identity.rank
-        block = gcd(len(buffered), int(self._trainer.args.gradient_accumulation_steps))
-        micro_batches = []
-        for begin in range(0, len(buffered), block):
-            # Rows of all ranks lie rank by rank.
-            first = [r * len(buffered) * batch + begin * batch for r in range(world_size)]
-            places = [i for f in first for i in range(f, f + block * batch)]
-            plan = deal_completions([lengths[i] for i in places], batch, world_size)
-            for i, group in enumerate(group for share in plan for group in share):
-                mine = [places[k] for k in group]
-                prompt, completion = (self._width(max(lengths[k][c] for k in mine)) for c in (0, 1))
-                self._num_dealt += batch * (prompt + completion)
-                if i // block != rank:
-                    continue
-                micro_batch = _taken(rows, mine, prompt, completion)
-                micro_batch |= {n: v for n, v in buffered[0].items() if v is None or n == _OF_ALL}
-                if _LEFT_PAD in buffered[0]:
-                    micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
-                micro_batches.append(micro_batch)
-        self._num_before += len(buffered) * batch * sum(p + c for _, p, c in ranks)
-        return micro_batches
-
-    def _gathered(
-        self, buffered: Sequence[Mapping[str, Any]], most_prompt: int, most_completion: int
-    ) -> dict[str, torch.Tensor]:
-        """The rows of all ranks, rank by rank, padded to one width. Collective."""
         rows = {}
         for name in sorted(
             n for n, value in buffered[0].items() if value is not None and n not in (_OF_ALL, _LEFT_PAD)
@@ -143,7 +257,33 @@ class CompletionDeal(Part):
             elif name in _COMPLETION:
                 mine = nn.functional.pad(mine, (0, most_completion - mine.shape[1]), value=filling)
             rows[name] = self._trainer.accelerator.gather(mine.contiguous())
-        return rows
+        num_rows = len(buffered) * len(buffered[0]["advantages"])
+        return _Generation(buffered, rows, _lengths(rows), num_rows * sum(p + c for _, p, c in ranks))
+
+    def _block(self, generation: _Generation) -> int:
+        """Micro-batches of a rank that are dealt together: those of an optimizer step, or its part of a generation."""
+        return gcd(len(generation.in_order), int(self._trainer.args.gradient_accumulation_steps))
+
+    def _cut(self, generation: _Generation, begin: int, count: int) -> tuple[list[dict[str, Any]], int]:
+        """This rank's micro-batches, dealt, of the completions in some of all ranks; tokens of all, with padding."""
+        world_size, rank = self._manager.identity.world_size, self._manager.identity.rank
+        rows, lengths, batch = generation.rows, generation.lengths, generation.batch
+        places = generation.places(begin, count, world_size)
+        plan = deal_completions([lengths[i] for i in places], batch, world_size)
+        micro_batches, num_tokens = [], 0
+        for i, group in enumerate(group for share in plan for group in share):
+            mine = [places[k] for k in group]
+            prompt, completion = (self._width(max(lengths[k][c] for k in mine)) for c in (0, 1))
+            num_tokens += batch * (prompt + completion)
+            if i // count != rank:
+                continue
+            given = generation.in_order[0]
+            micro_batch = _taken(rows, mine, prompt, completion)
+            micro_batch |= {n: v for n, v in given.items() if v is None or n == _OF_ALL}
+            if _LEFT_PAD in given:
+                micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
+            micro_batches.append(micro_batch)
+        return micro_batches, num_tokens
 
     @property
     def _pad_id(self) -> int:
@@ -195,6 +335,8 @@ def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size:
 def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
     """What the micro-batches of a generation hold that cannot be dealt; "" where all of it is known."""
     for micro_batch in buffered:
+        if missing := [name for name in _NEEDED if micro_batch.get(name) is None]:
+            return f"a micro-batch without '{missing[0]}'"
         batch = len(micro_batch["advantages"])
         prompt, completion = (micro_batch[name].shape for name in ("prompt_ids", "completion_ids"))
         of_row = torch.Size([batch])
@@ -230,30 +372,3 @@ def _taken(rows: Mapping[str, torch.Tensor], places: Sequence[int], prompt: int,
         elif name in _COMPLETION:
             taken[name] = value[:, :completion]
     return taken
-
-
-def _why_not(trainer: TrainerLike) -> str:
-    """Why other micro-batches would change the gradient, or might; "" where they do not."""
-    args = cast(OptionalArguments, trainer.args)
-    for method in ("_prepare_inputs", "compute_loss", "_compute_loss"):
-        owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
-        name = "" if owner is None else owner.__name__.removeprefix("_Unsloth").removeprefix("Unsloth")
-        if owner is not None and (name not in ("GRPOTrainer", "RLOOTrainer") or not is_library(owner.__module__)):
-            return f"{owner.__name__}.{method} is not known"
-        if method in vars(trainer):
-            return f"{method} of this trainer was replaced"
-    if (loss := getattr(args, "loss_type", None)) is not None and loss not in _LOSSES:
-        return f"loss_type={loss!r}"
-    quantile = getattr(args, "top_entropy_quantile", 1)
-    of_micro_batches = {
-        f"top_entropy_quantile={quantile!r}": quantile < 1,
-        "an entropy bonus": bool(getattr(args, "entropy_coef", 0)) or bool(getattr(args, "use_adaptive_entropy", 0)),
-        "an auxiliary loss of experts": bool(getattr(trainer, "aux_loss_enabled", False)),
-        "use_liger_loss": bool(getattr(args, "use_liger_loss", False)),
-    }
-    if what := next((name for name, is_on in of_micro_batches.items() if is_on), ""):
-        return f"{what} is one of a micro-batch"
-    num_tokens = trainer.model.get_input_embeddings().weight.shape[0]
-    if any(isinstance(m, nn.Embedding) and m.num_embeddings != num_tokens for m in trainer.model.modules()):
-        return "the model has embeddings of other things than tokens, and padding before a prompt may move them"
-    return ""

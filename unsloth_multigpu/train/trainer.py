@@ -90,6 +90,7 @@ class DDPTrainer:
         self.report: RunReport | None = None
         self.arguments = {} if arguments is None else arguments
         self._training = training
+        self._beat = beat
         context = RunContext() if context is None else context
         identity = manager.identity
         self.steps = StepFeed(trainer, manager, beat)
@@ -155,7 +156,7 @@ class DDPTrainer:
         elif self._deals_completions():
             from unsloth_multigpu.step.completions import CompletionDeal
 
-            self.parts.append(CompletionDeal(self.trainer, self.manager))
+            self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
         if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
             name = type(self.trainer).__name__
             logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)

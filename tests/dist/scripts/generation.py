@@ -2,11 +2,13 @@
 
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
+"lost" and "dropped" are mistakes in our own dealing; "drift" and "third" are losses of the script's own.
 """
 
 import json
 import os
 import sys
+import unittest.mock
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -20,6 +22,8 @@ from common import SGD, logged, write_outcome
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from unsloth_multigpu.step import completions
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -52,9 +56,61 @@ class Grpo(PlainTorch, GRPOTrainer):
         return list(completions_of(prompt_ids)), None
 
 
+class Drift(Grpo):
+    """As GRPO while the policy is the one that drew; then it depends on the micro-batch."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.newest = found[0].detach()
+        return found
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        return loss * (1 + ((self.newest - inputs["old_per_token_logps"]) * inputs["completion_mask"]).abs().max())
+
+
+class Third(Grpo):
+    """As GRPO in the first two steps; then it depends on the micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        return loss * (inputs["completion_mask"].sum() if self.state.global_step > 1 else 1)
+
+
 class Rloo(PlainTorch, RLOOTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return list(completions_of(prompt_ids))
+
+
+def without_the_first(taken):
+    """The weight of a micro-batch's first completion is lost."""
+
+    def mistaken(*args):
+        micro_batch = taken(*args)
+        return micro_batch | {"advantages": micro_batch["advantages"].index_fill(0, torch.tensor([0]), 0.0)}
+
+    return mistaken
+
+
+def with_one_twice(deal):
+    """A completion is left out, and another one computed in its place."""
+
+    def mistaken(*args):
+        plan = deal(*args)
+        plan[0][0][0] = plan[-1][-1][-1]
+        return plan
+
+    return mistaken
+
+
+MISTAKES = {"lost": ("_taken", without_the_first), "dropped": ("deal_completions", with_one_twice)}
+CLASSES = {
+    "grpo": (Grpo, GRPOConfig),
+    "rloo": (Rloo, RLOOConfig),
+    "drift": (Drift, GRPOConfig),
+    "third": (Third, GRPOConfig),
+    **dict.fromkeys(MISTAKES, (Grpo, GRPOConfig)),
+}
 
 
 def shape_of(config):
@@ -80,7 +136,7 @@ def rebuilt_from(config, batch, accumulation):
 def run(job):
     kind, shape, loss, *more = job.split(":")
     batch, accumulation = map(int, shape.split("x"))
-    trainer_class, config_class = {"grpo": (Grpo, GRPOConfig), "rloo": (Rloo, RLOOConfig)}[kind]
+    trainer_class, config_class = CLASSES[kind]
     config = config_class(
         str(out / "checkpoints"),
         per_device_train_batch_size=batch,
@@ -106,7 +162,9 @@ def run(job):
         processing_class=tokenizer,
     )
     trainer.shapes = []
-    trainer.train()
+    name, mistake = MISTAKES.get(kind, ("_taken", lambda own: own))
+    with unittest.mock.patch.object(completions, name, mistake(getattr(completions, name))):
+        trainer.train()
     names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
     facts = {**logged(trainer, *names), "shapes": trainer.shapes}
     write_outcome(out, job, facts, trainer.model.named_parameters())

@@ -1,0 +1,77 @@
+"""Models of images and sound on two ranks: the training of one process, and its files.
+
+A step of six rows is two micro-batches of three, which ranks compute whole, or one of six, which they share; the last
+step has five. Of "mixed" some ranks have no picture in a step.
+"""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.outcome import distance, outcome
+from tests.helpers.run import light, run_python
+from tests.helpers.tiny import build_tiny
+
+SCRIPT = Path(__file__).parent / "scripts" / "multimodal.py"
+SHARED = ["llava:6x1", "qwen2_vl:6x1", "mixed:6x1", "whisper:6x1"]
+WHOLE = ["llava:3x2", "qwen2_vl:3x2", "mixed:3x2", "whisper:3x2", "speech:3x2"]
+# Batch norm reads the micro-batch.
+NOT_SHARED = "speech:6x1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("multimodal")
+    build_tiny(path / "model", hidden_size=32, num_layers=1, vocab_size=300)
+    for num_ranks in (1, 2):
+        arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *SHARED, *WHOLE, NOT_SHARED])
+        run = run_python([SCRIPT, *arguments], path, light("rich", "triton"))
+        assert run.code == 0, run.err
+        (path / f"{num_ranks}.txt").write_text(run.err)
+    return path
+
+
+@pytest.mark.parametrize("job", [*SHARED, *WHOLE])
+def test_training_is_that_of_one_process(folder, job):
+    (one, weights), (first, of_first), (second, of_second) = (
+        outcome(folder / "1", job),
+        outcome(folder / "2", job),
+        outcome(folder / "2", job, rank=1),
+    )
+    assert len(one["grad_norm"]) == 2
+    assert first["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert distance(weights, of_first) < 1e-5
+    assert distance(of_first, of_second) == 0
+    assert len(one["seen"]) == 11
+    assert sorted(one["seen"]) == sorted(first["seen"] + second["seen"])
+    assert min(len(first["seen"]), len(second["seen"])) >= 5
+
+
+def without_buffers(path):
+    """Statistics of batch norm are those of rank 0."""
+    return {
+        name: weight
+        for name, weight in load_file(path).items()
+        if weight.is_floating_point() and ".running_" not in name
+    }
+
+
+@pytest.mark.parametrize("job", [*SHARED, *WHOLE])
+def test_model_and_processor_are_saved_as_by_one_process(folder, job):
+    one, two = (folder / name / job.replace(":", "_") for name in "12")
+    files = sorted(path.name for path in one.iterdir())
+    assert "model.safetensors" in files
+    assert {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"} & {*files}
+    assert files == sorted(path.name for path in two.iterdir())
+    assert distance(*(without_buffers(folder / "model.safetensors") for folder in (one, two))) < 1e-5
+    for path in one.glob("*.json"):
+        assert path.read_text() == (two / path.name).read_text()
+
+
+def test_first_step_is_compared_and_what_cannot_be_shared_is_said(folder):
+    text = (folder / "2.txt").read_text()
+    assert text.count("equal gradient, differs by") == len([*SHARED, *WHOLE])
+    assert "drawn anew" not in text
+    assert text.count("; not exactly the training of one process: first step: ") == 1
+    assert "Set gradient_accumulation_steps=2" in text
