@@ -1,4 +1,4 @@
-"""LoRA on a model in 4 bit that is large beside all else: gradient norms, and the memory of card and host.
+"""LoRA on a model in 4 bit that is large beside all else: gradient norms, text, and the memory of card and host.
 
 Usage: in_parts.py NUM_RANKS MODEL OUT.json
 MODEL is quantised already, or is when it is loaded; one process then leaves it in OUT.json_packed. shard by a variable.
@@ -88,5 +88,12 @@ trainer = Trainer(
 )
 trainer.train()
 facts["peak_trained"] = torch.cuda.max_memory_allocated()
+model.save_pretrained(f"{sys.argv[3]}_adapter")
+prompt = torch.tensor([[5, 6, 7]], device="cuda")
+facts["said"] = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)[0].tolist()
 facts["norms"] = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+try:
+    model.merge_and_unload()
+except ump.SetupError as error:
+    facts["refused"] = str(error)
 Path(f"{sys.argv[3]}.{os.environ.get('RANK', '0')}").write_text(json.dumps(facts))

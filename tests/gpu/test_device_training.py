@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.helpers.fake_cuda import cards, needs_device
+from tests.helpers.notebook import NotebookRun
 from tests.helpers.run import BARE, ROOT, Finished, light, run_python
 from tests.helpers.tiny import build_tiny
 
@@ -121,29 +123,55 @@ def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> Non
     assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
 
 
-def run_in_parts(folder: Path, name: str, num_ranks: int, model: Path | str, **variables: str) -> Finished:
+def run_in_parts(folder: Path, *arguments: str, in_cells: bool = False, **variables: str) -> tuple[str, str]:
+    """What a script, or a notebook's cell, has ended with: "" = well; and what it said."""
     hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
     hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
-    return run_python([IN_PARTS, str(num_ranks), model, folder / name], folder, {**hidden, **variables})
+    if not in_cells:
+        run = run_python([IN_PARTS, *arguments], folder, {**hidden, **variables})
+        return str(run.code or ""), run.err
+    told = f"import sys\nsys.argv = {['', *arguments]}\n__file__ = {str(IN_PARTS)!r}\n"
+    with NotebookRun(folder, {**hidden, **variables}) as notebook:
+        cell = notebook.run(told + IN_PARTS.read_text(), timeout_s=600)
+    return cell.error, f"{cell.value}\n{cell.text}"
 
 
-@pytest.mark.parametrize("is_packed", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_4_bit_model_that_no_card_holds_trains_in_parts(tmp_path: Path, is_packed: bool) -> None:
-    """Quantised while it is loaded, or before: of each weight a rank has its rows only, in all memories."""
+@pytest.fixture(scope="module")
+def whole_in_4_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with a model, the same quantised, and an adapter that one device has trained on it; and its facts."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    model = build_tiny(tmp_path / "model", hidden_size=256, num_layers=24, vocab_size=300)
-    one = run_in_parts(tmp_path, "one", 1, model, **cards(1))
-    assert one.code == 0, one.err
-    whole = json.loads((tmp_path / "one.0").read_text())
+    folder = tmp_path_factory.mktemp("whole")
+    model = build_tiny(folder / "model", hidden_size=256, num_layers=24, vocab_size=300)
+    code, text = run_in_parts(folder, "1", model, "one", **cards(1))
+    assert not code, text
+    return folder, json.loads((folder / "one.0").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "in_cells"),
+    [("model", True), *(pytest.param(name, False, marks=pytest.mark.thorough) for name in ("model", "one_packed"))],
+)
+def test_4_bit_model_that_no_card_holds_trains_in_parts(
+    tmp_path: Path, whole_in_4_bits: tuple[Path, dict[str, Any]], name: str, in_cells: bool
+) -> None:
+    """Quantised while it is loaded, or before: of each weight a rank has its rows only, in all memories."""
+    folder, whole = whole_in_4_bits
     weights = whole["weights"]
-    model, limited = str(tmp_path / "one_packed") if is_packed else model, cards(2, memory=str(int(1.15 * weights)))
-    refused = run_in_parts(tmp_path, "whole", 2, model, **limited)
-    assert refused.code == 1
-    assert "ran out of memory" in refused.err, refused.err
-    run = run_in_parts(tmp_path, "parts", 2, model, **limited, UNSLOTH_MULTIGPU_SHARD="on")
-    assert run.code == 0, run.err
+    limited: dict[str, Any] = {**cards(2, memory=str(int(1.15 * weights))), "in_cells": in_cells}
+    refused, text = run_in_parts(tmp_path, "2", str(folder / name), "whole", **limited)
+    assert refused
+    assert "ran out of memory" in text
+    assert "shard='on'" in text
+    error, text = run_in_parts(tmp_path, "2", str(folder / name), "parts", **limited, UNSLOTH_MULTIGPU_SHARD="on")
+    assert not error, text
     ranks = [json.loads((tmp_path / f"parts.{rank}").read_text()) for rank in range(2)]
+    mine, theirs = (
+        load_file(f / "adapter_model.safetensors") for f in (tmp_path / "parts_adapter", folder / "one_adapter")
+    )
+    assert max(float((mine[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in theirs) <= 1e-4
     for rank in ranks:
+        assert rank["said"] == whole["said"]
+        assert "An adapter is merged into whole weights" in rank["refused"]
         assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-5)
         assert rank["peak_loaded"] < 0.6 * weights
         # Its part with the constants; and a layer, whole and as its part, while it is divided.

@@ -222,6 +222,7 @@ WELL = KernelState()
         (replace(WELL, is_one_device=True), {}, "unsloth was imported while one device was visible"),
         (replace(WELL, has_model=True), {}, "the other ranks do not have it"),
         (WELL, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
+        (WELL, {"shard": "auto"}, "cells run only when the user runs them"),
         (WELL, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
     ],
 )

@@ -126,8 +126,6 @@ def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict
     with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
     check_options(MultiGPUConfig(), Engine.ACCELERATE)
-    with pytest.raises(SetupError, match="the ranks of a notebook need whole weights"):
-        check_options(MultiGPUConfig(), Engine.ACCELERATE, is_notebook=True)
     with pytest.raises(SetupError, match="a Trainer saves rank 0's part alone"):
         check_options(MultiGPUConfig(), Engine.TRANSFORMERS)
 

@@ -94,16 +94,23 @@ def tried_pass(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         for root in _roots(model):
-            if hasattr(root, "reset_iter_state"):
-                # Of whole weights: FSDP2 uses them again, and would add the next gradient to theirs.
-                for parameter in root.parameters():
-                    parameter.grad = None
-                # torch reads there what a root gets in its first pass: one without a pass has nothing to reset.
-                with suppress(AttributeError):
-                    root.reset_iter_state()
+            forget_pass(root)
         raise
     finally:
         reshard(model)
+
+
+def forget_pass(root: Any) -> bool:
+    """Brings an outermost module back to before a pass that was cut off; False where torch (before 2.13) cannot."""
+    if not hasattr(root, "reset_iter_state"):
+        return False
+    # Of whole weights: FSDP2 uses them again, and would add the next gradient to theirs.
+    for parameter in root.parameters():
+        parameter.grad = None
+    # torch reads there what a root gets in its first pass: one without a pass has nothing to reset.
+    with suppress(AttributeError):
+        root.reset_iter_state()
+    return True
 
 
 def is_entered_below(error: BaseException) -> bool:

@@ -115,6 +115,13 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
             for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
         ),
         Patch(
+            target="peft.tuners.lora.bnb:Linear4bit.merge",
+            supports="peft>=0.18",
+            wrap=_whole_only,
+            reason="Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
+            optional=True,
+        ),
+        Patch(
             target="unsloth.models.fsdp2_native:_shard_device",
             supports=_UNSLOTH,
             wrap=functools.partial(_device_of_rank, device),
@@ -131,6 +138,21 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
             optional=True,
         ),
     ]
+
+
+def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.group.shards import is_sharded
+
+        if is_sharded(self.get_base_layer().weight):
+            raise SetupError(
+                "An adapter is merged into whole weights, and each rank has its rows of these 4-bit ones.",
+                hint="save_pretrained() on all ranks. Merge in a process of its own, into the model in 16 bits.",
+            )
+        return original(self, *args, **kwargs)
+
+    return merge
 
 
 def _device_of_rank(device: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,6 +71,7 @@ class CellProgram(Program):
         """Makes this process a rank. The kernel sees by itself how a cell ends, so no events are written."""
         from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
+        from unsloth_multigpu.notebook.parts import lose_all
         from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 
         config = session.config
@@ -79,6 +80,7 @@ class CellProgram(Program):
         self._trainings = Trainings()
         session.on_close.callback(become_one_process)
         session.on_close.callback(self._trainings.retire)
+        session.on_close.callback(lose_all)
         before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
         session.on_close.enter_context(RankVariables({}, before).in_effect())
         assert session.context.run_dir is not None
@@ -135,6 +137,7 @@ class CellProgram(Program):
             DivergenceError: A model differs between ranks. The group exists.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
+        from unsloth_multigpu.notebook.parts import rejoin
 
         # There is none at first: a worker runs the line in the cell that follows.
         session, trainings = self.session, self.trainings
@@ -148,10 +151,11 @@ class CellProgram(Program):
         open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
+        rejoin()
         session.renew_manager()
         self._num_begun, self._num_finished = order["num_trainings"]
         if order["sends_weights"]:
-            trainings.send_weights(session.manager())
+            trainings.send_weights(session.manager(), is_broken=order["is_broken"])
 
 
 class KernelProgram(CellProgram):

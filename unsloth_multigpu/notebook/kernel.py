@@ -32,6 +32,7 @@ class Cell:
         main_since_s: Since when; what it left by an error it left when it began to write the traceback.
         error: What the kernel's own part ended with, or is ending.
         stop_s: When the user pressed Stop.
+        taken_stop_s: The same where a training ends by itself then, on all ranks after the same step.
         is_stop_missed: Stop came at a moment when nothing may be raised.
         failure: Kind of the first fault of another rank; None = none.
         failure_s: When it was noticed.
@@ -49,6 +50,7 @@ class Cell:
     main_since_s: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
     stop_s: float | None = None
+    taken_stop_s: float | None = None
     is_stop_missed: bool = False
     failure: Kind | None = None
     failure_s: float = 0.0

@@ -86,6 +86,11 @@ def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay
     if config.max_restarts or config.nnodes != "1":
         name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
         raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    if config.shard == "auto":
+        raise ConfigError(
+            "shard='auto' runs a script once more to count its memory; cells run only when the user runs them.",
+            hint="Set shard='on' where the model does not fit one card, or leave it out.",
+        )
     if not state.is_main_thread:
         raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
     if state.had_workers:

@@ -180,7 +180,8 @@ class Notebook:
         self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not be brought together again after the cell ({type(failed).__name__}: {failed}).",
-            hint="This kernel continues alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+            hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart "
+            "the kernel to train on all ranks.",
         )
         error.__cause__ = failed
         return error
@@ -196,6 +197,7 @@ class Notebook:
             "backend": backend_of(local_device(self._identity, config).type),
             "timeout_s": config.timeout_s,
             "pids": self.kernel.pids,
+            "is_broken": self.kernel.is_broken,
             **self.program.order(),
         }
         self.kernel.begin_group(order)

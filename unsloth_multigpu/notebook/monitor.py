@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 # The monitor sends it to the main thread, whose handler then raises the error.
 RAISE_SIGNAL = signal.SIGUSR1
 _POLL_MS = 50
+# Users often press Stop twice.
+_AGAIN_S = 2.0
 _LOOK_S = 0.2
 _SIGNAL_S = 0.05
 _STACK_LIMIT_S, _STACK_POLL_S = 2.0, 0.02
@@ -165,9 +167,16 @@ class Monitor:
         if self._wakeup_before >= 0 and others:
             with suppress(OSError):  # It is full, or closed by now.
                 os.write(self._wakeup_before, others)
-        cell = self._kernel.cell
-        if signal.SIGINT in signal_numbers and cell is not None and cell.stop_s is None:
-            cell.stop_s = time.monotonic()
+        cell, now_s = self._kernel.cell, time.monotonic()
+        if signal.SIGINT not in signal_numbers or cell is None or cell.stop_s is not None:
+            return
+        if cell.taken_stop_s is None and _is_taken():
+            cell.taken_stop_s = now_s
+            logger.info("Stop: the training ends after this step. Stop again ends it now, and the model is lost")
+        elif cell.taken_stop_s is None or now_s - cell.taken_stop_s > _AGAIN_S:
+            cell.stop_s = now_s
+            if cell.taken_stop_s is not None:  # Where the first one was taken, Python does not raise the next.
+                cell.is_stop_missed = True
 
     def _is_heard(self, worker: WorkerProcess, descriptor: int) -> bool:
         """Reads what a worker has sent; False if nothing more will come from this descriptor."""
@@ -278,6 +287,13 @@ class Monitor:
             time.sleep(_STACK_POLL_S)
             before, text = text, path.read_bytes()[begin:].decode(errors="replace")
         return place_of(main_frames(text))
+
+
+def _is_taken() -> bool:
+    """True while a training takes Stop itself, to end on all ranks behind the same step."""
+    from unsloth_multigpu.train.preempt import Caught
+
+    return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Caught)
 
 
 def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:

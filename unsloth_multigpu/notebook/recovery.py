@@ -17,6 +17,8 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
+from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.notebook.parts import CUT, lose
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -34,6 +36,8 @@ class Trainings:
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[TrainerLike], Loop]] = {}
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Of the trainings that an exception has ended before their end.
+        self._cut: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._noted)
@@ -64,6 +68,7 @@ class Trainings:
 
         A Trainer still evaluates and saves.
         """
+        self._cut = {number for number, trainer in self._living().items() if trainer.is_in_train}
         for number, trainer in self._living().items():
             self._noted[number][1].let_go()  # An exception may have interrupted an earlier `let_go`.
             trainer.is_in_train = False
@@ -75,19 +80,27 @@ class Trainings:
             ddp.forward = _refuse_old_wrapper
         self._wrappers.clear()
 
-    def send_weights(self, manager: DDPManager) -> None:
+    def send_weights(self, manager: DDPManager, *, is_broken: bool) -> None:
         """Gives every rank rank 0's trainable weights and buffers, and forgets the Trainers. Collective.
+
+        Weights in parts stay where they are, unless ranks may have been cut off a step apart: then the model is lost.
+
+        Args:
+            manager: Of the new group.
+            is_broken: The ranks have not all left the last cell at the same point.
 
         Raises:
             DivergenceError: On all ranks: a model differs between ranks in more than its values.
         """
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()
-        mine = {number: _facts(model) for number, model in models.items()}
+        mine = {number: [*_facts(model), number in self._cut] for number, model in models.items()}
         ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(mine))]
         # A Trainer that is gone on one rank cannot be asked for its model.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
-            facts = [rank[str(number)] for rank in ranks]
+            facts = [rank[str(number)][:2] for rank in ranks]
+            if is_broken and has_shards(models[number]) and any(rank[str(number)][2] for rank in ranks):
+                lose(models[number], CUT)
             if any(of_rank != facts[0] for of_rank in facts):
                 raise DivergenceError(
                     f"The model of training number {number + 1} of this notebook has other weights on each rank (how "

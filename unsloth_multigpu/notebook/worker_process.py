@@ -73,7 +73,8 @@ def died(worker: WorkerProcess) -> DistributedError:
     """The error that tells the user that a worker has ended."""
     return DistributedError(
         worker.describe_death(),
-        hint="This kernel continues alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+        hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the "
+        "kernel to train on all ranks.",
     )
 
 

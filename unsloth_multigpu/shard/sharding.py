@@ -182,23 +182,17 @@ def check_no_hooks(model: nn.Module) -> None:
     )
 
 
-def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool = False) -> None:
+def check_options(config: MultiGPUConfig, engine: Engine) -> None:
     """Refuses what is possible for DDP only, where the script itself has asked for FSDP2.
 
     Raises:
-        SetupError: Such an option was given, transformers has sharded the model, the ranks are those of a notebook, or
-            a library is older than any with which the engine was run.
+        SetupError: Such an option was given, transformers has sharded the model, or a library is older than any with
+            which the engine was run.
     """
     if engine is Engine.TRANSFORMERS:
         raise SetupError(
             "distributed_config has sharded the model when it was loaded, and a Trainer saves rank 0's part alone.",
             hint="Leave it out, and call enable_multi_gpu(shard='on').",
-        )
-    if is_notebook:
-        raise SetupError(
-            f"FSDP2 of {engine.value} shards the model, and the ranks of a notebook need whole weights: after an "
-            "interrupt they get the kernel's.",
-            hint="Train it in a script, or without FSDP2.",
         )
     if config.strategy != DDP():
         raise SetupError(

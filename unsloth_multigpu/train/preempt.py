@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from unsloth_multigpu.group.shard_engine import find_engine
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.lead import Lead, Moment
@@ -31,9 +33,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Caught:
-    """Catches signals in a rank that has no supervisor of ours. A second signal has its usual effect."""
+    """Catches signals in a rank that has no supervisor of ours. A second signal has its usual effect.
 
-    def __init__(self) -> None:
+    Args:
+        signals: Which.
+        repeat_s: The same signal again counts from this time on, in seconds.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, repeat_s: float = REPEAT_S) -> None:
+        self._signals = signals
+        self._repeat_s = repeat_s
         self.signal_number = 0
         self._time_s = 0.0
         self._before: dict[int, Any] = {}
@@ -42,7 +51,7 @@ class Caught:
     def while_open(self) -> Iterator[None]:
         """Handles the signals while the context is open. Signals that are ignored stay ignored."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
+            self._before = {n: h for n in self._signals if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for signal_number in self._before:
             signal.signal(signal_number, self._receive)
         try:
@@ -57,7 +66,7 @@ class Caught:
     def _receive(self, signal_number: int, _frame: object) -> None:
         if not self.signal_number:
             self.signal_number, self._time_s = signal_number, time.monotonic()
-        elif time.monotonic() - self._time_s > REPEAT_S:
+        elif time.monotonic() - self._time_s > self._repeat_s:
             self._give_back()
             os.kill(os.getpid(), signal_number)
 
@@ -92,7 +101,9 @@ class Preemption(Part):
         self._events = events
         self._lead = lead
         self._may_stop = may_stop
-        self._caught = Caught()
+        self._is_cell = manager.identity.launcher == "notebook"
+        # A notebook's monitor sees to a second Stop.
+        self._caught = Caught((signal.SIGINT,), math.inf) if self._is_cell else Caught()
         self._is_heard = False
         self._saved_step = -1
         self.signal_number = 0
@@ -106,14 +117,15 @@ class Preemption(Part):
             SystemExit: On all ranks, with 128 + n after another signal n.
         """
         identity = self._manager.identity
-        is_of_launcher = self._events is None and identity.launcher != "notebook"
+        # Stop ends a cell at once, unless ranks a step apart would leave a model of two steps.
+        is_of_launcher = self._events is None and (not self._is_cell or find_engine(self._trainer) is not None)
         listens = is_of_launcher and (identity.world_size > 1 or self._config.resume == "auto")
         if listens and identity.rank == 0 and threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
                 "ends this process without a save. Save every few steps (save_steps)"
             )
-        self._is_heard = listens or self._events is not None  # In a notebook, Stop ends a cell instead.
+        self._is_heard = listens or self._events is not None
         with ExitStack() as stack:
             if listens:
                 stack.enter_context(self._caught.while_open())

@@ -219,7 +219,7 @@ class DDPTrainer:
         if engine is None:
             check_is_sharded(self.trainer.model)
             return
-        check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
+        check_options(self.config, engine)
         self.is_sharded = self.steps.passes.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         if self._resume is not None:
