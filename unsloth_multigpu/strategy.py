@@ -134,8 +134,7 @@ def read_strategy(shown: str, value: Any) -> Strategy:
     if name not in STRATEGIES:
         raise ConfigError(
             f"{shown}={brief(value)}; expected {either(STRATEGIES)}, with options as in 'diloco:every_steps=8'.",
-            hint=f"{did_you_mean(name, {n: n for n in STRATEGIES})}`unsloth-multigpu doctor --options` says what each "
-            "does.",
+            hint=f"{did_you_mean(name, {n: n for n in STRATEGIES})}docs/strategies.md says what each does.",
         )
     known, given = options_of(STRATEGIES[name]), dict[str, Any]()
     for part in rest.split(",") if rest else ():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PARTS
-from unsloth_multigpu.text_table import markdown_table
+from tests.helpers.pages import markdown_table
 from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
 from unsloth_multigpu.tools.bench.bench_table import result_row
 

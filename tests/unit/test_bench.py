@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -292,13 +293,13 @@ def test_device_is_found_or_refused(visible, given, expected, monkeypatch) -> No
     asked = BenchOptions(device=given, ranks=3)
     if isinstance(expected, str):
         with pytest.raises(SetupError, match=expected):
-            bench.on_device(asked, is_warm=False)
+            bench.on_device(asked)
         return
-    options = bench.on_device(asked, is_warm=False)
+    options = bench.on_device(asked)
     assert (options.device, options.is_card_shared) == expected
     # A card compiles in its first steps, and costs are fitted in them.
     assert options.warmup == (20 if options.device == "cuda" else 2)
-    assert bench.on_device(asked, is_warm=True).warmup == 2
+    assert bench.on_device(replace(asked, warmup=3)).warmup == 3
 
 
 def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, tmp_path, capsys) -> None:

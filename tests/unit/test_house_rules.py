@@ -37,7 +37,6 @@ LAYERS = {
     "strategy": 0,
     "options": 0,
     "report": 0,
-    "text_table": 0,
     "accelerator": 0,
     "words": 0,
     "wire": 1,

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.words import duration
+from unsloth_multigpu.words import aligned, duration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,8 +14,8 @@ from unsloth_multigpu.notebook.kernel_share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.worker_process import WorkerProcess
 from unsloth_multigpu.overview import Overview, columns_of
-from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.wire.run import Run
+from unsloth_multigpu.words import aligned
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_multigpu.overview import Look, Overview, columns_of, headline
-from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
+from unsloth_multigpu.words import aligned
 
 _EVERY_S = 1.0
 _MOST_OF_CELL = 80

@@ -12,9 +12,9 @@ from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
+from unsloth_multigpu.words import last_lines
 
 DEFAULT_LIMIT_S = 3600.0
 _RANK_MODULE = "unsloth_multigpu.cli.script_runner"

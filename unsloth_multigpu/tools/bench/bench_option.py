@@ -9,7 +9,7 @@ from typing import Annotated
 
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import Option, did_you_mean
+from unsloth_multigpu.option_type import CommandOption, Option, did_you_mean
 
 # Hidden size, layers, vocabulary. The last one has about 0.9e9 parameters.
 MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
@@ -76,7 +76,7 @@ class BenchOptions(Arguments):
         accumulation: Micro-batches of a step per rank.
         seed: Of weights, lengths and tokens.
         steps: Timed optimizer steps.
-        warmup: First steps, which are not timed (20 on GPUs).
+        warmup: First steps, which are not timed.
         repeats: Rounds, each of which runs every arm once.
         timeout_s: Limit of one run.
         json: Print one JSON object with all figures.
@@ -103,8 +103,7 @@ class BenchOptions(Arguments):
     seed: Annotated[int, Option(_SAMPLES)] = 0
     # With the defaults a bench takes about three minutes on two cores.
     steps: Annotated[int, Option(_RUN, least=1)] = 2
-    # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
-    warmup: Annotated[int, Option(_RUN)] = 2
+    warmup: Annotated[int | None, Option(_RUN, otherwise="2; 20 on GPUs")] = None
     repeats: Annotated[int, Option(_RUN, least=1)] = 3
     timeout_s: Annotated[float, Option(_RUN, least=1, shown="SECONDS")] = 900.0
     json: Annotated[bool, Option(_RUN)] = False
@@ -118,6 +117,21 @@ class BenchOptions(Arguments):
                 f"four_bit with library={self.library!r} and train={self.train!r}; expected 'unsloth' and 'lora'.",
                 hint="Give --library unsloth --train lora.",
             )
+
+    @classmethod
+    def table(cls) -> dict[str, CommandOption]:
+        """With the arms and what each is."""
+        from unsloth_multigpu.tools.bench.arm import ARMS
+
+        table = super().table()
+        arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
+        return {**table, "arms": table["arms"]._replace(text=f"{arms} [{cls.arms}]")}
+
+    @property
+    def num_warmup(self) -> int:
+        """The steps that are not timed."""
+        # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
+        return 2 if self.warmup is None else self.warmup
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
@@ -137,4 +151,4 @@ class BenchOptions(Arguments):
     @property
     def num_rows(self) -> int:
         """Rows of the data set: one epoch of whole steps."""
-        return self.num_samples_per_step * (self.steps + self.warmup)
+        return self.num_samples_per_step * (self.steps + self.num_warmup)

@@ -132,7 +132,7 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
 
 def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str, float]:
     """Figures of one run, without its warm-up; see `ArmResult`."""
-    timed = [rank.steps[options.warmup :] for rank in ranks]
+    timed = [rank.steps[options.num_warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step.micro_batches]
     num_tokens = sum(tokens for _, _, tokens in sizes)

@@ -15,9 +15,8 @@ from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import RankRecord
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end
-from unsloth_multigpu.words import how_ended
+from unsloth_multigpu.words import how_ended, last_lines
 
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0

@@ -117,7 +117,7 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         f"{options.num_samples_per_step} in each step{', rows end to end' if options.padding_free else ''}",
         f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.ranks} ranks; "
         f"scripts for one GPU accumulate {options.accumulation * options.ranks}",
-        f"steps: {options.steps} timed after {options.warmup} of warm-up; "
+        f"steps: {options.steps} timed after {options.num_warmup} of warm-up; "
         f"{options.repeats} round(s), seed {options.seed}",
         *notes,
         *([f"variables: {mine}"] if mine else []),

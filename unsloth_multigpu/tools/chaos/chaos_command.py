@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
+from unsloth_multigpu.options import MultiGPUConfig, file_variables
 from unsloth_multigpu.tools.chaos.chaos_result import (
     ROUNDING,
     FaultRow,
@@ -29,13 +28,13 @@ from unsloth_multigpu.tools.chaos.chaos_result import (
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.script_program import check_is_no_rank
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.words import last_lines
 
 
 @dataclass(frozen=True)
-class ChaosOptions(Arguments):
+class Options(Arguments):
     """Options that a run does not have.
 
     Args:
@@ -125,11 +124,12 @@ class Judge:
             row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
 
 
-def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs `program` once without faults and once with each, and prints what came of it.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Those of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -141,8 +141,6 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: Started in a rank, or the script trained nothing that could be followed.
     """
     check_is_no_rank("chaos")
-    own = ChaosOptions.read(options)
-    given = {name: getattr(options, name) for name in command_options("chaos")}
     run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     num_ranks = MultiGPUConfig.resolve(run_options).num_gpus or 0
     if num_ranks < 2:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.words import aligned
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
@@ -25,13 +27,23 @@ _FOLDED = "seams"
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
-def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
-    """Checks this machine and prints the result, each section when it is known.
+@dataclass(frozen=True)
+class Options(Arguments):
+    """Options of `unsloth-multigpu doctor`.
 
     Args:
-        num_gpus: Ranks of the all-reduce; None = all visible accelerators, or two where there is none.
-        as_json: Print one JSON object in place of text.
-        limit_s: Limit of each check that runs in a process of its own, in seconds.
+        json: Print one JSON object.
+        num_gpus: Ranks of the all-reduce.
+        timeout_s: Limit of each check.
+    """
+
+    json: Annotated[bool, Option()] = False
+    num_gpus: Annotated[int | None, Option(least=1, otherwise="all; 2 without a GPU")] = None
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = 120.0
+
+
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
+    """Checks this machine and prints the result, each section when it is known.
 
     Returns:
         0, or 1 if a row failed.
@@ -40,17 +52,17 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
     rows: list[CheckRow] = []
     screen = Screen()
     with exit_on_signal(), Progress("doctor") as progress:
-        for what, section in check_machine(num_gpus, limit_s):
+        for what, section in check_machine(own.num_gpus, own.timeout_s):
             progress.clear()
             rows += section
-            if section and not as_json:
+            if section and not own.json:
                 lead = [("", None)] if len(rows) > len(section) else []
                 for text, style in [*lead, *section_lines(section)]:
                     screen.line(text, style)
-            if what and not as_json:
+            if what and not own.json:
                 progress.show(what, 0, 1)
     has_failed = any(row.state == "FAIL" for row in rows)
-    if as_json:
+    if own.json:
         version = installed_version("unsloth-multigpu")
         screen.json({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]})
     else:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.seam import SEAMS, InstanceSeam, check_seam
-from unsloth_multigpu.text_table import markdown_table
+from unsloth_multigpu.seam import SEAMS, check_seam
 from unsloth_multigpu.versions import SUPPORTED, check_version
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl"
 # These import at once what they need on this machine. Their other modules are for other machines, and would patch the
 # other libraries.
 _EAGER = ("unsloth", "unsloth_zoo")
-_CALLED = {
-    "step": "in each step",
-    "step end": "behind each step",
-    "save": "for each checkpoint",
-    "": "in some trainings",
-}
 # Errors that imports of large libraries raise. A crash of the whole probe is reported by its parent.
 _IMPORT_ERRORS = (
     ImportError,
@@ -65,36 +58,6 @@ def all_patches() -> list[Patch]:
         *dataset_patches(None, _not_in_a_run),
         *notebook_patches(_not_in_a_run),
     ]
-
-
-def seams_markdown() -> str:
-    """The page `docs/seams.md`. The same on every machine."""
-    lines = [
-        "<!-- Generated: unsloth-multigpu doctor --seams > docs/seams.md -->",
-        "# Seams",
-        "",
-        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each",
-        "patch lands on your machine. Where a required function is missing, the script ends with an error; the others",
-        "are passed over, since some of the supported versions do not have them.",
-        "",
-        markdown_table(
-            ("Target", "Supported", "Required", "Reason"),
-            [(f"`{p.target}`", f"`{p.supports}`", "no" if p.optional else "yes", p.reason) for p in all_patches()],
-        ),
-        "## While a Trainer trains",
-        "",
-        "These methods are replaced on one object, from the beginning of `train()` to its end. When it begins, each",
-        "must be there and have the parameters named here. One that should be called in each step, or for each",
-        "checkpoint, and is not, ends the training with an error.",
-        "",
-        markdown_table(("Target", "Parameters", "Called", "Required", "Reason"), map(_seam_cells, SEAMS.values())),
-    ]
-    return "\n".join(lines)
-
-
-def _seam_cells(seam: InstanceSeam) -> list[str]:
-    parameters = ", ".join(f"`{name}`" for name in seam.needs)
-    return [f"`{seam.target}`", parameters, _CALLED[seam.called], "no" if seam.optional else "yes", seam.reason]
 
 
 def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:

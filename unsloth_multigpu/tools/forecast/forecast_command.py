@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ForecastOptions(Arguments):
+class Options(Arguments):
     """Options of `unsloth-multigpu forecast`.
 
     Args:
@@ -72,11 +71,12 @@ class ForecastOptions(Arguments):
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
-def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Measures `program` on one rank, and prints the forecast.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Nothing.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -87,23 +87,22 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
         RankTimeoutError: A run took longer than its limit.
     """
-    request = ForecastOptions.read(options)
     check_is_no_rank("forecast")
     screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_signal():
-        progress.say(f"runs {request.steps} steps of {' '.join(program)} on one rank")
-        record = _run(request, program, folder)
+        progress.say(f"runs {own.steps} steps of {' '.join(program)} on one rank")
+        record = _run(own, program, folder)
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
                 f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
-    link = request.link
+    link = own.link
     work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
-    rows = [estimate(work, n, link) for n in sorted({1, *request.gpus}) if n <= num_samples]
-    refused = [n for n in request.gpus if n > num_samples]
-    if request.json:
+    rows = [estimate(work, n, link) for n in sorted({1, *own.gpus}) if n <= num_samples]
+    refused = [n for n in own.gpus if n > num_samples]
+    if own.json:
         values = {
             "schema_version": SCHEMA_VERSION,
             "command": list(program),
@@ -184,13 +183,13 @@ def _short(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def _run(request: ForecastOptions, program: Sequence[str], folder: Path) -> dict[str, Any]:
+def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns what it has recorded."""
     place = folder / "one"
     place.mkdir()
-    asked = StepsRequest(str(place), request.steps, num_gpus=1)
-    variables = {variable("device"): "cpu"} if request.device == "cpu" else {}
-    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.timeout_s)
+    asked = StepsRequest(str(place), own.steps, num_gpus=1)
+    variables = {variable("device"): "cpu"} if own.device == "cpu" else {}
+    code, tail = run_first_steps(program, _TOOL, asked, own.device, variables, own.timeout_s)
     shown = textwrap.indent(f"\n{tail}", "  | ")
     if code != 0:
         raise SetupError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -15,7 +14,7 @@ from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
@@ -32,7 +31,7 @@ _TOOL = "unsloth_multigpu.tools.verify.verify_tool:Verify"
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Arguments):
+class Options(Arguments):
     """Options that a run does not have, or that mean something else here.
 
     Args:
@@ -50,11 +49,12 @@ class VerifyOptions(Arguments):
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
-def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs the first steps of `program` twice, and prints the comparison.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Those of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -63,11 +63,9 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     Raises:
         ConfigError: A number of steps or ranks that cannot be compared.
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
-        RankTimeoutError: A run took longer than `options.timeout_s`.
+        RankTimeoutError: A run took longer than `own.timeout_s`.
     """
-    own = VerifyOptions.read(options)
     num_steps = own.steps
-    given = {name: getattr(options, name) for name in command_options("verify")}
     config = MultiGPUConfig.resolve({**given, "num_gpus": own.num_gpus})
     num_ranks = _num_ranks(config)
     threads = thread_variables(config.device, num_ranks)
