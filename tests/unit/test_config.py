@@ -18,7 +18,6 @@ from unsloth_multigpu.option_type import options_of
 from unsloth_multigpu.options import (
     ENV_CONFIG,
     ENV_PREFIX,
-    ENV_PYPROJECT,
     FORMER,
     INTERNAL_VARIABLES,
     MultiGPUConfig,
@@ -101,7 +100,7 @@ def test_empty_variable_leaves_the_default(text: str) -> None:
 
 def test_variables_that_are_no_options_are_passed_over() -> None:
     environment = {
-        **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG, ENV_PYPROJECT}, "x"),
+        **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG}, "x"),
         "UNSLOTH_RETURN_LOGITS": "1",
         "NUM_GPUS": "x",
     }

@@ -33,8 +33,7 @@ class Options(Arguments):
 
     Args:
         config: YAML file with options of a run by their names, one `name: value` in a line; also the variable
-            UNSLOTH_MULTIGPU_CONFIG. Options here and variables win over it, it wins over [tool.unsloth_multigpu] in the
-            pyproject.toml of this folder or of one above.
+            UNSLOTH_MULTIGPU_CONFIG. Options here and variables win over it.
     """
 
     config: Annotated[str | None, Option(shown="FILE")] = None

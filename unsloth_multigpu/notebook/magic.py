@@ -13,9 +13,8 @@ from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.worker_process import WorkerProcess
-from unsloth_multigpu.overview import Overview, columns_of
+from unsloth_multigpu.overview import Overview, columns_of, lines_of
 from unsloth_multigpu.wire.run import Run
-from unsloth_multigpu.words import aligned
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000
@@ -108,7 +107,7 @@ class RankMagics:
             *(column for column in columns_of(look) if column[0] not in ("rank", "log")),
             ("log", ["-", *(str(worker.log) for worker in workers)]),
         ]
-        return "\n".join(aligned([[name for name, _ in columns], *zip(*(c for _, c in columns), strict=True)]))
+        return "\n".join(lines_of(columns))
 
     def _state(self, worker: WorkerProcess) -> str:
         if worker.exit_code is not None:

@@ -60,7 +60,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
                 for text, style in [*lead, *section_lines(section)]:
                     screen.line(text, style)
             if what and not own.json:
-                progress.show(what, 0, 1)
+                progress.show(what)
     has_failed = any(row.state == "FAIL" for row in rows)
     if own.json:
         version = installed_version("unsloth-multigpu")

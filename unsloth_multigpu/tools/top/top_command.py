@@ -12,14 +12,12 @@ from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.overview import Overview
-from unsloth_multigpu.tools.top.top_table import render
+from unsloth_multigpu.overview import Look, Overview, headline, table_of
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration
 
 _EVERY_S = 0.5
-_WIDE = 200
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,8 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     if own.json:
         screen.json(overview.look().values())
     elif own.once or not screen.is_terminal:
-        if not screen.is_terminal:
-            screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.
-        screen.console.print(render(overview.look(), screen.console.width))
+        for line, style in _lines(overview.look(), screen.console.width if screen.is_terminal else None):
+            screen.line(line, style)
     else:
         _follow(screen, overview)
     return 0
@@ -105,15 +102,27 @@ def _listed(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def _lines(look: Look, width: int | None) -> list[tuple[str, str]]:
+    """Lines, each with its style; a rank that is stuck is red."""
+    if not look.rows:
+        return [(headline(look), "bold"), ("its ranks are starting", "")]
+    names, *ranks = table_of(look, width)
+    styles = ["bold red" if row.is_stuck else "" for row in look.rows]
+    return [(headline(look), "bold"), ("", ""), (names, "bold"), *zip(ranks, styles, strict=True)]
+
+
 def _follow(screen: Screen, overview: Overview) -> None:
     """Until the run ends, or Ctrl-C."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     run = overview.run
     try:
         with Live(console=screen.console, auto_refresh=False, transient=False) as live:
             while run.state() != "over" and Path(run.folder).is_dir():
-                live.update(render(overview.look(), screen.console.width), refresh=True)
+                lines = _lines(overview.look(), screen.console.width)
+                live.update(Group(*(Text(line, style) for line, style in lines)), refresh=True)
                 time.sleep(_EVERY_S)
         screen.line(f"{run.job} (pid {run.pid}) has ended.")
     except KeyboardInterrupt:

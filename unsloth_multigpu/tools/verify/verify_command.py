@@ -76,7 +76,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             place, begin_s = folder / name, time.monotonic()
             place.mkdir()
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
-            progress.show(label, 0, 1)
+            progress.show(label)
             asked = StepsRequest(str(place), num_steps, num_gpus, dropout=not own.no_dropout)
             code, tail = run_first_steps(program, _TOOL, asked, config.device, variables, own.timeout_s)
             progress.clear()
