@@ -359,7 +359,7 @@ def test_module_names_no_other_tool(path: Path) -> None:
         ("import unsloth_multigpu.tools.verify", "cli.main"),
         ("from ..verify.run import ScriptRuns", "tools.forecast.forecast_command"),
         ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
-        ("ToolRequest('unsloth_multigpu.tools.verify.verify_tool:Verify')", "launch.rank"),
+        ("ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')", "launch.rank"),
     ],
 )
 def test_tool_check_catches_a_planted_violation(source: str, module: str) -> None:

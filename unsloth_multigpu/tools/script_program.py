@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
@@ -36,35 +38,37 @@ def command_of(program: Sequence[str]) -> list[str]:
 
 
 def run_first_steps(
+    name: str,
     program: Sequence[str],
-    tool: str,
     request: StepsRequest,
     device: str,
     variables: Mapping[str, str],
     limit_s: float,
-) -> tuple[int, str]:
-    """Runs the first steps of a program.
+) -> tuple[int, list[dict[str, Any]], str]:
+    """Runs the first steps of a program, with the class of `<name>_recorder` that follows them.
 
     Args:
+        name: Of the command.
         program: See `command_of`.
-        tool: The `FirstStepsTool` that follows them, "module:class".
-        request: What it is asked. Its folder is private: the processes are found by its path.
+        request: What it is asked. Its folder is made here; it is private, since the processes are found by its path.
         device: "cpu" shows the run no accelerator.
         variables: Of this run, beside `common_variables`.
         limit_s: After which it is ended.
 
     Returns:
-        Its exit code as a shell shows it, and the end of what it has printed.
+        Its exit code as a shell shows it; what each rank has recorded, rank 0 first; the end of what it has printed.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
+        SetupError: It has ended well and recorded nothing.
     """
     folder = Path(request.folder)
+    folder.mkdir()
     environment = {
         **common_variables(folder / "logs"),
         **variables,
         **device_variables(device, request.num_gpus),
-        **request.variables(tool),
+        **request.variables(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}"),
     }
     log = folder / "output.log"
     with log.open("wb") as output:
@@ -83,7 +87,13 @@ def run_first_steps(
             f"The run did not reach its end within timeout_s={limit_s:g} seconds. The end of its output:\n{tail}",
             hint="Ask for fewer --steps, or raise --timeout-s where it only takes long.",
         )
-    return 128 - code if code < 0 else code, tail
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    if code == 0 and not records:
+        raise SetupError(
+            f"{' '.join(program)} ended without a training that {name} could follow. The end of its output:\n{tail}",
+            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
+        )
+    return 128 - code if code < 0 else code, sorted(records, key=lambda record: int(record["rank"])), tail
 
 
 def check_ranks(name: str, config: MultiGPUConfig) -> None:

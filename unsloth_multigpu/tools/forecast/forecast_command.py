@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +34,6 @@ _FEWEST_STEPS = 3
 # A fit that repeats what it was made from worse than this is worth a word.
 _TOLERANCE = 0.15
 _REDUCE_LIMIT_S = 120.0
-_TOOL = "unsloth_multigpu.tools.forecast.forecast_tool:Measure"
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
     "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
@@ -185,22 +183,13 @@ def _short(seconds: float) -> str:
 
 def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns what it has recorded."""
-    place = folder / "one"
-    place.mkdir()
-    asked = StepsRequest(str(place), own.steps, num_gpus=1)
+    asked = StepsRequest(str(folder / "one"), own.steps, num_gpus=1)
     variables = {variable("device"): "cpu"} if own.device == "cpu" else {}
-    code, tail = run_first_steps(program, _TOOL, asked, own.device, variables, own.timeout_s)
-    shown = textwrap.indent(f"\n{tail}", "  | ")
+    code, records, tail = run_first_steps("forecast", program, asked, own.device, variables, own.timeout_s)
     if code != 0:
+        shown = textwrap.indent(f"\n{tail}", "  | ")
         raise SetupError(
             f"The script ended with exit code {code}; there is no forecast.{shown}",
             hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
         )
-    file = place / "rank_0.json"
-    if not file.exists():
-        raise SetupError(
-            f"The script ended without a training that forecast could follow.{shown}",
-            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
-        )
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+    return records[0]

@@ -12,7 +12,8 @@ import torch
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
-from unsloth_multigpu.part import Override
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.balance import throughput
 from unsloth_multigpu.step.cost import CostModel, fit_cost
 from unsloth_multigpu.step.deal import Balance, Plan, balance_step, deal_step
@@ -20,7 +21,8 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import AUTO, WHOLE
 from unsloth_multigpu.step.measure import attention_of
 from unsloth_multigpu.step.step import MakePlan
-from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
+from unsloth_multigpu.strategy import DDP
+from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -30,30 +32,41 @@ WARM_UP_STEPS = 2
 _TRIED = (1, 2, 4, 8, 16)
 
 
-class Recorder(FirstSteps):
-    """Times one training, and ends it after the steps that were asked for.
+class Forecast(FirstSteps):
+    """Times the first steps of a run on one rank, and ends it.
 
     The one rank computes each step as some number of ranks would share it, all their micro-batches after each other.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: What to record.
-        rank: This rank, the only one.
-        steps: What deals the samples.
-
-    Raises:
-        SetupError: The training is one that nothing can be said of.
     """
 
-    def __init__(self, trainer: TrainerLike, request: StepsRequest, rank: int, steps: StepFeed) -> None:
+    name = "forecast"
+    plans_one_process = True
+
+    def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        others = {
+            f"strategy={config.strategy}": not isinstance(config.strategy, DDP),
+            f"shard={config.shard!r}": config.shard != "off",
+            "global_batch='scale'": not config.keeps_global_batch,
+        }
+        if asked := [name for name, is_asked in others.items() if is_asked]:
+            raise SetupError(
+                f"forecast counts DDP with the global batch of one process; the script asks for {asked[0]}.",
+                hint="Leave it out for the forecast.",
+            )
+        return self.alone(config)
+
+    def part(self, trainer: TrainerLike, session: Any, steps: StepFeed) -> Part:
+        """As above.
+
+        Raises:
+            SetupError: The training is one that nothing can be said of.
+        """
         _refuse_what_is_not_known(trainer)
-        super().__init__(trainer, request, rank)
-        self._steps = steps
         self._num_steps = 0
         # Step, tokens of the rows, where these are known, else of all of them, and seconds.
         self._laps: list[tuple[int, tuple[int, ...] | torch.Size, int, Lap]] = []
         self._ends: list[Any] = []
         self._lengths: list[list[int]] = []
+        return super().part(trainer, session, steps)
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
@@ -99,7 +112,11 @@ class Recorder(FirstSteps):
         first = min(WARM_UP_STEPS, max(1, len(self._ends) - 1))
         timed = range(first, len(self._ends))
         seconds = [Lap(self._ends[k - 1], self._ends[k]).seconds() for k in timed]
-        return {"steps": seconds, **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {})}
+        return {
+            "rank": self._rank,
+            "steps": seconds,
+            **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {}),
+        }
 
     def _measured(self, step_s: Mapping[int, float]) -> dict[str, Any]:
         """What a forecast is made from. The laps of step k are those of `step_s[k]`."""

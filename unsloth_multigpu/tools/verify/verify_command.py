@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments
@@ -27,7 +26,6 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
 SCHEMA_VERSION = 2
-_TOOL = "unsloth_multigpu.tools.verify.verify_tool:Verify"
 
 
 @dataclass(frozen=True)
@@ -73,18 +71,17 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     records = []
     with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
-            place, begin_s = folder / name, time.monotonic()
-            place.mkdir()
+            begin_s = time.monotonic()
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             progress.show(label)
-            asked = StepsRequest(str(place), num_steps, num_gpus, dropout=not own.no_dropout)
-            code, tail = run_first_steps(program, _TOOL, asked, config.device, variables, own.timeout_s)
+            asked = StepsRequest(str(folder / name), num_steps, num_gpus, dropout=not own.no_dropout)
+            code, found, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
                 print(tail, file=sys.stderr)
                 progress.say(f"{label} ended with exit code {code}.")
                 return code
-            records.append(_read(place, program, tail))
+            records.append(_merged(found))
             progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
     receipt = _receipt(program, *records)
     screen = Screen()
@@ -113,18 +110,12 @@ def _num_ranks(config: MultiGPUConfig) -> int:
     return num_ranks
 
 
-def _read(folder: Path, program: Sequence[str], tail: str) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.run_comparison import read_run
+def _merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    from unsloth_multigpu.tools.verify.run_comparison import merged
 
-    record = read_run(folder)
-    if record is None:
-        raise SetupError(
-            f"{' '.join(program)} ended without a training that verify could follow. The end of its output:\n{tail}",
-            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
-        )
-    if not record["steps"]:
+    if not records[0]["steps"]:
         raise SetupError("The training ended before its first optimizer step.", hint="Check max_steps and the data.")
-    return record
+    return merged(records)
 
 
 def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
