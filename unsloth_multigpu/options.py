@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import read_yaml
-from unsloth_multigpu.option_type import CommandOption, Option, Scope, options_of, take_values, unknown_option
+from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
@@ -268,16 +268,16 @@ def _sources(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str, An
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
 
 
-def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, CommandOption]:
+def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:
     """The options of a run that a command has, by their names, in the order of the groups.
 
     Args:
         command: "run", "verify" or "chaos".
         defaults: Of that command, where they are others than a run's.
     """
-    usual = {name: option.usual() for name, option in options_of(MultiGPUConfig).items()} | dict(defaults or {})
+    given = defaults or {}
     return {
-        name: option.on_command_line(f"{usual[name]}")
+        name: replace(option, default=given.get(name, option.default))
         for group in GROUPS
         for name, option in options_of(MultiGPUConfig).items()
         if command in option.commands and option.group == group

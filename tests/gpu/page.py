@@ -94,7 +94,7 @@ def detail(name: str, result: Mapping[str, Any] | None) -> list[str]:
     return [
         "",
         markdown_table(list(rows[0]), [list(row.values()) for row in rows]),
-        *(f"- {line}" for line in result["conditions"] if line.startswith(("model:", "samples:", "batch:", "steps:"))),
+        *(f"- {line}" for line in result["conditions"] if line.startswith(("options:", "samples:"))),
         *planner,
     ]
 

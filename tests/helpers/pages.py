@@ -5,6 +5,7 @@ A test compares both.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from unsloth_multigpu.option_type import Option, Scope, flag, options_of
 from unsloth_multigpu.options import GROUPS, MultiGPUConfig, variable
 from unsloth_multigpu.seam import SEAMS, InstanceSeam
 from unsloth_multigpu.strategy import STRATEGIES, Strategy
-from unsloth_multigpu.tools.doctor.seam_page import all_patches
+from unsloth_multigpu.tools.doctor.patch_check import all_patches
 
 DOCS = Path(__file__).parents[2] / "docs"
 _CALLED = {
@@ -84,7 +85,7 @@ def _option_cells(name: str, row: Option) -> list[str]:
 
 
 def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:
-    first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges]
+    first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", str(inspect.getdoc(cls)).partition("\n")[0]]
     return [first, *(["", f"`{name}`", _default(row), row.help] for name, row in options_of(cls).items())]
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,8 +33,9 @@ from unsloth_multigpu.tools.bench.bench_result import (
     summarize,
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
-from unsloth_multigpu.tools.bench.bench_table import bars, result_row
+from unsloth_multigpu.tools.bench.bench_table import result_row
 from unsloth_multigpu.tools.bench.meter import Meter
+from unsloth_multigpu.tools.fingerprint import fingerprints
 
 COLD = BenchOptions(warmup=0)
 
@@ -76,22 +78,6 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     (alone,) = summarize({"ours": runs["ours"]}, COLD)
     assert (alone.times, alone.norm_difference, alone.has_same_samples) == ({}, None, None)
     assert result_row(alone)["samples"] == "-"
-    assert bars([alone]) == []
-
-
-def test_medians_are_drawn_as_bars_beside_torchrun() -> None:
-    runs = {
-        "one_process": [[rank(0, step(wall_s=4.0))]],
-        "ours": [[rank(0, step(wall_s=1.0))]],
-        "torchrun": [[rank(0, step(wall_s=2.0))]],
-    }
-    drawn = bars(summarize(runs, COLD))
-    assert drawn[:2] == ["", "times as fast as torchrun:"]
-    assert [(line.split()[0], line.count("#"), line.split()[-1]) for line in drawn[2:]] == [
-        ("one_process", 15, "0.50"),
-        ("ours", 60, "2.00"),
-        ("torchrun", 30, "1.00"),
-    ]
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
@@ -146,7 +132,7 @@ class Tiny(nn.Module):
 
 def test_meter_counts_what_is_computed_and_nothing_else() -> None:
     model = Tiny()
-    meter = Meter(model, vocab_size=10, is_cuda=False)
+    meter = Meter(model, is_cuda=False)
     ids = torch.tensor([[1, 2, 5], [0, 7, 0], [0, 1, 1]])
     inputs = {
         "input_ids": ids,
@@ -171,14 +157,15 @@ def test_meter_counts_what_is_computed_and_nothing_else() -> None:
     assert sum(step["wall_s"] for step in meter.steps()) <= time.perf_counter() - begin_s
     first, second = meter.steps()
     assert first["micro_batches"] == [[3, 3, 5]]
-    assert first["samples"] == [12, 7]  # The third row is a filler.
+    kept = {name: value[:2] for name, value in inputs.items()}  # The third row is a filler.
+    assert Counter(first["samples"]) == fingerprints(kept)
     assert second["micro_batches"] == [[3, 3, 5]] * 2
     assert 0.02 <= first["compute_s"] < first["wall_s"] - 0.03 + 1e-4
     assert first["cpu_s"] < first["wall_s"]
     # The legacy path copies the model for further devices.
     copy.deepcopy(model)(**inputs).backward()
     meter.mark_step()
-    assert meter.steps()[2]["samples"] == [12, 7]
+    assert meter.steps()[2]["samples"] == first["samples"]
 
 
 def failing(command: list[str]) -> Arm:
@@ -231,7 +218,7 @@ def test_run_is_measured_without_its_warm_up() -> None:
     assert result.waiting_share.median == pytest.approx((4 - 3) / (4 + 1))
     assert result.cpu_s.median == 3.0 + 1.0
     # Memory is needed in the warm-up, too.
-    assert (result.peak_bytes, result.largest_tokens) == (100, 800)
+    assert result.peak_bytes == 100
 
 
 @pytest.mark.parametrize(
@@ -242,12 +229,12 @@ def test_run_is_measured_without_its_warm_up() -> None:
         ("--ranks 0", "ranks=0; expected a whole number of at least 1"),
         ("--warmup -1", "warmup=-1; expected a whole number of at least 0"),
         ("--model-size 100x2", "model_size='100x2'; expected tiny, small, medium, 1b, or HIDDENxLAYERS"),
-        ("--model-size 64x2x15", "with a multiple of 64 as hidden size and a vocabulary of at least 256"),
+        ("--model-size 65x2", "with a multiple of 64 as hidden size"),
         ("--model-size huge", "model_size='huge'; expected tiny, small"),
         ("--train half", "train='half'; expected 'full' or 'lora'"),
         *(
             (f"--lengths {text}", f"lengths={text!r}; expected lognormal")
-            for text in ("lognormal:300:200", "fixed:2", "normal:1:2")
+            for text in ("lognormal:300:200", "fixed:1", "normal:1:2")
         ),
         ("--timeout-s 0", "timeout_s=0.0; expected a number of at least 1"),
         ("--four-bit --library unsloth --train full", "four_bit with library='unsloth' and train='full'"),
@@ -318,9 +305,9 @@ def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatc
     rounds = ["1_one_process", "1_ours", "1_torchrun", "2_ours", "2_torchrun", "2_one_process", "3_torchrun"]
     assert ran == [*rounds, "3_one_process"]
     captured = capsys.readouterr()
-    assert captured.err.startswith("bench: 1 of 9: round 1/3, one_process\nbench: 2 of 9: round 1/3, ours, about ")
+    assert captured.err.startswith("bench: 1 of 9: round 1/3, one_process\nbench: 2 of 9: round 1/3, ours\n")
     assert "error: it failed" in captured.err
-    assert "2 round(s)" in captured.out
+    assert "repeats=2," in captured.out
     assert "stopped: an arm failed in round 3 of 3" in captured.out
     ran.clear()
     assert main.main([*options, "--json"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import findings
-from unsloth_multigpu.tools.doctor import seam_page as seam
+from unsloth_multigpu.tools.doctor.patch_check import try_patches
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.tools.verify import verify_command as verify
 from unsloth_multigpu.wire.context import ToolRequest
@@ -454,37 +455,39 @@ def planted(target: str, *, supports: str = "pytest>=8", optional: bool = False)
 
 
 @pytest.mark.parametrize(
-    ("patch", "state", "text"),
+    ("patch", "text"),
     [
-        (planted("good:save"), "ok", "landed"),
-        (planted("good:load"), "FAIL", "there is no such target"),
-        (planted("good:load", optional=True), "note", "not in this version"),
-        (planted("absent:save"), "FAIL", "there is no such target"),
-        (planted("shy:save"), "FAIL", "it has no parameter path"),
-        (planted("shy:save", optional=True), "FAIL", "it has no parameter path"),
-        (planted("broken:save"), "FAIL", "ImportError: no such library"),
-        (planted("broken:save", optional=True), "note", "ImportError: no such library"),
-        (planted("good:save", supports="pytest>=999"), "FAIL", "is known for >=999"),
-        (planted("good:save", supports="no_such_distribution>=1"), "note", "not installed"),
+        (planted("good:save"), ""),
+        (planted("good:load"), "there is no such target"),
+        (planted("good:load", optional=True), ""),
+        (planted("absent:save"), "there is no such target"),
+        (planted("shy:save"), "it has no parameter path"),
+        (planted("shy:save", optional=True), "it has no parameter path"),
+        (planted("broken:save"), "ImportError: no such library"),
+        (planted("broken:save", optional=True), ""),
+        (planted("good:save", supports="pytest>=999"), "is known for >=999"),
+        (planted("good:save", supports="no_such_distribution>=1"), ""),
     ],
 )
-def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
-    neighbours = [planted("good:save")] if "good" not in patch.target else []
-    patches = [dataclasses.replace(p, target=library + p.target) for p in (patch, *neighbours)]
-    row, *others = findings.seam_rows(seam.try_seams(patches, libraries=()))
-    assert row.state == state
-    assert text in row.text
-    assert bool(row.hint) == (state == "FAIL")
-    # One bad patch does not hide the others.
-    assert [other.state for other in others] == ["ok"] * len(neighbours)
+def test_doctor_finds_the_patch_that_does_not_land(library, patch, text):
+    patch = dataclasses.replace(patch, target=library + patch.target)
+    if not text:
+        assert try_patches([patch], libraries=()) == {"imports": {}, "num_patches": 1}
+        return
+    with pytest.raises(errors.MultiGPUError, match=re.escape(text)):
+        try_patches([patch], libraries=())
 
 
 def test_library_that_cannot_be_imported_fails(monkeypatch, library):
-    monkeypatch.setattr(seam, "check_version", lambda name: versions.VersionRow(name, "1.0", "", True))
-    landed = seam.try_seams([], libraries=[library + "broken", library + "good"])
+    monkeypatch.setattr("unsloth_multigpu.tools.doctor.patch_check.installed_version", lambda name: "1.0")
+    landed = try_patches([], libraries=[library + "broken", library + "good"])
     rows = findings.import_rows(landed)
     assert [row.state for row in rows] == ["FAIL", "ok"]
     assert "no such library" in rows[0].text
+    (row,) = findings.patch_rows({**landed, "num_methods": 2})
+    assert (row.state, row.text) == ("ok", "0 functions and 2 methods of other libraries are as tested")
+    (row,) = findings.patch_rows({"error": "it broke", "log": ["a line"]})
+    assert (row.state, row.log) == ("FAIL", ("a line",))
 
 
 PROBES = {

@@ -132,7 +132,7 @@ def test_largest_file_of_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):
 
 
 def test_faults_are_written_as_text():
-    assert f"Kinds: {', '.join(KINDS)}." in Options.table()["faults"].text
+    assert f"Kinds: {', '.join(KINDS)}." in Options.table()["faults"].help
     for text in ("kill@1:5", "exit@all:2", "sigterm@0:3:save"):
         assert str(parse_fault(text)) == text
     for text in ("kill", "kill@1", "kill@x:1", "kill@1:x", "fly@1:2", "kill@1:2:lunch"):

@@ -129,7 +129,7 @@ def run_of(steps=STEPS, updates=UPDATES, compared=None, sources=(), **facts):
         for i, (loss, norm, s) in enumerate(steps, 1)
     ]
     facts = {"trainer": "T", "rounding": FINE, "optimizer": "adamw_torch", "device": "cpu", **facts}
-    facts |= {"versions": {}, "world_size": 2}
+    facts |= {"world_size": 2}
     return {"steps": records, "updates": updates, "facts": facts, "sources": list(sources)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.option_type import CommandOption, flag, options_of, take_values
+from unsloth_multigpu.option_type import Option, flag, options_of, take_values
 from unsloth_multigpu.options import command_options
 
 if TYPE_CHECKING:
@@ -23,13 +23,9 @@ class Arguments:
         take_values(self)
 
     @classmethod
-    def table(cls) -> dict[str, CommandOption]:
+    def table(cls) -> dict[str, Option]:
         """The options by their names, as a command line has them."""
-        return {
-            name: option.on_command_line("" if option.default is False else option.usual())
-            for name, option in options_of(cls).items()
-            if option.commands
-        }
+        return {name: option for name, option in options_of(cls).items() if option.commands}
 
     @classmethod
     def read(cls, given: argparse.Namespace) -> Self:
@@ -70,21 +66,18 @@ class Command:
     has_options_of_run: bool = False
     operand: str = ""
 
-    def table(self) -> dict[str, CommandOption]:
+    def table(self) -> dict[str, Option]:
         """Its own options, and those of a run."""
-        own: dict[str, CommandOption] = self._imported().Options.table()
+        own: dict[str, Option] = self._imported().Options.table()
         return {**own, **self._of_run()}
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Adds its options to its parser."""
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         for name, option in self.table().items():
-            if name == self.operand:
-                parser.add_argument(name, nargs="?", metavar=option.shown, help=option.text)
-                continue
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
-            _add_option(groups[option.group], name, option)
+            _add_option(groups[option.group], name, option, is_operand=name == self.operand)
 
     def read(self, options: argparse.Namespace) -> tuple[Arguments, dict[str, Any]]:
         """Its own options, checked, and what the command line gave of a run's; None = not given.
@@ -107,17 +100,26 @@ class Command:
     def _imported(self) -> Any:
         return importlib.import_module(self.module)
 
-    def _of_run(self) -> dict[str, CommandOption]:
+    def _of_run(self) -> dict[str, Option]:
         if not self.has_options_of_run:
             return {}
         return command_options(self.name, getattr(self._imported(), "DEFAULTS", None))
 
 
-def _add_option(group: argparse._ActionsContainer, name: str, option: CommandOption) -> None:
-    text = option.text.replace("%", "%%")
-    if option.kind is bool:
+def _add_option(group: argparse._ActionsContainer, name: str, option: Option, *, is_operand: bool) -> None:
+    text = f"{option.help} [{option.usual()}]".replace("%", "%%")
+    if is_operand:
+        group.add_argument(name, nargs="?", metavar=option.metavar(), help=text)
+    elif option.type is bool:
         action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(flag(name), action=action, help=text)
-        return
-    # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
-    group.add_argument(flag(name), type=option.kind, metavar=option.shown, help=text)
+    else:
+        # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
+        kind = str if option.check else option.type
+        group.add_argument(flag(name), type=kind, metavar=option.metavar(), help=text)
+
+
+def usage_of(command: str) -> str:
+    """How a command that runs a program is called."""
+    return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
+       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""

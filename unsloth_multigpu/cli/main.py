@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from unsloth_multigpu.cli import run_command
-from unsloth_multigpu.cli.command import Command
-from unsloth_multigpu.cli.parser import make_parser
+from unsloth_multigpu.cli.command import Command, usage_of
 from unsloth_multigpu.cli.program_lookup import find_program
-from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import flag
+from unsloth_multigpu.versions import installed_version
 
 # In the order of the list of commands.
 _TOOLS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        error = ConfigError(message, hint=f"{self.prog} --help lists what there is.")
+        self.exit(error.exit_code, f"error: {error}\n")
 
 
 def find_commands() -> dict[str, Command]:
@@ -27,6 +41,25 @@ def find_commands() -> dict[str, Command]:
     names = [name for name in _TOOLS if (folder / name).is_dir()]
     tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}").COMMAND for name in names]
     return {command.name: command for command in (run_command.COMMAND, *tools)}
+
+
+def make_parser(commands: Mapping[str, Command]) -> Parser:
+    """The parser of the whole command line.
+
+    Args:
+        commands: Name -> command, in the order of the list.
+    """
+    parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
+    version = installed_version("unsloth-multigpu") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="{" + ",".join(commands) + "}", parser_class=Parser
+    )
+    for name, command in commands.items():
+        usage = usage_of(name) if command.runs_program else None
+        own = subparsers.add_parser(name, help=command.help, description=command.description, usage=usage)
+        command.add_options(own)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -73,7 +106,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     command = find_commands().get(arguments[0]) if arguments else None
     if command is None or not command.runs_program:
         return list(arguments), []
-    take_value = {flag(name) for name, (kind, *_) in command.table().items() if kind is not bool}
+    take_value = {flag(name) for name, option in command.table().items() if option.type is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
         i += 2 if arguments[i] in take_value else 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
-from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
@@ -52,7 +52,7 @@ def run_first_steps(
         program: See `command_of`.
         request: What it is asked. Its folder is made here; it is private, since the processes are found by its path.
         device: "cpu" shows the run no accelerator.
-        variables: Of this run, beside `common_variables`.
+        variables: Options of a run, and others, for this run.
         limit_s: After which it is ended.
 
     Returns:
@@ -65,7 +65,13 @@ def run_first_steps(
     folder = Path(request.folder)
     folder.mkdir()
     environment = {
-        **common_variables(folder / "logs"),
+        # The logs of a training are not overwritten, unless the user names a folder.
+        variable("log_dir"): str(folder / "logs"),
+        # The order of a set of strings may decide the order of samples.
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        variable("max_restarts"): "0",
+        "WANDB_MODE": "disabled",
         **variables,
         **device_variables(device, request.num_gpus),
         **request.variables(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}"),
@@ -96,42 +102,10 @@ def run_first_steps(
     return 128 - code if code < 0 else code, sorted(records, key=lambda record: int(record["rank"])), tail
 
 
-def check_ranks(name: str, config: MultiGPUConfig) -> None:
-    """Finds out before the first run whether the ranks of a later one can be started.
-
-    Args:
-        name: Of the command.
-        config: Options of that run.
-
-    Raises:
-        SetupError: They cannot, or this process is a rank itself.
-    """
-    from unsloth_multigpu.start import ranks_to_start
-
-    check_is_no_rank(name)
-    ranks_to_start(config)
-
-
 def check_is_no_rank(name: str) -> None:
     """Raises SetupError in a rank: the command starts its ranks itself."""
     if read_identity(os.environ) is not None:
         raise SetupError(f"{name} starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
-
-
-def common_variables(log_dir: Path) -> dict[str, str]:
-    """The environment of each run, before the options of the command line.
-
-    Args:
-        log_dir: Where the logs of ranks go, unless the user names a folder: those of a training are not overwritten.
-    """
-    return {
-        variable("log_dir"): str(log_dir),
-        # The order of a set of strings may decide the order of samples.
-        "PYTHONHASHSEED": "0",
-        **os.environ,
-        variable("max_restarts"): "0",
-        "WANDB_MODE": "disabled",
-    }
 
 
 def device_variables(device: str, num_gpus: int) -> dict[str, str]:

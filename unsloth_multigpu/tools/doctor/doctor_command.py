@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
-# The section of which only faults are shown.
-_FOLDED = "seams"
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
@@ -82,7 +80,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
-        seams = stack.enter_context(Probe(f"{_HERE}.seam_page", folder, limit_s))
+        patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
         yield "looks for devices, and copies between them", found.version_rows()
         devices = probe.outcome()
@@ -93,21 +91,17 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
         yield "imports the libraries, and tries every patch", found.reduce_rows(reduced, devices)
-        landed = seams.outcome()
+        landed = patches.outcome()
         yield "", found.import_rows(landed)
-        yield "", found.seam_rows(landed)
+        yield "", found.patch_rows(landed)
 
 
 def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
-    """The rows of one section under its heading, as (aligned text, style). Seams that are well are one line."""
-    section = rows[0].section
-    shown = [row for row in rows if section != _FOLDED or row.state == "FAIL"]
-    lines: list[tuple[str, str | None]] = [(section, "bold")]
-    for row, line in zip(shown, aligned([f"{r.state:<4}", r.name, r.text] for r in shown), strict=True):
+    """The rows of one section under its heading, as (aligned text, style)."""
+    lines: list[tuple[str, str | None]] = [(rows[0].section, "bold")]
+    for row, line in zip(rows, aligned([f"{r.state:<4}", r.name, r.text] for r in rows), strict=True):
         lines.append((f"  {line}", _STYLES.get(row.state)))
         if row.hint:
             lines.append((f"        Hint: {row.hint}", None))
         lines += [(f"        | {line}", "dim") for line in row.log]
-    if hidden := len(rows) - len(shown):
-        lines.append((f"  ok    {hidden} seams are as tested; --json lists them", None))
     return lines

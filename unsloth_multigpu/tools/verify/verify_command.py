@@ -18,14 +18,13 @@ from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
-    check_ranks,
     run_first_steps,
     thread_variables,
 )
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
-    from unsloth_multigpu.start import visible_accelerators
+    from unsloth_multigpu.start import ranks_to_start, visible_accelerators
     from unsloth_multigpu.tools.allreduce import DEFAULT_CPU_RANKS
 
     check_is_no_rank("verify")
@@ -106,7 +105,7 @@ def _num_ranks(config: MultiGPUConfig) -> int:
             "verify compares one process with several ranks; this would be one rank.",
             hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
         )
-    check_ranks("verify", replace(config, num_gpus=num_ranks))
+    ranks_to_start(replace(config, num_gpus=num_ranks))  # Before the first run.
     return num_ranks
 
 
@@ -121,7 +120,6 @@ def _merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
     from unsloth_multigpu.tools.verify.run_comparison import compare, is_compared
 
-    facts = [{name: value for name, value in run["facts"].items() if name != "versions"} for run in (one, many)]
     found = compare(one, many)
     compared = [step["compared"] for step in found["steps"] if is_compared(step)]
     times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
@@ -131,8 +129,7 @@ def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, 
         "command": list(program),
         "compared": "Compared: the beginning of the script's first train(). What comes after it was not run.",
         "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
-        "versions": many["facts"]["versions"],
-        "runs": {"one": facts[0], "many": facts[1]},
+        "runs": {"one": one["facts"], "many": many["facts"]},
         # Median seconds of a step's forward and backward passes.
         "one_process_s": one_s,
         "ranks_s": ranks_s,

@@ -28,9 +28,7 @@ from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.versions import installed_version
 
-_LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
 # A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
 # lost in most elements by rounding, and in which of them is by chance. Measured: 73 of 4096 moved, updates differ by
 # 0.13; from 300 of 4096 on by less than 0.08.
@@ -222,5 +220,4 @@ def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "rounding": rounding_bound(trainer),
         "config": config.plain_values(),
-        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }
