@@ -307,7 +307,7 @@ def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatc
     captured = capsys.readouterr()
     assert captured.err.startswith("bench: 1 of 9: round 1/3, one_process\nbench: 2 of 9: round 1/3, ours\n")
     assert "error: it failed" in captured.err
-    assert "repeats=2," in captured.out
+    assert "repeats=2\n" in captured.out
     assert "stopped: an arm failed in round 3 of 3" in captured.out
     ran.clear()
     assert main.main([*options, "--json"]) == 1

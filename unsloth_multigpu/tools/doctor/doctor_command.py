@@ -13,15 +13,16 @@ from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.process import exit_on_signal
-from unsloth_multigpu.words import aligned
+from unsloth_multigpu.words import aligned, listed
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
+# More names of failed checks than these are counted.
+_MOST_NAMES = 5
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
@@ -46,7 +47,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     Returns:
         0, or 1 if a row failed.
     """
-    config = MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
+    MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
     with exit_on_signal(), Progress("doctor") as progress:
@@ -65,7 +66,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         screen.json({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]})
     else:
         screen.line()
-        screen.line(verdict(rows, config), "bold red" if has_failed else "bold green")
+        screen.line(verdict(rows), "bold red" if has_failed else "bold green")
     return 1 if has_failed else 0
 
 
@@ -94,6 +95,16 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         landed = patches.outcome()
         yield "", found.import_rows(landed)
         yield "", found.patch_rows(landed)
+
+
+def verdict(rows: Sequence[CheckRow]) -> str:
+    """The last line: which checks failed, and what the line would say here."""
+    failed = [f"{row.name} ({row.section})" for row in rows if row.state == "FAIL"]
+    line = "".join(f"With enable_multi_gpu(): {row.text}." for row in rows if row.name == "line" and row.state == "ok")
+    if not failed:
+        return line
+    then = f" Once that is mended: {line}" if line else ""
+    return f"NOT READY: {len(failed)} of {len(rows)} checks failed: {listed(failed, _MOST_NAMES)}.{then}"
 
 
 def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:

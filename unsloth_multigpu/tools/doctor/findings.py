@@ -114,6 +114,9 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
         else:
             rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
+    line, refused = devices["line"], devices["refused"]
+    state: State = "FAIL" if refused else "ok"
+    rows.append(CheckRow("devices", "line", state, refused or line, devices["hint"]))
     return rows + _host_rows()
 
 
