@@ -22,7 +22,6 @@ from unsloth_multigpu.start import (
     end_interrupted,
     needs_supervisor,
     ranks_to_start,
-    refuse_in_notebook,
     start_this_command,
     this_command,
 )
@@ -187,7 +186,6 @@ def _open_here(
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
-                refuse_in_notebook(config)
                 from unsloth_multigpu.notebook.kernel_start import open_notebook
 
                 return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)

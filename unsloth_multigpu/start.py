@@ -163,19 +163,6 @@ def exit_like(code: int) -> None:
         os._exit(code if code >= 0 else 128 - code)
 
 
-def refuse_in_notebook(config: MultiGPUConfig) -> None:
-    """Refuses what ranks of a notebook cannot do: after an interrupt they get the whole weights of the kernel.
-
-    Raises:
-        SetupError: The model is to be sharded.
-    """
-    if config.shard != "off":
-        raise SetupError(
-            f"shard={config.shard!r} is for scripts: after Stop all ranks of a notebook get rank 0's whole weights.",
-            hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
-        )
-
-
 def this_command() -> list[str]:
     """The command that starts the program of this process again.
 

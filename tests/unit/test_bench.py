@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import math
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +18,8 @@ from tests.helpers.run import orphans
 from unsloth_multigpu import start
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.tools.bench import arm as bench_arm
 from unsloth_multigpu.tools.bench import bench_command as bench
-from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment, part_available
+from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import (
     MeasuredStep,
@@ -246,21 +243,6 @@ def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch) -
     error = capsys.readouterr().err
     assert message in error
     assert "Hint: " in error
-
-
-def test_arm_that_cannot_be_measured_is_skipped_with_its_reason(monkeypatch, tmp_path) -> None:
-    arms, options = list(ARMS), BenchOptions()
-    assert part_available(arms, options) == (arms, [])
-    left, lines = part_available(arms, BenchOptions(device="cuda", is_card_shared=True))
-    assert lines == ["legacy: skipped, one process cannot use one card as 2"]
-    assert len(left) == len(arms) - 1
-    (tmp_path / "training_args.py").write_text("group_by_length")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(bench_arm, "installed_version", lambda name: "4.57.1")
-    left, lines = part_available(arms, options)
-    assert lines == ["rebalance: skipped, transformers 4.57.1 has no batch_rebalance"]
-    assert [name for name in arms if name not in left] == ["rebalance"]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ def workload(lengths=((100, 50, 200, 70),) * 3, **values) -> Workload:
         "steps": tuple(tuple(step) for step in lengths),
         "sizes": (len(lengths[0]),),
         "num_steps": 100,
-        "is_planned": True,
         "regroup": True,
-        "keeps_whole": False,
         "max_tokens": None,
         "gradient_bytes": 10**6,
         "hides": 0.0,
@@ -52,7 +50,6 @@ def workloads(draw):
         cost=cost,
         sizes=(rows,) * num_micro,
         update_s=draw(st.sampled_from([0.0, 0.05])),
-        is_planned=draw(st.booleans()),
         gradient_bytes=draw(st.sampled_from([0, 10**6, 10**9])),
         hides=draw(st.sampled_from([0.0, BACKWARD])),
     )

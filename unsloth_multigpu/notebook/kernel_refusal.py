@@ -86,6 +86,11 @@ def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay
     if config.max_restarts or config.nnodes != "1":
         name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
         raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    if config.shard != "off":
+        raise SetupError(
+            f"shard={config.shard!r} is for scripts: after Stop all ranks of a notebook get rank 0's whole weights.",
+            hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
+        )
     if not state.is_main_thread:
         raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
     if state.had_workers:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.tools.bench.arm import choose_names, part_available
+from unsloth_multigpu.tools.bench.arm import choose_names
 from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
@@ -33,16 +33,10 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """
     names = choose_names(own.arms)
     options = on_device(own)
-    names, remarks = part_available(names, options)
-    if not names:
-        raise SetupError("; ".join(remarks) + ".", hint="Choose other arms.")
     options = dataclasses.replace(options, arms=",".join(names))
-    with exit_on_signal(), Progress("bench") as progress:
-        for line in remarks:
-            progress.say(line)
-        with made_model(options) as ready:
-            runs, failed = run_rounds(ready, progress)
-    num_rounds = len(runs[names[0]])
+    with exit_on_signal(), Progress("bench") as progress, made_model(options) as ready:
+        runs, failed = run_rounds(ready, progress)
+    num_rounds, remarks = len(runs[names[0]]), list[str]()
     if failed is not None:
         progress.say(f"error: {failed}")
         remarks.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.repeats}")

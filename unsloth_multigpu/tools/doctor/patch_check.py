@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.seam import SEAMS, check_seam
 from unsloth_multigpu.versions import installed_version
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.wire.identity import RankIdentity
 
 # In the order of a user's script: Unsloth changes the others and asks to be imported first.
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
@@ -37,24 +35,20 @@ _IMPORT_ERRORS = (
 
 def all_patches() -> list[Patch]:
     """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
-    from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
-    from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
-    from unsloth_multigpu.hooks.shard import shard_patches
-    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
-    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
-    from unsloth_multigpu.notebook.kernel_share import notebook_patches
+    import torch
 
+    from unsloth_multigpu.hooks.saving import SaveGate
+    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
+    from unsloth_multigpu.notebook.kernel_share import notebook_patches
+    from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
+
+    session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), Console())
+    session.console.close()
     return [
         followed_train_patch(lambda: False),
-        *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
-        *device_patches("cuda", 1, 0),
-        *loop_patches(MultiGPUConfig(), _not_in_a_run, ExitStack()),
-        *placement_patches("cuda", 0, warns=False),
-        *offload_patches(0),
-        *saving_patches(SaveGate(0, _not_in_a_run)),
-        *shard_patches(None, 0, 2),
-        *dataset_patches(None, _not_in_a_run),
+        *patches_of_trainers(session, "cuda"),
+        # A device that has not the number of the rank needs more of them.
+        *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
     ]
 
@@ -98,7 +92,7 @@ def check_instance_seams() -> int:
     return sum(check_seam(seam, owners[seam.owner]) for seam in SEAMS.values())
 
 
-def _not_in_a_run(*args: Any) -> DDPManager:
+def _not_in_a_run(*args: Any) -> None:
     raise SetupError("A patch that was only tried out was called.", hint="Start a training with enable_multi_gpu().")
 
 

@@ -80,14 +80,18 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
                 print(tail, file=sys.stderr)
                 progress.say(f"{label} ended with exit code {code}.")
                 return code
-            records.append(_merged(found))
+            if not found[0]["steps"]:
+                raise SetupError("The training ended before its first step.", hint="Check max_steps and the data.")
+            records.append(found)
             progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
-    receipt = _receipt(program, *records)
+    from unsloth_multigpu.tools.verify.run_comparison import merged  # Imports torch.
+
+    receipt = _receipt(program, *map(merged, records))
     screen = Screen()
     if own.json:
         screen.json(receipt)
     else:
-        from unsloth_multigpu.tools.verify.page import show  # Imports torch.
+        from unsloth_multigpu.tools.verify.page import show
 
         show(screen, receipt, threads.get("OMP_NUM_THREADS"))
     return 0 if receipt["agree"] else DivergenceError.exit_code
@@ -107,14 +111,6 @@ def _num_ranks(config: MultiGPUConfig) -> int:
         )
     ranks_to_start(replace(config, num_gpus=num_ranks))  # Before the first run.
     return num_ranks
-
-
-def _merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.run_comparison import merged
-
-    if not records[0]["steps"]:
-        raise SetupError("The training ended before its first optimizer step.", hint="Check max_steps and the data.")
-    return merged(records)
 
 
 def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
