@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from unsloth_multigpu.errors import ConfigError
 
@@ -138,15 +138,6 @@ class Option:
             return self.otherwise
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
-    def on_command_line(self, usual: str) -> CommandOption:
-        """The option as a command has it.
-
-        Args:
-            usual: Its default there, in words.
-        """
-        text = f"{self.help} [{usual}]" if usual else self.help
-        return CommandOption(str if self.check else self.type, text, self.metavar(), self.group)
-
     def _fits(self, value: Any) -> bool:
         if self.type is bool:
             return isinstance(value, bool)
@@ -167,22 +158,6 @@ class Option:
         else:
             meant = did_you_mean(text, {word: repr(word) for word in self.words})
         return f"{meant}{self.hint or f'Leave {name} out: its default is {self.usual()}.'}"
-
-
-class CommandOption(NamedTuple):
-    """An option on a command line.
-
-    Args:
-        kind: Type of its value; bool for a switch.
-        text: What it means.
-        shown: What stands for a value in `--help`.
-        group: Heading under which `--help` lists it; "" = under none.
-    """
-
-    kind: type[Any]
-    text: str
-    shown: str
-    group: str = ""
 
 
 def options_of(cls: Any) -> Mapping[str, Option]:

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.option_type import CommandOption, Option, Scope, options_of, take_values, unknown_option
+from unsloth_multigpu.option_file import read_yaml
+from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
@@ -36,8 +36,6 @@ ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 ENV_PROBE = ENV_PREFIX + "PROBE"
 # A YAML file of options, which users may set too.
 ENV_CONFIG = ENV_PREFIX + "CONFIG"
-# The pyproject.toml that counts, "" for none: what a command tells processes that it starts in another folder.
-ENV_PYPROJECT = ENV_PREFIX + "PYPROJECT"
 # Variables with our prefix that are no options.
 INTERNAL_VARIABLES = frozenset(value for name, value in tuple(globals().items()) if name.startswith("ENV_"))
 
@@ -189,12 +187,11 @@ class MultiGPUConfig:
 
     @classmethod
     def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
-        """Arguments win over variables, variables over the YAML file, that over pyproject.toml, and that over defaults.
+        """Arguments win over variables, variables over the YAML file, and that over defaults.
 
         Args:
             arguments: What the caller gave; a missing name or None means "not given".
-            environment: Variables to read, and the files that they name; None = `os.environ`, and the pyproject.toml of
-                the working folder or of one above it.
+            environment: Variables to read, and the file that one names; None = `os.environ`.
 
         Raises:
             ConfigError: A value cannot be used, or a variable with our prefix or a name in a file names no option.
@@ -247,7 +244,7 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     """
     options = options_of(MultiGPUConfig)
     values: dict[str, Any] = {}
-    for place, shown, name, value in _sources(os.environ if environment is None else environment, environment is None):
+    for place, shown, name, value in _sources(os.environ if environment is None else environment):
         if name not in options:
             known = {n: n if place else variable(n) for n in options}
             raise unknown_option(f"{place}{shown}", value, name, known)
@@ -262,11 +259,8 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     return {**values, **{name: value for name, value in arguments.items() if value is not None}}
 
 
-def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[str, str, str, Any]]:
-    """Place, shown name, name and value of all that files and variables say, what counts more behind the others."""
-    pyproject = _pyproject(environment) if searches else environment.get(ENV_PYPROJECT, "")
-    if pyproject:
-        yield from ((place, name, name, value) for place, name, value in read_pyproject(Path(pyproject)))
+def _sources(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
+    """Place, shown name, name and value of all that file and variables say, what counts more behind the others."""
     if file := environment.get(ENV_CONFIG, "").strip():
         yield from ((place, name, name, value) for place, name, value in read_yaml(Path(file)))
     for shown, text in environment.items():
@@ -274,16 +268,16 @@ def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[s
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
 
 
-def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, CommandOption]:
+def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:
     """The options of a run that a command has, by their names, in the order of the groups.
 
     Args:
         command: "run", "verify" or "chaos".
         defaults: Of that command, where they are others than a run's.
     """
-    usual = {name: option.usual() for name, option in options_of(MultiGPUConfig).items()} | dict(defaults or {})
+    given = defaults or {}
     return {
-        name: option.on_command_line(f"{usual[name]}")
+        name: replace(option, default=given.get(name, option.default))
         for group in GROUPS
         for name, option in options_of(MultiGPUConfig).items()
         if command in option.commands and option.group == group
@@ -316,17 +310,6 @@ def num_nodes(nnodes: str) -> int:
         ConfigError: It is no number.
     """
     return int(options_of(MultiGPUConfig)["nnodes"].take("nnodes", nnodes))
-
-
-def file_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What names the files of options that count here, to processes in another folder as well."""
-    file = environment.get(ENV_CONFIG, "").strip()
-    named = {ENV_CONFIG: os.path.abspath(file)} if file else {}
-    return {ENV_PYPROJECT: _pyproject(environment), **named}
-
-
-def _pyproject(environment: Mapping[str, str]) -> str:
-    return environment[ENV_PYPROJECT] if ENV_PYPROJECT in environment else str(find_pyproject() or "")
 
 
 def _check_together(config: MultiGPUConfig) -> None:

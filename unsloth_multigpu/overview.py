@@ -16,7 +16,7 @@ import psutil
 from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beats
 from unsloth_multigpu.wire.run import Run
-from unsloth_multigpu.words import duration, gib, shown_lines
+from unsloth_multigpu.words import aligned, duration, gib, shown_lines
 
 # Rates are taken between the newest look and one that is at least so old.
 _WINDOW_S = 10.0
@@ -24,6 +24,9 @@ _WINDOW_S = 10.0
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 _TAIL_BYTES = 4096
+# What a narrow terminal does without, first to last, and what it leaves of the logs.
+_SPARED = ("padding", "peak", "samples/s", "memory", "device")
+_LEAST_OF_LOG = 16
 _NOT_SHOWN = ("pid_begin_ticks", "begin_s")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
 
@@ -208,6 +211,25 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
     }
     always = ("rank", "device", "step", "doing")
     return [(name, cells) for name, cells in columns.items() if name in always or set(cells) - {"-", ""}]
+
+
+def table_of(look: Look, width: int | None = None) -> list[str]:
+    """The names of the columns, and a line for each rank.
+
+    Args:
+        width: Of the terminal, in characters: some columns are left out, and what stands at the end is cut.
+    """
+    columns = columns_of(look)
+    for spared in _SPARED:
+        least = [(n, [cell[:_LEAST_OF_LOG] for cell in cells] if n == "log" else cells) for n, cells in columns]
+        if width is not None and max(map(len, lines_of(least))) > width:
+            columns = [column for column in columns if column[0] != spared]
+    return [line[:width] for line in lines_of(columns)]
+
+
+def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Columns, each a name with its cells, as lines."""
+    return aligned([[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)])
 
 
 def headline(look: Look) -> str:

@@ -7,20 +7,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike
-
 if TYPE_CHECKING:
     from torch import nn
 
 # Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
+# What a part may handle, in methods with `args, state, control, **kwargs`, as those of `transformers.TrainerCallback`.
+EVENTS = (
+    "on_train_begin",  # The model is wrapped, the optimizer made, a checkpoint loaded.
+    "on_epoch_begin",  # The loop is about to walk through its loader.
+    "on_step_begin",  # The samples of a step are there.
+    "on_substep_end",  # A micro-batch is done, and its step is not.
+    "on_pre_optimizer_step",  # The gradient of the step is whole and clipped.
+    "on_optimizer_step",  # The optimizer has stepped.
+    "on_step_end",  # `state.global_step` has counted the step. Logging, evaluation and saving come next.
+    "on_epoch_end",  # The loop is at the end of its loader, or leaves it.
+    "on_log",  # A line was logged, `kwargs["logs"]`.
+    "on_prediction_step",  # A batch of an evaluation is done.
+    "on_evaluate",  # An evaluation is done, `kwargs["metrics"]`.
+    "on_save",  # A checkpoint is whole.
+    "on_train_end",  # The loop is over, and the best checkpoint is loaded.
+)
 
 
 class Part:
     """One concern of a training that we steer. `train.loop.Loop` attaches parts to a Trainer in the order of its table.
 
-    The events are those of `transformers.TrainerCallback`, with the same arguments. All callbacks of the script have
-    handled an event before a part does.
+    It handles those of `EVENTS` of which it has a method. All callbacks of the script have handled an event before.
 
     Attributes:
         place: Its row in `train.loop.PLACES`.
@@ -46,48 +59,6 @@ class Part:
     def around(self) -> Iterator[None]:
         """A context that is open while the Trainer trains, around the methods of this part and of all later parts."""
         yield
-
-    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The model is wrapped, the optimizer made, a checkpoint loaded."""
-
-    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The loop is about to walk through its loader."""
-
-    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The samples of a step are there."""
-
-    def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """A micro-batch is done, and its step is not."""
-
-    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The gradient of the step is whole and clipped."""
-
-    def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The optimizer has stepped."""
-
-    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """`state.global_step` has counted the step. Logging, evaluation and saving come next."""
-
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The loop is at the end of its loader, or leaves it."""
-
-    def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """A line was logged, `kwargs["logs"]`."""
-
-    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """A batch of an evaluation is done."""
-
-    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """An evaluation is done, `kwargs["metrics"]`."""
-
-    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """A checkpoint is whole."""
-
-    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """The loop is over, and the best checkpoint is loaded."""
-
-
-EVENTS = tuple(name for name in vars(Part) if name.startswith("on_"))
 
 
 class GradientExchange(Part):

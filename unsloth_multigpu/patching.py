@@ -38,7 +38,7 @@ class Patch:
         supports: Requirement on the distribution that holds the target, such as `transformers>=4.57,<6`.
         wrap: Takes the original as a plain function (`self` or `cls` is its first parameter where it has one) and
             returns the replacement, called the same way.
-        reason: Why the target is touched, in one sentence, for `doctor --seams`.
+        reason: Why the target is touched, in one sentence, for docs/seams.md.
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
         after: The module whose import puts the function there, where that is another one than the target's.
@@ -55,7 +55,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchRow:
-    """What `doctor --seams` prints of one patch."""
+    """One patch, and where it is."""
 
     target: str
     supports: str

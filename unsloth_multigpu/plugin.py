@@ -92,8 +92,8 @@ def enable_multi_gpu(
     one device, it returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
 
     What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file UNSLOTH_MULTIGPU_CONFIG,
-    then from [tool.unsloth_multigpu] in pyproject.toml, then from the default in brackets. These are the options of
-    everyday use; `unsloth-multigpu doctor --options` prints all of them, as docs/options.md has them.
+    then from the default in brackets. These are the options of everyday use; `unsloth-multigpu run --help` and
+    docs/options.md have all of them.
 
     Args:
         num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].

@@ -30,7 +30,7 @@ class InstanceSeam:
     Attributes:
         owner: The object, as an attribute of the Trainer.
         name: Of the method.
-        reason: Why it is steered, in one sentence, for `doctor --seams`.
+        reason: Why it is steered, in one sentence, for docs/seams.md.
         needs: Parameters that our replacement relies on.
         called: "step" = in each optimizer step, "step end" = after each, "save" = for each checkpoint. A method that is
             not called then is an error. "" = called only in some trainings.

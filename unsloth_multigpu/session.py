@@ -32,7 +32,10 @@ from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
+    import torch
+
     from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.hooks.saving import SaveGate
     from unsloth_multigpu.train.trainer import DDPTrainer
 
 logger = get_logger(__name__)
@@ -305,18 +308,10 @@ def _warn_of_untested() -> None:
 
 
 def _patches(session: Session) -> list[Patch]:
-    from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
-    from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
-    from unsloth_multigpu.hooks.trainer_patches import trainer_patches
-    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
+    from unsloth_multigpu.hooks.unsloth_patches import placement_patches
 
     config, identity = session.config, session.identity
-    device_type = _claim_device(session)
-    run, notice = session.run_training, session.notice_training
-    patches = trainer_patches(
-        config, identity.world_size, device_type, run, session.manager, notice, session.tool.adjust_arguments
-    )
+    patches = patches_of_trainers(session, _claim_device(session))
     others = other_parallelism(os.environ)
     session.tool.check_variables(others)
     if not config.enable_ddp and config.device != "cpu":
@@ -337,20 +332,42 @@ def _patches(session: Session) -> list[Patch]:
         )
         return []
     from unsloth_multigpu.group.manager import local_device
+    from unsloth_multigpu.hooks.saving import SaveGate
+    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard
 
-    device, shards = local_device(identity, config), config.shard == "on"
     gate = SaveGate(identity.rank, session.open_manager)
     # Before the process group is ended, where a rank may wait for those that wait for it.
     atexit.register(only_here(gate.leave))
-    device_index = device.index or 0
+    if config.shard == "on":
+        ask_unsloth_to_shard(offload=config.shard_offload)
+    return [*patches, *patches_of_rank(session, local_device(identity, config), gate)]
+
+
+def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
+    """The patches of Trainers and their arguments, which every process gets."""
+    from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+
+    run, notice = session.run_training, session.notice_training
+    num_ranks, adjust = session.identity.world_size, session.tool.adjust_arguments
+    return trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust)
+
+
+def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:
+    """The patches that one of several ranks gets as well."""
+    from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
+    from unsloth_multigpu.hooks.datasets import dataset_patches
+    from unsloth_multigpu.hooks.saving import saving_patches
+    from unsloth_multigpu.hooks.shard import shard_patches
+    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
+
+    identity, shards, index = session.identity, session.config.shard == "on", device.index or 0
     return [
-        *patches,
-        *(_sharding(session, device) if shards else []),
-        *device_patches(device_type, device_index, identity.local_rank),
-        *loop_patches(config, session.manager, session.on_close),
+        *(shard_patches(device, identity.rank, identity.world_size) if shards else []),
+        *device_patches(device.type, index, identity.local_rank),
+        *loop_patches(session.config, session.manager, session.on_close),
         *placement_patches(
-            device_type,
-            device_index,
+            device.type,
+            index,
             warns=identity.rank == 0 and not shards,
             rank=identity.rank,
             num_ranks=identity.world_size,
@@ -360,14 +377,6 @@ def _patches(session: Session) -> list[Patch]:
         *saving_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]
-
-
-def _sharding(session: Session, device: Any) -> list[Patch]:
-    """Asks Unsloth to shard what its Trainer is given, and patches what is to be sharded."""
-    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
-
-    ask_unsloth_to_shard(offload=session.config.shard_offload)
-    return shard_patches(device, session.identity.rank, session.identity.world_size)
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:

@@ -17,15 +17,15 @@ from unsloth_multigpu.option_type import Option, brief, did_you_mean, either, op
 class Strategy:
     """What all strategies have. `str(strategy)` is the text that names it and the options that are not the defaults.
 
+    The docstring of each begins with what ranks send to each other.
+
     Args:
         name: In texts.
-        exchanges: What ranks send to each other, for `docs/options.md`.
         is_synchronous: All ranks make one optimizer step together, so that their weights are equal after each.
         has_one_gradient: Every rank has the gradient of all of them before it steps.
     """
 
     name: ClassVar[str]
-    exchanges: ClassVar[str]
     is_synchronous: ClassVar[bool] = True
     has_one_gradient: ClassVar[bool] = False
 
@@ -40,7 +40,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """torch's DistributedDataParallel: averaged gradients, sent while the backward still runs. The default.
+    """Averaged gradients, while the backward still runs (torch's DistributedDataParallel). They are those of one GPU.
 
     Args:
         grad_compression: "bf16", "fp16" or "powersgd": smaller gradients on a slow link. They are no longer exact.
@@ -48,7 +48,6 @@ class DDP(Strategy):
     """
 
     name = "ddp"
-    exchanges = "Averaged gradients, while the backward still runs. The gradients are those of one GPU."
     has_one_gradient = True
 
     grad_compression: Annotated[str | None, Option(words=("bf16", "fp16", "powersgd"))] = None
@@ -56,14 +55,13 @@ class DDP(Strategy):
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Averaged gradients, sent after the backward.
+    """Averaged gradients, after the backward. They are those of one GPU.
 
     Args:
         bucket_mb: MiB of a message; 0 = a message for each tensor.
     """
 
     name = "allreduce"
-    exchanges = "Averaged gradients, after the backward. The gradients are those of one GPU."
     has_one_gradient = True
 
     bucket_mb: Annotated[float, Option()] = 25.0
@@ -71,28 +69,26 @@ class AllReduce(Strategy):
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Ranks send gradients to rank 0, whose optimizer alone steps, and get its weights.
+    """Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU.
 
     Args:
         bucket_mb: MiB of a message; 0 = a message for each tensor.
     """
 
     name = "parameter_server"
-    exchanges = "Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU."
 
     bucket_mb: Annotated[float, Option()] = 25.0
 
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Ranks train apart, and average their trainable weights now and then.
+    """Averaged trainable weights, now and then; ranks train apart between two meetings.
 
     Args:
         every_steps: Optimizer steps between two meetings.
     """
 
     name = "local_sgd"
-    exchanges = "Averaged trainable weights, now and then; ranks train apart between two meetings."
     is_synchronous = False
 
     every_steps: Annotated[int, Option(least=1)] = 16
@@ -100,7 +96,7 @@ class LocalSGD(Strategy):
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSGD):
-    """Ranks train apart; when they meet, an outer optimizer with momentum steps on the mean of what they have changed.
+    """What ranks have changed since they met, now and then; an outer step with momentum takes the mean.
 
     Args:
         every_steps: Optimizer steps between two meetings.
@@ -109,7 +105,6 @@ class DiLoCo(LocalSGD):
     """
 
     name = "diloco"
-    exchanges = "What ranks have changed since they met, now and then; an outer step with momentum takes the mean."
 
     outer_learning_rate: Annotated[float, Option()] = 0.7
     outer_momentum: Annotated[float, Option(below=1.0)] = 0.9
@@ -134,8 +129,7 @@ def read_strategy(shown: str, value: Any) -> Strategy:
     if name not in STRATEGIES:
         raise ConfigError(
             f"{shown}={brief(value)}; expected {either(STRATEGIES)}, with options as in 'diloco:every_steps=8'.",
-            hint=f"{did_you_mean(name, {n: n for n in STRATEGIES})}`unsloth-multigpu doctor --options` says what each "
-            "does.",
+            hint=f"{did_you_mean(name, {n: n for n in STRATEGIES})}docs/strategies.md says what each does.",
         )
     known, given = options_of(STRATEGIES[name]), dict[str, Any]()
     for part in rest.split(",") if rest else ():

@@ -1,12 +1,15 @@
-"""Figures in words: durations, sizes, exit codes, long lists, and the lines of a log as a terminal shows them."""
+"""Figures in words: durations, sizes, exit codes, long lists; columns; the lines of a log as a terminal shows them."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 GIB = 2**30
+_TRACEBACK = "Traceback (most recent call last)"
+# A traceback that is longer is cut.
+_MOST_LINES = 150
 
 
 def duration(seconds: float) -> str:
@@ -65,3 +68,30 @@ def shown_lines(text: str) -> list[str]:
     """
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line]
+
+
+def last_lines(text: str, num_lines: int = 25) -> str:
+    """The last lines, and more where a traceback began above them. A progress bar is one line, as on a terminal."""
+    lines = shown_lines(text)
+    begins = [number for number, line in enumerate(lines) if _TRACEBACK in line and number >= len(lines) - _MOST_LINES]
+    begin = min([len(lines) - num_lines, *begins[-1:]])
+    return "\n".join(lines[max(0, begin) :])
+
+
+def aligned(rows: Iterable[Sequence[str]], num_left: int | None = None) -> list[str]:
+    """One line for each row, its columns two spaces apart and as wide as their widest cell.
+
+    Args:
+        rows: `rows[line][column]`, all of the same length; the names of the columns are a row as well.
+        num_left: This many columns, from the first, are left-aligned, the others right-aligned. None = all.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    num_left = len(widths) if num_left is None else num_left
+    return [
+        "  ".join(
+            cell.ljust(width) if column < num_left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -113,6 +113,7 @@ def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
 
 def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Path) -> None:
     from tests.helpers.trainer import OWN_NAMES, FakeTrainer
+    from unsloth_multigpu.seam import SEAMS
     from unsloth_multigpu.trainer_protocol import OptionalTrainer
 
     real, fake = made("Trainer", model_folder, tmp_path), FakeTrainer()
@@ -127,7 +128,7 @@ def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Pa
     for path, (made_up, own) in owners.items():
         names = {*vars(made_up), *(n for n in vars(type(made_up)) if not n.startswith("__"))} - set(OWN_NAMES)
         names = set(vars(made_up)) if isinstance(made_up, SimpleNamespace) else names
-        known = members(OptionalTrainer if path == "" else protocol_of(path))
+        known = members(OptionalTrainer if path == "" else protocol_of(path)) | set(SEAMS)
         assert names <= known, f"{path}: the package uses none of {sorted(names - known)}"
         for name in names:
             # Some are set where a training begins.

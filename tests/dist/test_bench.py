@@ -29,7 +29,7 @@ def test_bench_compares_the_arms(tmp_path):
         assert result["norm_difference"] < 2e-2, result["name"]
     assert ours["padding_share"]["median"] < torchrun["padding_share"]["median"]
     assert one["waiting_share"]["median"] == 0.0
-    assert all(r["largest_tokens"] <= 4 * 80 and r["tokens_per_s"]["low"] > 0 for r in outcome["results"])
+    assert all(r["tokens_per_s"]["low"] > 0 for r in outcome["results"])
     assert all(r["peak_bytes"] > 2**27 for r in outcome["results"])
     planner = {name: rounds[0][0]["planner"] for name, rounds in outcome["runs"].items()}
     assert planner["ours"]["overhead_tokens"] == 32.0
@@ -41,7 +41,7 @@ def test_bench_compares_the_arms(tmp_path):
     # A script for one GPU accumulates what two ranks do together.
     assert num_micro_batches["one_process"] == [4, 4]
     assert num_micro_batches["torchrun"] == [2, 2]
-    for text in ("accumulation 2, 2 ranks; scripts for one GPU accumulate 4", "bf16, lora training", "device: cpu"):
+    for text in ("accumulation=2,", "scripts for one GPU accumulate 4", "dtype=bf16,", "train=lora,", "device: cpu"):
         assert any(text in line for line in outcome["conditions"]), text
     assert run.err.count("round 1/1, ") == 3
     assert list(home.iterdir()) == []
@@ -75,7 +75,7 @@ def test_bench_trains_with_unsloth(tmp_path):
     assert ours["norm_difference"] < 1e-5
     # Dealt by length, as with the plain Trainer.
     assert ours["padding_share"]["median"] < one["padding_share"]["median"]
-    assert any(line.endswith("FastLanguageModel and SFTTrainer of Unsloth") for line in outcome["conditions"])
+    assert any("library=unsloth," in line for line in outcome["conditions"])
     assert list(tmp_path.glob("unsloth_multigpu_*")) == []
 
 

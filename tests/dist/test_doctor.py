@@ -58,10 +58,8 @@ def test_doctor_finds_this_machine_ready(tmp_path):
     if reduced["device"] == "cpu":
         assert (reduced["num_ranks"], reduced["backend"]) == (2, "gloo")
     assert rows["imports", "transformers"]["state"] == "ok"
-    texts = {row["text"] for row in result["rows"] if row["name"] == "transformers.trainer:Trainer.train"}
-    # Two patches of one target are told apart by their reasons.
-    assert len(texts) == 2
-    assert all(text.startswith("landed (transformers>=4.57,<6): ") for text in texts)
+    assert rows["patches", "functions"]["facts"]["num_patches"] > 30
+    assert rows["patches", "functions"]["facts"]["num_methods"] > 20
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,15 +74,12 @@ def test_doctor_finds_every_planted_fault(tmp_path):
     failed = [line.strip() for line in run.out.splitlines() if line.startswith("  FAIL")]
     assert any(line.startswith("FAIL  peft  ") and "0.1.0 (>=0.18,<0.22)" in line for line in failed), run.out
     assert any("wrong sums, by rank [0, 1]" in line for line in failed), run.out
-    assert any("peft.peft_model:PeftModel.save_pretrained" in line and "is known for >=0.18" in line for line in failed)
+    assert any("peft.peft_model:infer_device is known for >=0.18" in line for line in failed)
     assert run.out.count("Hint: ") >= len(failed)
     last = run.out.splitlines()[-1]
     assert last.startswith(f"NOT READY: {len(failed)} of ")
     assert "peft (versions)" in last
     assert "2 x cpu (all-reduce)" in last
-    # Patches that are well are counted.
-    assert "ok    transformers.trainer:Trainer.train" not in run.out
-    assert "seams are as tested; --json lists them" in run.out
 
 
 @pytest.mark.thorough

@@ -61,7 +61,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     found = json.loads(run.out)
     assert "One process and 3 ranks agree over 4 steps." in shown(found)
     assert found["agree"] is True
-    assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 2)
+    assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 3)
     assert [step["num_samples"] for step in found["steps"]] == [[9, 9], [9, 9], [1, 1], [9, 9]]
     assert all(step["grad_norm"][0] > 0 and step["grad_norm_difference"] < 1e-5 for step in found["steps"])
     assert all(weight["relative"] < 1e-4 for weight in found["weights"])

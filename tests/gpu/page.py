@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PARTS
-from unsloth_multigpu.text_table import markdown_table
+from tests.helpers.pages import markdown_table
 from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
 from unsloth_multigpu.tools.bench.bench_table import result_row
 
@@ -94,7 +94,7 @@ def detail(name: str, result: Mapping[str, Any] | None) -> list[str]:
     return [
         "",
         markdown_table(list(rows[0]), [list(row.values()) for row in rows]),
-        *(f"- {line}" for line in result["conditions"] if line.startswith(("model:", "samples:", "batch:", "steps:"))),
+        *(f"- {line}" for line in result["conditions"] if line.startswith(("options:", "samples:"))),
         *planner,
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,20 +16,21 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers.pages import seams_markdown
 from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import LaunchError, SetupError
-from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
+from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
+from unsloth_multigpu.tools.doctor import doctor_command as doctor
 from unsloth_multigpu.tools.doctor import findings
-from unsloth_multigpu.tools.doctor import seam_page as seam
-from unsloth_multigpu.tools.doctor.verdict import verdict
+from unsloth_multigpu.tools.doctor.patch_check import try_patches
 from unsloth_multigpu.tools.verify import verify_command as verify
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
@@ -185,7 +187,6 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["verify", "--num-gpus", "1", "--device", "cpu", "train.py"], "this would be one rank"),
         (["verify", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'"),
         (["doctor", "--num-gpus", "-1"], "num_gpus=-1; expected a whole number of at least 1"),
-        (["doctor", "--options", "--seams"], "--seams and --options print different things"),
     ],
 )
 def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, message):
@@ -316,7 +317,7 @@ def test_version_is_that_of_the_distribution(capsys):
 SMALL = """
 import contextlib, sys
 from unsloth_multigpu.cli.main import main
-for line in ("--version", "run -h", "verify -h", "doctor --seams", "doctor --options"):
+for line in ("--version", "run -h", "verify -h", "doctor -h"):
     with contextlib.suppress(SystemExit):
         main(line.split())
     assert not {"torch", "transformers"} & set(sys.modules), line
@@ -376,7 +377,7 @@ def test_version_outside_its_range_fails(monkeypatch, name, version, state):
 
 def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    seen = {"kind": "cpu", "devices": []}
+    seen = {"kind": "cpu", "devices": [], "line": "", "refused": "", "hint": ""}
     monkeypatch.setattr(findings, "_nvidia_driver", lambda: ("570.1", 2))
     row = findings.device_rows(seen)[0]
     assert row.state == "FAIL"
@@ -385,48 +386,46 @@ def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     assert findings.device_rows(seen)[0].state == "note"
 
 
-def card(index: int, name: str, gib: float) -> findings.CheckRow:
-    facts = {"name": name, "total_bytes": int(gib * 2**30), "free_bytes": 0}
-    return findings.CheckRow("devices", f"cuda:{index}", "ok", name, facts=facts)
-
-
-T4S = [card(0, "Tesla T4", 14.7), card(1, "Tesla T4", 14.7)]
-ALONE = "enable_multi_gpu() trains in this process alone, on "
-RUNS = "a script with the line would run "
-TWO_NODES = {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1"}
+def test_last_line_says_what_failed_and_what_the_line_would_do():
+    fine = findings.CheckRow("devices", "line", "ok", "2 ranks on 2 x Tesla T4 (14.7 GiB each)")
+    sentence = "With enable_multi_gpu(): 2 ranks on 2 x Tesla T4 (14.7 GiB each)."
+    assert doctor.verdict([fine]) == sentence
+    failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
+    told = "NOT READY: 1 of 2 checks failed: peft (versions)."
+    assert doctor.verdict([failed, fine]) == f"{told} Once that is mended: {sentence}"
+    refused = findings.CheckRow("devices", "line", "FAIL", "the line would refuse to start: num_gpus=4", "Set it to 2.")
+    assert doctor.verdict([refused]) == "NOT READY: 1 of 1 checks failed: line (devices)."
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "line"),
+    ("options", "line", "refused"),
     [
-        (T4S, {}, f"2 GPU(s) are visible, CUDA_VISIBLE_DEVICES=0: {RUNS}2 ranks on 2 x Tesla T4 (14.7 GiB)."),
-        ([*T4S, card(2, "L4", 22.0)], {}, f"{RUNS}3 ranks on 2 x Tesla T4 (14.7 GiB) and 1 x L4 (22.0 GiB)."),
-        (T4S, TWO_NODES, "would run 2 rank(s) on 2 x Tesla T4 (14.7 GiB) of this node; nnodes=2."),
-        (T4S[:1], {}, f"1 GPU(s) are visible, CUDA_VISIBLE_DEVICES=0: {ALONE}1 x Tesla T4 (14.7 GiB)."),
-        (T4S, {"num_gpus": 1}, f", num_gpus=1: {ALONE}1 x Tesla T4 (14.7 GiB)."),
-        (T4S, {"device": "cpu"}, f", device='cpu': {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
-        ([], {}, f"{ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
-        ([], {"num_gpus": 1}, f"{ALONE}the CPU."),
-        ([], {"num_gpus": 2}, f", num_gpus=2: {RUNS}2 ranks on the CPU."),
-        (T4S, {"enable_ddp": False}, "with a copy of the model on 2 device(s)."),
-        (T4S, {"num_gpus": 4}, "num_gpus=4 is set and 2 GPU(s) are visible: the line would refuse to start."),
-        ([], {"device": "cuda"}, "device='cuda' is set and no such device is visible: the line would refuse to start."),
+        ({}, "no GPU is visible", ""),
+        ({"num_gpus": "2"}, "no accelerator is visible: 2 ranks on the CPU, ", ""),
+        ({"device": "cpu"}, "device='cpu': this process trains alone, on the CPU", ""),
+        ({"enable_ddp": "0"}, "enable_ddp=False: this process computes 1 replicas in turn", ""),
+        (
+            {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1", "num_gpus": "2"},
+            "no accelerator is visible: 4 ranks",
+            "",
+        ),
+        ({"device": "cuda"}, "", "the line would refuse to start: device='cuda', but no such device is visible."),
     ],
 )
-def test_last_line_says_what_a_script_would_run_on(monkeypatch, rows, options, line):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    host = findings.CheckRow("devices", "memory", "ok", "", facts={"total_bytes": 1, "available_bytes": 1})
-    told = verdict([*rows, host], MultiGPUConfig.resolve(options, {}))
-    assert told.endswith(line)
-    failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
-    told = verdict([failed, *rows, host], MultiGPUConfig.resolve(options, {}))
-    assert told.startswith(f"NOT READY: 1 of {2 + len(rows)} checks failed: peft (versions). Once that is mended: ")
-    assert told.endswith(line)
+def test_doctor_says_what_the_line_says(monkeypatch, options, line, refused):
+    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cpu", 0))
+    for name, value in options.items():
+        monkeypatch.setenv(variable(name), value)
+    before = torch.get_num_threads()
+    found = device._line()
+    torch.set_num_threads(before)
+    assert found["line"].startswith(line)
+    assert (found["refused"], bool(found["hint"])) == (refused, bool(refused))
 
 
 def test_page_of_seams_is_up_to_date():
     page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
-    assert page == seam.seams_markdown(), "run: unsloth-multigpu doctor --seams > docs/seams.md"
+    assert page == seams_markdown(), "write it again: python -m tests.helpers.pages"
 
 
 MODULES = {
@@ -454,37 +453,39 @@ def planted(target: str, *, supports: str = "pytest>=8", optional: bool = False)
 
 
 @pytest.mark.parametrize(
-    ("patch", "state", "text"),
+    ("patch", "text"),
     [
-        (planted("good:save"), "ok", "landed"),
-        (planted("good:load"), "FAIL", "there is no such target"),
-        (planted("good:load", optional=True), "note", "not in this version"),
-        (planted("absent:save"), "FAIL", "there is no such target"),
-        (planted("shy:save"), "FAIL", "it has no parameter path"),
-        (planted("shy:save", optional=True), "FAIL", "it has no parameter path"),
-        (planted("broken:save"), "FAIL", "ImportError: no such library"),
-        (planted("broken:save", optional=True), "note", "ImportError: no such library"),
-        (planted("good:save", supports="pytest>=999"), "FAIL", "is known for >=999"),
-        (planted("good:save", supports="no_such_distribution>=1"), "note", "not installed"),
+        (planted("good:save"), ""),
+        (planted("good:load"), "there is no such target"),
+        (planted("good:load", optional=True), ""),
+        (planted("absent:save"), "there is no such target"),
+        (planted("shy:save"), "it has no parameter path"),
+        (planted("shy:save", optional=True), "it has no parameter path"),
+        (planted("broken:save"), "ImportError: no such library"),
+        (planted("broken:save", optional=True), ""),
+        (planted("good:save", supports="pytest>=999"), "is known for >=999"),
+        (planted("good:save", supports="no_such_distribution>=1"), ""),
     ],
 )
-def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
-    neighbours = [planted("good:save")] if "good" not in patch.target else []
-    patches = [dataclasses.replace(p, target=library + p.target) for p in (patch, *neighbours)]
-    row, *others = findings.seam_rows(seam.try_seams(patches, libraries=()))
-    assert row.state == state
-    assert text in row.text
-    assert bool(row.hint) == (state == "FAIL")
-    # One bad patch does not hide the others.
-    assert [other.state for other in others] == ["ok"] * len(neighbours)
+def test_doctor_finds_the_patch_that_does_not_land(library, patch, text):
+    patch = dataclasses.replace(patch, target=library + patch.target)
+    if not text:
+        assert try_patches([patch], libraries=()) == {"imports": {}, "num_patches": 1}
+        return
+    with pytest.raises(errors.MultiGPUError, match=re.escape(text)):
+        try_patches([patch], libraries=())
 
 
 def test_library_that_cannot_be_imported_fails(monkeypatch, library):
-    monkeypatch.setattr(seam, "check_version", lambda name: versions.VersionRow(name, "1.0", "", True))
-    landed = seam.try_seams([], libraries=[library + "broken", library + "good"])
+    monkeypatch.setattr("unsloth_multigpu.tools.doctor.patch_check.installed_version", lambda name: "1.0")
+    landed = try_patches([], libraries=[library + "broken", library + "good"])
     rows = findings.import_rows(landed)
     assert [row.state for row in rows] == ["FAIL", "ok"]
     assert "no such library" in rows[0].text
+    (row,) = findings.patch_rows({**landed, "num_methods": 2})
+    assert (row.state, row.text) == ("ok", "0 functions and 2 methods of other libraries are as tested")
+    (row,) = findings.patch_rows({"error": "it broke", "log": ["a line"]})
+    assert (row.state, row.log) == ("FAIL", ("a line",))
 
 
 PROBES = {
@@ -519,7 +520,11 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
 
 
 def test_closed_pipe_is_no_error() -> None:
-    command = [sys.executable, "-m", "unsloth_multigpu.cli.main", "doctor", "--options"]
+    code = (
+        "import sys; from unsloth_multigpu.cli import main; from unsloth_multigpu.tools.top import top_command; "
+        "top_command.run = lambda *_: print('rank ' * 99999); sys.exit(main.main(['top']))"
+    )
+    command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 128 + signal.SIGPIPE)

@@ -18,7 +18,6 @@ from unsloth_multigpu.option_type import options_of
 from unsloth_multigpu.options import (
     ENV_CONFIG,
     ENV_PREFIX,
-    ENV_PYPROJECT,
     FORMER,
     INTERNAL_VARIABLES,
     MultiGPUConfig,
@@ -101,7 +100,7 @@ def test_empty_variable_leaves_the_default(text: str) -> None:
 
 def test_variables_that_are_no_options_are_passed_over() -> None:
     environment = {
-        **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG, ENV_PYPROJECT}, "x"),
+        **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG}, "x"),
         "UNSLOTH_RETURN_LOGITS": "1",
         "NUM_GPUS": "x",
     }
@@ -138,7 +137,7 @@ OUT = "Leave {} out: its default is "
         ("enable_ddp", 1, "enable_ddp=1; expected True or False", OUT + "on."),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", OUT + "keep."),
         ("strategy", "dilco", "strategy='dilco'; expected 'ddp'", "Did you mean diloco? "),
-        ("strategy", AllReduce, "strategy=<class", "doctor --options"),
+        ("strategy", AllReduce, "strategy=<class", "docs/strategies.md"),
         ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", "Did you mean 'auto'? Leave"),
         ("shard", "yes", "shard='yes'; expected 'off' or 'auto' or 'on'", "Did you mean 'on'? Leave"),
         ("shard", False, "shard=False; expected 'off' or 'auto' or 'on'", "Did you mean 'off'?"),

@@ -14,8 +14,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, Workload, advise, estimate
-from unsloth_multigpu.tools.forecast.forecast_recorder import _refuse_what_is_not_known
-from unsloth_multigpu.tools.forecast.forecast_tool import Measure
+from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_what_is_not_known
 from unsloth_multigpu.tools.forecast.link import NVLINK, PCIE, parse_link
 
 GIB = 2**30
@@ -29,9 +28,7 @@ def workload(lengths=((100, 50, 200, 70),) * 3, **values) -> Workload:
         "steps": tuple(tuple(step) for step in lengths),
         "sizes": (len(lengths[0]),),
         "num_steps": 100,
-        "is_planned": True,
         "regroup": True,
-        "keeps_whole": False,
         "max_tokens": None,
         "gradient_bytes": 10**6,
         "hides": 0.0,
@@ -53,7 +50,6 @@ def workloads(draw):
         cost=cost,
         sizes=(rows,) * num_micro,
         update_s=draw(st.sampled_from([0.0, 0.05])),
-        is_planned=draw(st.booleans()),
         gradient_bytes=draw(st.sampled_from([0, 10**6, 10**9])),
         hides=draw(st.sampled_from([0.0, BACKWARD])),
     )
@@ -121,7 +117,7 @@ def test_advice_names_what_limits(values, word):
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"shard": "on"}, {"global_batch": "scale"}])
 def test_what_is_not_counted_is_refused(options: Any) -> None:
     with pytest.raises(SetupError, match="forecast counts DDP with the global batch of one process"):
-        Measure(folder="", num_steps=16, num_gpus=1).adjusted(MultiGPUConfig(**options))
+        Forecast(folder="", num_steps=16, num_gpus=1).adjusted(MultiGPUConfig(**options))
     base = {"args": SimpleNamespace(), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
     _refuse_what_is_not_known(SimpleNamespace(**base))
     for other in ({"args": SimpleNamespace(steps_per_generation=2)}, {"is_fsdp_enabled": True}):

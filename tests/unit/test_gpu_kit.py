@@ -32,7 +32,6 @@ from tests.gpu.step import (
     steps_of,
 )
 from unsloth_multigpu.cli import main
-from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
@@ -80,7 +79,7 @@ def test_ranks_share_a_card_over_what_can(
 def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
-        arguments = make_parser(main.find_commands()).parse_args(list(step.command[2:]))
+        arguments = main.make_parser(main.find_commands()).parse_args(list(step.command[2:]))
         options = BenchOptions.read(arguments)
         assert (options.model_shape[0] == 64) == is_tiny
         assert options.timeout_s < step.limit_s

@@ -37,7 +37,6 @@ LAYERS = {
     "strategy": 0,
     "options": 0,
     "report": 0,
-    "text_table": 0,
     "accelerator": 0,
     "words": 0,
     "wire": 1,
@@ -76,7 +75,7 @@ MARKS = {
 }
 LIGHT = {"packaging", "wrapt", "psutil"}
 # Read files of options, which few users have: inside functions, where there is one. dill comes with datasets.
-PARSERS = {"yaml", "tomli", "dill"}
+PARSERS = {"yaml", "dill"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 
@@ -360,7 +359,7 @@ def test_module_names_no_other_tool(path: Path) -> None:
         ("import unsloth_multigpu.tools.verify", "cli.main"),
         ("from ..verify.run import ScriptRuns", "tools.forecast.forecast_command"),
         ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
-        ("ToolRequest('unsloth_multigpu.tools.verify.verify_tool:Verify')", "launch.rank"),
+        ("ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')", "launch.rank"),
     ],
 )
 def test_tool_check_catches_a_planted_violation(source: str, module: str) -> None:

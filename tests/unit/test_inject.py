@@ -18,7 +18,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
-from unsloth_multigpu.tools.chaos.chaos_command import ChaosOptions, Judge
+from unsloth_multigpu.tools.chaos.chaos_command import Judge, Options
 from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
@@ -132,7 +132,7 @@ def test_largest_file_of_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):
 
 
 def test_faults_are_written_as_text():
-    assert f"Kinds: {', '.join(KINDS)}." in ChaosOptions.table()["faults"].text
+    assert f"Kinds: {', '.join(KINDS)}." in Options.table()["faults"].help
     for text in ("kill@1:5", "exit@all:2", "sigterm@0:3:save"):
         assert str(parse_fault(text)) == text
     for text in ("kill", "kill@1", "kill@x:1", "kill@1:x", "fly@1:2", "kill@1:2:lunch"):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ from unsloth_multigpu.shard.memory import (
     forecast_of,
 )
 from unsloth_multigpu.shard.script_probe import Answer
-from unsloth_multigpu.tools.plan.plan_command import PlanOptions, parse_memory, program_of_model, run_plan, show
+from unsloth_multigpu.tools.plan.plan_command import Options, parse_memory, run, show
 from unsloth_multigpu.tools.script_program import parse_numbers
 
 TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True, rows=4, tokens=2048, accumulation=16)
@@ -152,17 +150,13 @@ def test_more_ranks_than_samples_are_no_way_out() -> None:
     assert lines[-1].endswith("No number of GPUs of this size would do that a step has samples for.")
 
 
-def options_of_plan(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**dict.fromkeys(PlanOptions.table()), **given})
-
-
 def test_model_is_a_program_of_its_own_where_no_script_is_given() -> None:
-    assert program_of_model(options_of_plan()) == []
+    assert Options().program() == []
     given = {"model": "org/model", "bits": "4", "gpus": "2,8"}
-    module, name, *asked = program_of_model(options_of_plan(**given))[1:]
+    module, name, *asked = Options(**given).program()[1:]
     assert module.endswith(".model_script")
     assert name == "org/model"
     assert " ".join(asked) == "--lora 16 --bits 4 --tokens 2048 --samples 8"
     for option in ({"model": "org/model"}, {"lora": 0}, {"bits": "4"}):
         with pytest.raises(ConfigError, match="for a forecast without a script"):
-            run_plan(options_of_plan(**option), ["train.py"])
+            run(Options(**option), {}, ["train.py"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
 from unsloth_multigpu.errors import SetupError
@@ -11,10 +12,10 @@ from unsloth_multigpu.notebook.cell import (
     is_rank_0_magic,
     kept_value,
     names_broken_group,
-    parse_ranks,
     split_at,
 )
 from unsloth_multigpu.notebook.kernel_refusal import check_earlier_cells
+from unsloth_multigpu.notebook.kernel_share import read_ranks
 
 CALL = "ump.enable_multi_gpu()"
 
@@ -137,12 +138,12 @@ def test_an_earlier_cell_that_keeps_such_a_value_is_refused() -> None:
 
 
 def test_ranks_are_read() -> None:
-    assert parse_ranks(" 1 ", 2) == {1}
-    assert parse_ranks("0, 2", 3) == {0, 2}
-    assert parse_ranks("all", 3) == {0, 1, 2}
+    assert read_ranks(" 1 ", 2) == {1}
+    assert read_ranks("0, 2", 3) == {0, 2}
+    assert read_ranks("all", 3) == {0, 1, 2}
     for wrong in ("", "2", "-1", "0,", "x", "0 1"):
-        with pytest.raises(ValueError, match=r"names no ranks: 0 \.\. 1"):
-            parse_ranks(wrong, 2)
+        with pytest.raises(UsageError, match=r"names no ranks: 0 \.\. 1"):
+            read_ranks(wrong, 2)
 
 
 def test_a_broken_group_is_known_by_its_words() -> None:

@@ -183,7 +183,7 @@ def test_library_newer_than_tested_is_told_once(
 
 @pytest.mark.parametrize("is_compared", [True, False])
 def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
-    tool = "unsloth_multigpu.tools.verify.verify_tool:Verify"
+    tool = "unsloth_multigpu.tools.verify.verify_recorder:Verify"
     asked = StepsRequest("none", num_steps=1, num_gpus=2).variables(tool) if is_compared else {}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)

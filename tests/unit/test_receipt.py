@@ -29,9 +29,10 @@ from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import run_comparison as comparison
 from unsloth_multigpu.tools.verify import verify_command as command
 from unsloth_multigpu.tools.verify import verify_recorder as receipt
-from unsloth_multigpu.tools.verify.verify_tool import Verify
+from unsloth_multigpu.tools.verify.verify_recorder import Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 
@@ -128,7 +129,7 @@ def run_of(steps=STEPS, updates=UPDATES, compared=None, sources=(), **facts):
         for i, (loss, norm, s) in enumerate(steps, 1)
     ]
     facts = {"trainer": "T", "rounding": FINE, "optimizer": "adamw_torch", "device": "cpu", **facts}
-    facts |= {"versions": {}, "world_size": 2}
+    facts |= {"world_size": 2}
     return {"steps": records, "updates": updates, "facts": facts, "sources": list(sources)}
 
 
@@ -259,12 +260,12 @@ def test_bounds_follow_precision_and_optimizer():
     assert BOUNDS["weights"] < fine["weights"] == coarse["weights"]
 
 
-def test_samples_of_all_ranks_are_put_together(tmp_path):
-    assert comparison.read_run(tmp_path) is None
-    for rank, samples in enumerate(({"a": 1}, {"a": 2, "b": 1})):
-        steps = [{"step": 1, "loss": 2.0 + rank, "samples": samples}]
-        (tmp_path / f"rank_{rank}.json").write_text(json.dumps({"rank": rank, "steps": steps}))
-    assert comparison.read_run(tmp_path)["steps"] == [{"step": 1, "loss": 2.0, "samples": Counter(a=3, b=1)}]
+def test_samples_of_all_ranks_are_put_together():
+    records = [
+        {"rank": rank, "steps": [{"step": 1, "loss": 2.0 + rank, "samples": samples}]}
+        for rank, samples in enumerate(({"a": 1}, {"a": 2, "b": 1}))
+    ]
+    assert comparison.merged(records)["steps"] == [{"step": 1, "loss": 2.0, "samples": Counter(a=3, b=1)}]
 
 
 class Tracker(TrainerCallback):
@@ -319,8 +320,9 @@ def trainer(tmp_path):
 def record(trainer, folder, steps=None, **options):
     folder.mkdir()
     request = StepsRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
-    assert tool_of(RunContext.read(request.variables(command._TOOL))).request == request
-    recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), steps)
+    tool = tool_of(RunContext.read(request.variables("unsloth_multigpu.tools.verify.verify_recorder:Verify")))
+    assert tool.request == request
+    recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), steps)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
     recorder.write()

@@ -1,4 +1,4 @@
-"""What commands show: plain lines in a pipe, colour, tables and a bar on a terminal; times for people."""
+"""What commands show: plain lines in a pipe, colour and a line that changes on a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from unsloth_multigpu.cli.screen import Progress, Screen, left_s
+from unsloth_multigpu.cli.screen import Progress, Screen
 
 
 class Terminal(io.StringIO):
@@ -54,25 +54,15 @@ def test_colour_is_left_out_where_it_is_not_wanted(terminal, monkeypatch, name):
     assert "32m" not in terminal.getvalue()
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(terminal):
+def test_progress_is_one_line_on_a_terminal_and_lines_elsewhere(terminal):
     for stream in (terminal, io.StringIO()):
         with Progress("chaos", stream) as progress:
-            progress.begin(1, 3, "kill@0:4", 100.0)
+            progress.begin(1, 3, "kill@0:4")
             progress.begin(2, 3, "kill@1:4")
-            progress.show("kill@1:4, step 3", 1.5, 3)
+            progress.show("kill@1:4, step 3")
             progress.say("NOT AS EXPECTED: [x]", "red")
-    assert (
-        stream.getvalue()
-        == "chaos: 1 of 3: kill@0:4, about 1 min 40 s left\nchaos: 2 of 3: kill@1:4\nchaos: NOT AS EXPECTED: [x]\n"
-    )
+    assert stream.getvalue() == "chaos: 1 of 3: kill@0:4\nchaos: 2 of 3: kill@1:4\nchaos: NOT AS EXPECTED: [x]\n"
     assert "chaos: kill@1:4, step 3" in terminal.text
     assert "chaos: NOT AS EXPECTED: [x]\n" in terminal.text
-    # The bar is taken away and the cursor is back.
+    # The line is taken away and the cursor is back.
     assert terminal.getvalue().rstrip().endswith(("\x1b[2K", "\x1b[?25h"))
-
-
-def test_what_is_left_follows_the_pace_of_what_is_done():
-    assert left_s([10.0, 20.0, 30.0], []) == 60.0
-    assert left_s([10.0, 20.0, 30.0], [20.0]) == 100.0
-    assert left_s([0.0, 20.0], [5.0]) == 20.0
-    assert left_s([10.0], [3.0]) == 0.0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.option_type import CommandOption, flag, options_of, take_values
+from unsloth_multigpu.option_type import Option, flag, options_of, take_values
+from unsloth_multigpu.options import command_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-OptionTable = Mapping[str, CommandOption]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,9 @@ class Arguments:
         take_values(self)
 
     @classmethod
-    def table(cls) -> dict[str, CommandOption]:
+    def table(cls) -> dict[str, Option]:
         """The options by their names, as a command line has them."""
-        return {
-            name: option.on_command_line("" if option.default is False else option.usual())
-            for name, option in options_of(cls).items()
-            if option.commands
-        }
+        return {name: option for name, option in options_of(cls).items() if option.commands}
 
     @classmethod
     def read(cls, given: argparse.Namespace) -> Self:
@@ -41,25 +37,39 @@ class Arguments:
         values = {name: getattr(given, name) for name in cls.table()}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
+    def program(self) -> list[str]:
+        """What is run where no program is given; empty = one has to be."""
+        return []
 
+
+@dataclass(frozen=True)
 class Command:
     """One command. A tool is found by the attribute `COMMAND` of its package in `unsloth_multigpu.tools`.
 
-    Attributes:
+    Args:
         name: On the command line.
         help: One line, in the list of commands.
         description: In its own `--help`.
+        module: Imported where the command is called, or its options are listed. It has `Options`, a class of
+            `Arguments`; `run(own, given, program)`, which returns the exit code; and `DEFAULTS`, where an option of a
+            run has another default there.
         runs_program: A script or a module follows its options.
+        has_options_of_run: It takes those options of a run whose `commands` name it.
+        operand: The option that is given without its name.
     """
 
     name: str
     help: str
     description: str
-    runs_program = False
+    module: str
+    runs_program: bool = False
+    has_options_of_run: bool = False
+    operand: str = ""
 
-    def table(self) -> OptionTable:
-        """Its options, where they are given as a table."""
-        return {}
+    def table(self) -> dict[str, Option]:
+        """Its own options, and those of a run."""
+        own: dict[str, Option] = self._imported().Options.table()
+        return {**own, **self._of_run()}
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Adds its options to its parser."""
@@ -67,27 +77,49 @@ class Command:
         for name, option in self.table().items():
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
-            _add_option(groups[option.group], name, option)
+            _add_option(groups[option.group], name, option, is_operand=name == self.operand)
 
-    def program_of(self, options: argparse.Namespace) -> list[str]:
-        """What is run where no program is given; empty = one has to be."""
-        return []
+    def read(self, options: argparse.Namespace) -> tuple[Arguments, dict[str, Any]]:
+        """Its own options, checked, and what the command line gave of a run's; None = not given.
 
-    def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
+        Raises:
+            ConfigError: A value that cannot be used.
+        """
+        return self._imported().Options.read(options), {name: getattr(options, name) for name in self._of_run()}
+
+    def run(self, own: Arguments, given: Mapping[str, Any], program: Sequence[str]) -> int:
         """Runs it and returns its exit code.
 
         Args:
-            options: What the command line gave; None = not given.
+            own: See `read`.
+            given: See `read`.
             program: The script and its arguments, or `-m`, a module and its arguments.
         """
-        raise NotImplementedError
+        return int(self._imported().run(own, given, program))
+
+    def _imported(self) -> Any:
+        return importlib.import_module(self.module)
+
+    def _of_run(self) -> dict[str, Option]:
+        if not self.has_options_of_run:
+            return {}
+        return command_options(self.name, getattr(self._imported(), "DEFAULTS", None))
 
 
-def _add_option(group: argparse._ActionsContainer, name: str, option: CommandOption) -> None:
-    text = option.text.replace("%", "%%")
-    if option.kind is bool:
+def _add_option(group: argparse._ActionsContainer, name: str, option: Option, *, is_operand: bool) -> None:
+    text = f"{option.help} [{option.usual()}]".replace("%", "%%")
+    if is_operand:
+        group.add_argument(name, nargs="?", metavar=option.metavar(), help=text)
+    elif option.type is bool:
         action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(flag(name), action=action, help=text)
-        return
-    # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
-    group.add_argument(flag(name), type=option.kind, metavar=option.shown, help=text)
+    else:
+        # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
+        kind = str if option.check else option.type
+        group.add_argument(flag(name), type=kind, metavar=option.metavar(), help=text)
+
+
+def usage_of(command: str) -> str:
+    """How a command that runs a program is called."""
+    return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
+       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""

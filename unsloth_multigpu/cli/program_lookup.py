@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unsloth_multigpu.cli.parser import usage_of
+from unsloth_multigpu.cli.command import usage_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch.child_launcher import LAUNCHER_MODULES, LAUNCHERS
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.words import aligned
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result

@@ -69,20 +69,6 @@ def log_header(cell_number: int, source: str) -> str:
     return f"---- cell {cell_number}\n{source}\n----\n"
 
 
-def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
-    """Reads "0", "0,2" or "all".
-
-    Raises:
-        ValueError: Another text, or a rank that does not exist.
-    """
-    if text.strip() == "all":
-        return frozenset(range(num_ranks))
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
-        raise ValueError(f"{text.strip()!r} names no ranks: 0 .. {num_ranks - 1}, a list as 0,1, or all.")
-    return frozenset(map(int, parts))
-
-
 def split_at(source: str, line: int, transform: Callable[[str], str] = lambda body: body) -> tuple[str, str]:
     """Cuts a cell before the top-level statement that `line` belongs to.
 

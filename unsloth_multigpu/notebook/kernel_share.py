@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic, parse_ranks
+from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic
 from unsloth_multigpu.notebook.value import Publisher, Receiver, like_ipython
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import Patch
@@ -148,14 +148,16 @@ def _once(make: Callable[..., Any], name: str, original: Callable[..., Any]) -> 
     return lambda *args, **kwargs: make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
 
 
-def read_ranks(line: str, num_ranks: int) -> frozenset[int]:
-    """`parse_ranks` for what a user wrote after %%rank."""
+def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
+    """The ranks that a user wrote after %%rank: "0", "0,2" or "all"."""
     from IPython.core.error import UsageError
 
-    try:
-        return parse_ranks(line, num_ranks)
-    except ValueError as error:
-        raise UsageError(f"%%rank: {error}") from None
+    if text.strip() == "all":
+        return frozenset(range(num_ranks))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
+        raise UsageError(f"%%rank: {text.strip()!r} names no ranks: 0 .. {num_ranks - 1}, a list as 0,1, or all.")
+    return frozenset(map(int, parts))
 
 
 def refuse_history(name: str) -> None:

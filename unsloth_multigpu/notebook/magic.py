@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -12,14 +11,11 @@ from unsloth_multigpu.notebook.cell import log_header
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
-from unsloth_multigpu.notebook.worker_process import WorkerProcess
-from unsloth_multigpu.overview import Overview, columns_of
-from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.overview import Overview, columns_of, lines_of
 from unsloth_multigpu.wire.run import Run
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000
-_IDLE_LIMIT_S = 1.0
 _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: output of every rank."
 
 
@@ -96,28 +92,14 @@ class RankMagics:
             sys.stdout.write(self._table() + "\n")
 
     def _table(self) -> str:
-        workers = self._kernel.workers
-        with self._kernel.changed:
-            # The workers run this cell too. A worker that has reached this line reports that it waits.
-            self._kernel.changed.wait_for(lambda: all(map(self._is_idle, workers)), _IDLE_LIMIT_S)
         look = Overview(self._run).look()
         columns = [
             ("rank", [str(row.rank) for row in look.rows]),
             ("pid", [str(pid) for pid in self._kernel.pids]),
-            ("state", ["this kernel", *map(self._state, workers)]),
             *(column for column in columns_of(look) if column[0] not in ("rank", "log")),
-            ("log", ["-", *(str(worker.log) for worker in workers)]),
+            ("log", ["-", *(str(worker.log) for worker in self._kernel.workers)]),
         ]
-        return "\n".join(aligned([[name for name, _ in columns], *zip(*(c for _, c in columns), strict=True)]))
-
-    def _state(self, worker: WorkerProcess) -> str:
-        if worker.exit_code is not None:
-            code = worker.exit_code
-            return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return "idle" if self._is_idle(worker) else "busy"
-
-    def _is_idle(self, worker: WorkerProcess) -> bool:
-        return worker.waits is not None or worker.rank not in self._kernel.pending()
+        return "\n".join(lines_of(columns))
 
 
 def _size_of(log: Path) -> int:

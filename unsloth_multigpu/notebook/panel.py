@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.overview import Look, Overview, columns_of, headline
-from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.overview import Look, Overview, headline, table_of
 from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
 
 _EVERY_S = 1.0
-_MOST_OF_CELL = 80
+_WIDTH = 200
 _HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</pre>'
 
 
@@ -79,8 +78,5 @@ class Panel:
 
 def bundle(look: Look) -> dict[str, str]:
     """The table as text and in HTML, as a front end takes it."""
-    columns = columns_of(look)
-    rows = [[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
-    rows = [[cell[:_MOST_OF_CELL] for cell in row] for row in rows]
-    text = "\n".join([headline(look), *aligned(rows)])
+    text = "\n".join([headline(look), *table_of(look, _WIDTH)])
     return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

@@ -43,10 +43,10 @@ def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float
     for _ in range(1 + _NUM_ROUNDS):
         tensor = pattern * (rank + 1)
         dist.barrier()
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        _wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - start)
         num_wrong = max(num_wrong, int((tensor != expected).sum()))
     # The first round opens the connections.
@@ -103,6 +103,15 @@ def _supervise_ranks() -> dict[str, Any]:
     return {}
 
 
+def wait_for(*devices: torch.device) -> None:
+    """Waits until the devices have done what they were asked for."""
+    import torch
+
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
 def main() -> None:
     """`python -m unsloth_multigpu.tools.allreduce OUTCOME.json`; the ranks have `rank` as a second argument."""
     from unsloth_multigpu.tools.probe import leave_outcome
@@ -111,13 +120,6 @@ def main() -> None:
         _measure_in_rank()
     else:
         leave_outcome(_supervise_ranks)
-
-
-def _wait(device: torch.device) -> None:
-    import torch
-
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 if __name__ == "__main__":

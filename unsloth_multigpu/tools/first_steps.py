@@ -56,12 +56,12 @@ class StepsRequest:
     dropout: bool = True
 
     def variables(self, tool: str) -> dict[str, str]:
-        """The environment that carries this request to a `FirstStepsTool`, "module:class"."""
+        """The environment that carries this request to a `FirstSteps`, "module:class"."""
         return ToolRequest(tool, dataclasses.asdict(self)).variables()
 
 
-class FirstStepsTool(Tool):
-    """What every tool does to a run of which it follows the first steps.
+class FirstSteps(Part, Tool):
+    """What every tool does to a run of which it follows the first steps: nothing is saved, and they end it.
 
     Args:
         request: The values of a `StepsRequest`.
@@ -71,24 +71,22 @@ class FirstStepsTool(Tool):
     """
 
     is_comparison = True
+    place = "recorder"
+    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
     name: str
     _new_folders: tuple[Path, ...] = ()
-    _recorder: FirstSteps | None = None
 
     def __init__(self, **request: Any) -> None:
         self.request = StepsRequest(**request)
 
-    def recorder(self, trainer: TrainerLike, session: Any, steps: Any) -> FirstSteps:
-        """What follows a training; the arguments are those of `part`."""
-        raise NotImplementedError
-
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        self._recorder = self.recorder(trainer, session, steps)
-        return self._recorder
+        self._trainer, self._steps = trainer, steps
+        self._rank, self._config = session.identity.rank, session.config
+        self._first_step = 0
+        return self
 
     def end_training(self) -> None:
-        assert self._recorder is not None
-        self._recorder.write()
+        self.write()
         self.leave_process()
 
     def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
@@ -137,25 +135,6 @@ class FirstStepsTool(Tool):
         sys.stderr.flush()
         os._exit(0)
 
-
-class FirstSteps(Part):
-    """Follows a training, lets it save nothing, and ends it after some steps.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: What to record.
-        rank: This rank.
-    """
-
-    place = "recorder"
-    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
-
-    def __init__(self, trainer: TrainerLike, request: StepsRequest, rank: int) -> None:
-        self._trainer = trainer
-        self._request = request
-        self._rank = rank
-        self._first_step = 0
-
     @contextmanager
     def around(self) -> Iterator[None]:
         """Nothing is saved, uploaded or sent to trackers."""
@@ -175,7 +154,7 @@ class FirstSteps(Part):
 
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
-        file = Path(self._request.folder, f"rank_{self._rank}.json")
+        file = Path(self.request.folder, f"rank_{self._rank}.json")
         file.write_text(json.dumps(self.record()), encoding="utf-8")
 
     def _step(self) -> int:
@@ -196,7 +175,7 @@ class FirstSteps(Part):
     def _steer(self, control: ControlLike) -> None:
         """Nothing is saved or evaluated, and the last step ends the training."""
         control.should_save = control.should_evaluate = False
-        if self._step() >= self._request.num_steps:
+        if self._step() >= self.request.num_steps:
             control.should_training_stop = True
 
 

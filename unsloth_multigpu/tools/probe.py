@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.options import ENV_PROBE
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE
 from unsloth_multigpu.wire.process import end_command
 from unsloth_multigpu.words import how_ended, shown_lines
 
@@ -36,7 +36,10 @@ class Probe:
         self._outcome = folder / f"{module}.json"
         self._log = folder / f"{module}.log"
         self._limit_s = limit_s
-        self._environment = {**os.environ, **(environment or {}), ENV_PROBE: str(self._outcome)}
+        # It works in another folder.
+        file = os.environ.get(ENV_CONFIG, "").strip()
+        told = {ENV_PROBE: str(self._outcome), **({ENV_CONFIG: os.path.abspath(file)} if file else {})}
+        self._environment = {**os.environ, **(environment or {}), **told}
 
     def __enter__(self) -> Probe:
         self._deadline = time.monotonic() + self._limit_s

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
-from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
+from unsloth_multigpu.words import last_lines
 
 DEFAULT_LIMIT_S = 3600.0
 _RANK_MODULE = "unsloth_multigpu.cli.script_runner"
@@ -36,35 +38,43 @@ def command_of(program: Sequence[str]) -> list[str]:
 
 
 def run_first_steps(
+    name: str,
     program: Sequence[str],
-    tool: str,
     request: StepsRequest,
     device: str,
     variables: Mapping[str, str],
     limit_s: float,
-) -> tuple[int, str]:
-    """Runs the first steps of a program.
+) -> tuple[int, list[dict[str, Any]], str]:
+    """Runs the first steps of a program, with the class of `<name>_recorder` that follows them.
 
     Args:
+        name: Of the command.
         program: See `command_of`.
-        tool: The `FirstStepsTool` that follows them, "module:class".
-        request: What it is asked. Its folder is private: the processes are found by its path.
+        request: What it is asked. Its folder is made here; it is private, since the processes are found by its path.
         device: "cpu" shows the run no accelerator.
-        variables: Of this run, beside `common_variables`.
+        variables: Options of a run, and others, for this run.
         limit_s: After which it is ended.
 
     Returns:
-        Its exit code as a shell shows it, and the end of what it has printed.
+        Its exit code as a shell shows it; what each rank has recorded, rank 0 first; the end of what it has printed.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
+        SetupError: It has ended well and recorded nothing.
     """
     folder = Path(request.folder)
+    folder.mkdir()
     environment = {
-        **common_variables(folder / "logs"),
+        # The logs of a training are not overwritten, unless the user names a folder.
+        variable("log_dir"): str(folder / "logs"),
+        # The order of a set of strings may decide the order of samples.
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        variable("max_restarts"): "0",
+        "WANDB_MODE": "disabled",
         **variables,
         **device_variables(device, request.num_gpus),
-        **request.variables(tool),
+        **request.variables(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}"),
     }
     log = folder / "output.log"
     with log.open("wb") as output:
@@ -83,45 +93,19 @@ def run_first_steps(
             f"The run did not reach its end within timeout_s={limit_s:g} seconds. The end of its output:\n{tail}",
             hint="Ask for fewer --steps, or raise --timeout-s where it only takes long.",
         )
-    return 128 - code if code < 0 else code, tail
-
-
-def check_ranks(name: str, config: MultiGPUConfig) -> None:
-    """Finds out before the first run whether the ranks of a later one can be started.
-
-    Args:
-        name: Of the command.
-        config: Options of that run.
-
-    Raises:
-        SetupError: They cannot, or this process is a rank itself.
-    """
-    from unsloth_multigpu.start import ranks_to_start
-
-    check_is_no_rank(name)
-    ranks_to_start(config)
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    if code == 0 and not records:
+        raise SetupError(
+            f"{' '.join(program)} ended without a training that {name} could follow. The end of its output:\n{tail}",
+            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
+        )
+    return 128 - code if code < 0 else code, sorted(records, key=lambda record: int(record["rank"])), tail
 
 
 def check_is_no_rank(name: str) -> None:
     """Raises SetupError in a rank: the command starts its ranks itself."""
     if read_identity(os.environ) is not None:
         raise SetupError(f"{name} starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
-
-
-def common_variables(log_dir: Path) -> dict[str, str]:
-    """The environment of each run, before the options of the command line.
-
-    Args:
-        log_dir: Where the logs of ranks go, unless the user names a folder: those of a training are not overwritten.
-    """
-    return {
-        variable("log_dir"): str(log_dir),
-        # The order of a set of strings may decide the order of samples.
-        "PYTHONHASHSEED": "0",
-        **os.environ,
-        variable("max_restarts"): "0",
-        "WANDB_MODE": "disabled",
-    }
 
 
 def device_variables(device: str, num_gpus: int) -> dict[str, str]:

@@ -123,8 +123,7 @@ def _callback_of(loop: Loop) -> Any:
     from transformers import TrainerCallback
 
     def answering(event: str) -> Callable[..., None]:
-        own = getattr(Part, event)
-        methods = [getattr(part, event) for part in loop.parts if getattr(type(part), event) is not own]
+        methods = [getattr(part, event) for part in loop.parts if hasattr(part, event)]
         may_be_late = event in ("on_train_begin", "on_epoch_begin", "on_step_begin")
 
         def answer(_self: Any, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
-from unsloth_multigpu.versions import installed_version
 
 WORKER = "unsloth_multigpu.tools.bench.bench_worker"
 # Other arms are compared with these, in columns of the table.
@@ -41,7 +39,6 @@ class Arm:
         has_one_process: Only one process trains.
         launcher: Number of ranks -> the command, without the file of settings that follows it.
         training: What it adds to `TrainingArguments`.
-        needs: A word that transformers' `training_args.py` must have; without it the arm is skipped.
         note: What a reader must know to compare it.
     """
 
@@ -51,7 +48,6 @@ class Arm:
     has_one_process: bool = False
     launcher: Callable[[int], list[str]] = _python
     training: Mapping[str, Any] = field(default_factory=dict)
-    needs: str = ""
     note: str = ""
 
     @property
@@ -112,7 +108,6 @@ ARMS: Mapping[str, Arm] = {
             "torchrun + batch_rebalance",
             launcher=_torchrun,
             training={"train_sampling_strategy": "batch_rebalance"},
-            needs="batch_rebalance",
         ),
         Arm("ours_one", 'one line, one process, balance="tokens"', {"balance": "tokens"}, True),
         Arm("line_one", "one line, one process: what it costs there", {}, True),
@@ -160,20 +155,6 @@ def choose_names(text: str) -> list[str]:
         if names.count(name) > 1:
             raise ConfigError(f"arms={text!r}: {name!r} is given twice.", hint="Name each once; see --repeats.")
     return names
-
-
-def part_available(names: Sequence[str], options: BenchOptions) -> tuple[list[str], list[str]]:
-    """The arms that transformers and the cards allow, and a line for each of the others. Imports nothing."""
-    spec = importlib.util.find_spec("transformers")
-    folder = Path(next(iter(spec.submodule_search_locations or ())) if spec else "")
-    source = (folder / "training_args.py").read_text(encoding="utf-8")
-    missing = {}
-    for arm in (ARMS[name] for name in names):
-        if arm.needs not in source:
-            missing[arm.name] = f"transformers {installed_version('transformers')} has no {arm.needs}"
-        elif options.is_card_shared and arm.has_one_process and arm.uses_all_devices:
-            missing[arm.name] = f"one process cannot use one card as {options.ranks}"
-    return [name for name in names if name not in missing], [f"{n}: skipped, {why}" for n, why in missing.items()]
 
 
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

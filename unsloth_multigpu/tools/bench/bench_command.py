@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.option_type import CommandOption
-from unsloth_multigpu.tools.bench.arm import ARMS, choose_names, part_available
+from unsloth_multigpu.tools.bench.arm import choose_names
 from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.tools.bench.bench_run import run_rounds
 from unsloth_multigpu.tools.bench.unsloth_arm import made_model
@@ -20,14 +18,10 @@ if TYPE_CHECKING:
     from unsloth_multigpu.tools.bench.bench_result import RankRecord
 
 
-def bench_table() -> dict[str, CommandOption]:
-    """Every option: name -> what it is."""
-    table = BenchOptions.table()
-    arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
-    return {**table, "arms": table["arms"]._replace(text=f"{arms} [{BenchOptions.arms}]")}
+Options = BenchOptions
 
 
-def run_bench(arguments: argparse.Namespace) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs every arm in every round, and prints those in which none failed.
 
     Returns:
@@ -37,19 +31,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
         ConfigError: An option has a value that cannot be used.
         SetupError: This machine lacks what was asked for.
     """
-    options = BenchOptions.read(arguments)
-    names = choose_names(options.arms)
-    options = on_device(options, is_warm=arguments.warmup is not None)
-    names, remarks = part_available(names, options)
-    if not names:
-        raise SetupError("; ".join(remarks) + ".", hint="Choose other arms.")
+    names = choose_names(own.arms)
+    options = on_device(own)
     options = dataclasses.replace(options, arms=",".join(names))
-    with exit_on_signal(), Progress("bench") as progress:
-        for line in remarks:
-            progress.say(line)
-        with made_model(options) as ready:
-            runs, failed = run_rounds(ready, progress)
-    num_rounds = len(runs[names[0]])
+    with exit_on_signal(), Progress("bench") as progress, made_model(options) as ready:
+        runs, failed = run_rounds(ready, progress)
+    num_rounds, remarks = len(runs[names[0]]), list[str]()
     if failed is not None:
         progress.say(f"error: {failed}")
         remarks.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.repeats}")
@@ -79,11 +66,8 @@ def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, l
     screen.json(outcome)
 
 
-def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
+def on_device(options: BenchOptions) -> BenchOptions:
     """Turns "auto" into what this machine has, and finds out whether ranks must share a card.
-
-    Args:
-        is_warm: The steps of warm-up are enough for a card, too: they were asked for.
 
     Raises:
         SetupError: This machine lacks what was asked for.
@@ -92,7 +76,7 @@ def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
 
     kind, count = ("cpu", 0) if options.device == "cpu" else visible_accelerators()
     if options.device == "cpu" or (options.device == "auto" and not count):
-        return dataclasses.replace(options, device="cpu")
+        return dataclasses.replace(options, device="cpu", warmup=options.num_warmup)
     if kind != "cuda" or not count:
         raise SetupError(
             f"--device {options.device}: bench measures CUDA devices and CPUs, and this machine has {count} of {kind}.",
@@ -103,6 +87,6 @@ def on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
             f"--ranks {options.ranks}, but {count} GPUs are visible.",
             hint=f"Give --ranks {count}; or CUDA_VISIBLE_DEVICES=0, for ranks that share one card.",
         )
-    warmup = options.warmup if is_warm else max(NUM_WARMUP_ON_DEVICE, options.warmup)
+    warmup = NUM_WARMUP_ON_DEVICE if options.warmup is None else options.warmup
     is_shared = count == 1 and options.ranks > 1
     return dataclasses.replace(options, device=kind, warmup=warmup, is_card_shared=is_shared)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from unsloth_multigpu.cli.command import Arguments
@@ -19,6 +21,11 @@ MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
     "1b": (2048, 16, 32000),
 }
 HEAD_SIZE = 64
+# This many standard deviations are between median and maximum. With lognormal:150:1024, 60 % of what random batches of
+# 8 compute is padding, as in instruction data.
+_MAX_AT = 2.1
+# A causal loss predicts the second.
+_FEWEST_TOKENS = 2
 # A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
 NUM_WARMUP_ON_DEVICE = 20
 TRANSFORMERS, UNSLOTH = _LIBRARIES = ("transformers", "unsloth")
@@ -26,11 +33,11 @@ _WHAT, _MODEL, _SAMPLES, _RUN = "what is compared", "model", "samples", "measure
 
 
 def _check_model_size(name: str, value: str) -> str:
-    hidden, _, vocabulary = _shape_of(value)
-    if hidden % HEAD_SIZE or not hidden or vocabulary < 256:
+    hidden = _shape_of(value)[0]
+    if hidden % HEAD_SIZE or not hidden:
         raise ConfigError(
             f"{name}={value!r}; expected {', '.join(MODEL_SIZES)}, or HIDDENxLAYERS as in 192x4, with a multiple of "
-            f"{HEAD_SIZE} as hidden size and a vocabulary of at least 256.",
+            f"{HEAD_SIZE} as hidden size.",
             hint=did_you_mean(value, {size: size for size in MODEL_SIZES}) or "Leave it out for small.",
         )
     return value
@@ -38,17 +45,16 @@ def _check_model_size(name: str, value: str) -> str:
 
 def _shape_of(size: str) -> tuple[int, int, int]:
     """Hidden size, layers and vocabulary; zeros where the text is no size."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x(\d+))?", size)
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", size)
     return MODEL_SIZES.get(size) or ((int(match[1]), int(match[2]), int(match[3] or 2000)) if match else (0, 0, 0))
 
 
 def _check_lengths(name: str, value: str) -> str:
     kind, _, rest = value.partition(":")
     numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
-    # Two tokens hold the number of the row, and a causal loss needs one more to predict.
     is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
-    if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
-        expected = "lognormal:MEDIAN:MAX or fixed:N (tokens, at least 3)"
+    if not is_known or min(numbers) < _FEWEST_TOKENS or sorted(numbers) != numbers:
+        expected = "lognormal:MEDIAN:MAX or fixed:N (tokens, at least 2)"
         raise ConfigError(f"{name}={value!r}; expected {expected}.", hint="Leave it out for lognormal:150:1024.")
     return value
 
@@ -76,7 +82,7 @@ class BenchOptions(Arguments):
         accumulation: Micro-batches of a step per rank.
         seed: Of weights, lengths and tokens.
         steps: Timed optimizer steps.
-        warmup: First steps, which are not timed (20 on GPUs).
+        warmup: First steps, which are not timed.
         repeats: Rounds, each of which runs every arm once.
         timeout_s: Limit of one run.
         json: Print one JSON object with all figures.
@@ -103,8 +109,7 @@ class BenchOptions(Arguments):
     seed: Annotated[int, Option(_SAMPLES)] = 0
     # With the defaults a bench takes about three minutes on two cores.
     steps: Annotated[int, Option(_RUN, least=1)] = 2
-    # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
-    warmup: Annotated[int, Option(_RUN)] = 2
+    warmup: Annotated[int | None, Option(_RUN, otherwise="2; 20 on GPUs")] = None
     repeats: Annotated[int, Option(_RUN, least=1)] = 3
     timeout_s: Annotated[float, Option(_RUN, least=1, shown="SECONDS")] = 900.0
     json: Annotated[bool, Option(_RUN)] = False
@@ -119,15 +124,25 @@ class BenchOptions(Arguments):
                 hint="Give --library unsloth --train lora.",
             )
 
+    @classmethod
+    def table(cls) -> dict[str, Option]:
+        """With the arms and what each is."""
+        from unsloth_multigpu.tools.bench.arm import ARMS
+
+        table = super().table()
+        arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
+        return {**table, "arms": replace(table["arms"], help=arms)}
+
+    @property
+    def num_warmup(self) -> int:
+        """The steps that are not timed."""
+        # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
+        return 2 if self.warmup is None else self.warmup
+
     @property
     def model_shape(self) -> tuple[int, int, int]:
         """Hidden size, layers and vocabulary."""
         return _shape_of(self.model_size)
-
-    @property
-    def vocab_size(self) -> int:
-        """Base of the numbers that the first tokens of a row are."""
-        return self.model_shape[2]
 
     @property
     def num_samples_per_step(self) -> int:
@@ -137,4 +152,17 @@ class BenchOptions(Arguments):
     @property
     def num_rows(self) -> int:
         """Rows of the data set: one epoch of whole steps."""
-        return self.num_samples_per_step * (self.steps + self.warmup)
+        return self.num_samples_per_step * (self.steps + self.num_warmup)
+
+    def rows(self) -> list[list[int]]:
+        """Rows of token ids, the same on every rank of every arm."""
+        draw = random.Random(self.seed)
+        kind, *numbers = self.lengths.split(":")
+        longest = int(numbers[-1])
+        lengths = [longest] * self.num_rows
+        if kind == "lognormal":
+            middle = math.log(int(numbers[0]))
+            spread = (math.log(longest) - middle) / _MAX_AT
+            drawn = (round(draw.lognormvariate(middle, spread)) for _ in lengths)
+            lengths = [min(longest, max(_FEWEST_TOKENS, length)) for length in drawn]
+        return [draw.choices(range(self.model_shape[2]), k=length) for length in lengths]

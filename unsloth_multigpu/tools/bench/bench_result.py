@@ -21,14 +21,14 @@ class MeasuredStep:
         cpu_s: CPU time of the process in the same span.
         compute_s: Time in forward and backward, without waiting for other ranks.
         micro_batches: Of each: rows, longest row, tokens that are no padding.
-        samples: Numbers of the rows.
+        samples: Hashes of the rows, see `fingerprint`.
     """
 
     wall_s: float
     cpu_s: float
     compute_s: float
     micro_batches: Sequence[Sequence[int]]
-    samples: Sequence[int]
+    samples: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class ArmResult:
         waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
         cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
         peak_bytes: The most memory of one rank.
-        largest_tokens: Rows x longest row of the largest micro-batch.
         norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None where that
             was not run, where the samples are others, since the gradients are then, too, and where each rank has its
             own.
@@ -97,7 +96,6 @@ class ArmResult:
     waiting_share: Spread
     cpu_s: Spread
     peak_bytes: int
-    largest_tokens: int
     norm_difference: float | None
     has_same_samples: bool | None
     sent_bytes_per_step: float | None = None
@@ -115,14 +113,12 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
     for name, rounds in measures.items():
         spreads: dict[str, Any] = {figure: Spread.of(measure[figure] for measure in rounds) for figure in rounds[0]}
         ranks = [rank for ranks in runs[name] for rank in ranks]
-        sizes = [size for rank in ranks for step in rank.steps for size in step.micro_batches]
         results.append(
             ArmResult(
                 name=name,
                 **spreads,
                 times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
                 peak_bytes=max(rank.peak_bytes for rank in ranks),
-                largest_tokens=max(rows * longest for rows, longest, _ in sizes),
                 sent_bytes_per_step=_sent_per_step(ranks),
                 **_compared(runs[name], runs.get(REFERENCE)),
             )
@@ -132,7 +128,7 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
 
 def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str, float]:
     """Figures of one run, without its warm-up; see `ArmResult`."""
-    timed = [rank.steps[options.warmup :] for rank in ranks]
+    timed = [rank.steps[options.num_warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step.micro_batches]
     num_tokens = sum(tokens for _, _, tokens in sizes)
@@ -177,8 +173,8 @@ def _compared(
     return {"has_same_samples": is_same, "norm_difference": max(norms) if is_same and norms else None}
 
 
-def _samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
-    """The sample numbers of each step over all ranks, sorted: how often each was computed."""
+def _samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[str]]:
+    """The samples of each step over all ranks, sorted: how often each was computed."""
     return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
 
 

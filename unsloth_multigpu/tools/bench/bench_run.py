@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
-from unsloth_multigpu.cli.screen import Progress, left_s
+from unsloth_multigpu.cli.screen import Progress
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import RankRecord
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end
-from unsloth_multigpu.words import how_ended
+from unsloth_multigpu.words import how_ended, last_lines
 
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0
@@ -33,8 +32,7 @@ def run_rounds(
     """
     names = options.arms.split(",")
     records: dict[str, list[list[RankRecord]]] = {name: [] for name in names}
-    total = options.repeats * len(names)
-    took_s: list[float] = []
+    numbers = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(options.repeats):
             # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
@@ -45,13 +43,11 @@ def run_rounds(
                 folder = Path(root, str(number + 1), f"{name}.arm")
                 folder.mkdir(parents=True)
                 label = f"round {number + 1}/{options.repeats}, {name}"
-                progress.begin(1 + len(took_s), total, label, left_s([1.0] * total, took_s) if took_s else None)
-                begin_s = time.monotonic()
+                progress.begin(next(numbers), options.repeats * len(names), label)
                 try:
                     done[name] = run_arm(ARMS[name], options, folder)
                 except LaunchError as failed:
                     return records, failed
-                took_s.append(time.monotonic() - begin_s)
             for name, ranks in done.items():
                 records[name].append(ranks)
     return records, None

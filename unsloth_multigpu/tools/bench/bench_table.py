@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.tools.bench.arm import ARMS, BASELINES, REFERENCE
-from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
-from unsloth_multigpu.tools.bench.data import make_rows
 from unsloth_multigpu.versions import installed_version
 
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
-_BAR_WIDTH = 60
+_NOT_SHOWN = ("arms", "device", "json", "timeout_s", "model_folder", "is_card_shared")
 # Cells as text, by the names of the columns.
 Row = dict[str, str]
 _COLUMNS: Mapping[str, Callable[[ArmResult], str]] = {
     "padding": lambda r: f"{r.padding_share.median:.1%}",
     "waiting": lambda r: f"{r.waiting_share.median:.1%}",
     "CPU s": lambda r: f"{r.cpu_s.median:.1f}",
-    "peak memory": lambda r: memory_text(r),
-    "largest batch": lambda r: f"{r.largest_tokens:,}",
-    "norm difference": lambda r: norm_text(r),
+    "peak memory": lambda r: f"{r.peak_bytes / 2**20:,.0f} MiB",
+    "norm difference": lambda r: "-" if r.norm_difference is None else f"{r.norm_difference:.1e}",
     "samples": lambda r: {True: "same", False: "other", None: "-"}[r.has_same_samples],
     "MB sent/step": lambda r: "-" if r.sent_bytes_per_step is None else f"{r.sent_bytes_per_step / 1e6:.2f}",
 }
@@ -34,7 +33,7 @@ _LEGEND = (
     "the ratios are taken within each round.",
     "padding: part of the computed tokens. waiting: part of the ranks' time for the slowest one.",
     "CPU s: CPU time of the slowest rank of each step, summed: what counts where other programs disturb.",
-    "peak memory: of one rank. largest batch: rows x longest row of a micro-batch, in tokens.",
+    "peak memory: of one rank.",
     f"norm difference: of the gradient from {REFERENCE}, relative, the largest of all steps.",
     f"samples: whether each step has the samples that {REFERENCE} has there.",
     "MB sent/step: of the rank that sends most, in the algorithms that are usual, the first broadcast of the weights",
@@ -52,20 +51,6 @@ def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResu
     screen.line()
     for line in _LEGEND:
         screen.line(line)
-    for line in bars(results):
-        screen.line(line)
-
-
-def bars(results: Sequence[ArmResult]) -> list[str]:
-    """The ratios of the medians as a picture in lines; [] where nothing is compared with a baseline."""
-    base = next((name for name in reversed(BASELINES) if all(name in r.times for r in results)), None)
-    if base is None or len(results) < 2:
-        return []
-    most = max(r.times[base].median for r in results)
-    width = max(len(r.name) for r in results)
-    drawn = [(r.name, r.times[base].median) for r in results]
-    rows = [f"{name:<{width}}  {'#' * round(_BAR_WIDTH * times / most)} {times:.2f}" for name, times in drawn]
-    return ["", f"times as fast as {base}:", *rows]
 
 
 def result_row(r: ArmResult) -> Row:
@@ -78,16 +63,6 @@ def result_row(r: ArmResult) -> Row:
     }
 
 
-def memory_text(result: ArmResult) -> str:
-    """The most memory of one rank."""
-    return f"{result.peak_bytes / 2**20:,.0f} MiB"
-
-
-def norm_text(result: ArmResult) -> str:
-    """The largest difference of a gradient norm."""
-    return "-" if result.norm_difference is None else f"{result.norm_difference:.1e}"
-
-
 def spread_text(spread: Spread, number: Callable[[float], str]) -> str:
     """Median (smallest-largest), without what cannot be told apart."""
     median, low, high = (number(value) for value in (spread.median, spread.low, spread.high))
@@ -96,13 +71,7 @@ def spread_text(spread: Spread, number: Callable[[float], str]) -> str:
 
 def conditions(options: BenchOptions, device: str) -> list[str]:
     """What was measured and where, in lines."""
-    hidden, layers, vocabulary = options.model_shape
-    more = {
-        ", gradient checkpointing": options.gradient_checkpointing,
-        ", FastLanguageModel and SFTTrainer of Unsloth": options.library == UNSLOTH,
-        ", 4-bit weights": options.four_bit,
-        f", {options.optim}": options.optim != BenchOptions.optim,
-    }
+    given = {name: value for name, value in asdict(options).items() if name not in _NOT_SHOWN}
     notes = [f"{name}: {ARMS[name].note}" for name in options.arms.split(",") if ARMS[name].note]
     # Options of ours in the environment change the arms that have the line.
     mine = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX))
@@ -111,14 +80,10 @@ def conditions(options: BenchOptions, device: str) -> list[str]:
         f"versions: Python {platform.python_version()}, "
         + ", ".join(f"{name} {installed_version(name)}" for name in _LIBRARIES),
         f"device: {device}{', shared by all ranks over gloo' if options.is_card_shared else ''}",
-        f"model: Llama, hidden {hidden}, {layers} layers, vocabulary {vocabulary:,}, random weights, "
-        f"{options.dtype}, {options.train} training{''.join(text for text, holds in more.items() if holds)}",
-        f"samples: {options.lengths}, mean {sum(map(len, make_rows(options))) / options.num_rows:.0f} tokens, "
-        f"{options.num_samples_per_step} in each step{', rows end to end' if options.padding_free else ''}",
-        f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.ranks} ranks; "
-        f"scripts for one GPU accumulate {options.accumulation * options.ranks}",
-        f"steps: {options.steps} timed after {options.warmup} of warm-up; "
-        f"{options.repeats} round(s), seed {options.seed}",
+        f"options: {', '.join(f'{name}={value}' for name, value in given.items())}",
+        f"samples: mean {sum(map(len, options.rows())) / options.num_rows:.0f} tokens, "
+        f"{options.num_samples_per_step} in each step; scripts for one GPU accumulate "
+        f"{options.accumulation * options.ranks}",
         *notes,
         *([f"variables: {mine}"] if mine else []),
     ]

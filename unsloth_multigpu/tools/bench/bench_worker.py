@@ -12,7 +12,6 @@ from typing import Any
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm
 from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
-from unsloth_multigpu.tools.bench.data import make_rows
 from unsloth_multigpu.tools.bench.unsloth_arm import load_model, make_trainer
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
@@ -57,13 +56,13 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
 
     is_cuda = options.device == "cuda"
-    rows = make_rows(options)
+    rows = options.rows()
     max_length = max(map(len, rows))
     if options.library == UNSLOTH:
         model, tokenizer = load_model(options, max_length, _LORA)
     else:
         model, tokenizer = make_model(options, max_length), None
-    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda)
+    meter = Meter(model, is_cuda=is_cuda)
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unsloth_multigpu.group.waits import Lap, moment
-from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS
+from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.wire.process import read_peak_bytes
 
 if TYPE_CHECKING:
@@ -25,16 +25,14 @@ class _MicroBatch(NamedTuple):
     """What a model was given.
 
     Args:
-        ids: The rows' numbers as tokens: rows x 2. Where rows lie end to end: all tokens.
-        counts: Of each row: tokens without padding; 0 = it fills the micro-batch of a rank that has no sample. Where
-            rows lie end to end: the place of each token in its row, -1 in a filler.
-        longest: Tokens of the longest row. Where rows lie end to end: all of them.
+        inputs: Its tokens, with what tells the rows and their padding apart: `input_ids`, and `position_ids` where rows
+            lie end to end, else `attention_mask`.
+        is_sample: Of each row; False = it fills the micro-batch of a rank that has no sample.
         begin: When it began.
     """
 
-    ids: torch.Tensor
-    counts: torch.Tensor
-    longest: int
+    inputs: dict[str, torch.Tensor]
+    is_sample: torch.Tensor
     begin: Any
 
 
@@ -43,12 +41,10 @@ class Meter:
 
     Args:
         model: The model that the Trainer gets.
-        vocab_size: Base of the numbers that the first tokens of a row are.
         is_cuda: It computes on a GPU.
     """
 
-    def __init__(self, model: torch.nn.Module, *, vocab_size: int, is_cuda: bool) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, model: torch.nn.Module, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._micro_batches: list[tuple[_MicroBatch, Any]] = []
         self._pending: _MicroBatch | None = None
@@ -72,12 +68,12 @@ class Meter:
         self._begin = end
 
     def steps(self) -> list[dict[str, Any]]:
-        """One record per step, see `result.MeasuredStep`."""
+        """One record per step, see `bench_result.MeasuredStep`."""
         return [
             {
                 "wall_s": after[0] - before[0],
                 "cpu_s": after[1] - before[1],
-                **self._computed(self._micro_batches[before[2] : after[2]]),
+                **_computed(self._micro_batches[before[2] : after[2]]),
             }
             for before, after in self._steps
         ]
@@ -94,23 +90,6 @@ class Meter:
         last.register_post_accumulate_grad_hook(self._after_backward)
         self._watched.add(id(model))
 
-    def _computed(self, micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
-        compute_s = 0.0
-        samples: list[int] = []
-        sizes = []
-        for (ids, counts, longest, begin), end in micro_batches:
-            compute_s += Lap(begin, end).seconds()
-            if ids.dim() == 1:
-                flat = ids.tolist()
-                starts = [i for i, position in enumerate(counts.tolist()) if position == 0]
-                samples += [flat[i] * self._vocab_size + flat[i + 1] for i in starts]
-                sizes.append([1, longest, longest if starts else 0])
-                continue
-            rows = zip(ids.tolist(), counts.tolist(), strict=True)
-            samples += [high * self._vocab_size + low for (high, low), count in rows if count]
-            sizes.append([len(ids), longest, int(counts.sum())])
-        return {"compute_s": compute_s, "micro_batches": sizes, "samples": samples}
-
     def _before_forward(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
 
@@ -119,17 +98,28 @@ class Meter:
             return  # Not a training step: the model is only tried.
         if id(model) not in self._watched:
             self._watch_end(model)  # A copy: torch copies the hooks of modules and not those of parameters.
-        ids, is_sample = kwargs["input_ids"], (kwargs["labels"] != -100).any(dim=1)
-        if "position_ids" in kwargs:  # Rows lie end to end; all have labels, or the micro-batch fills a rank.
-            counts, ids_kept = torch.where(is_sample, kwargs["position_ids"][0], -1), ids[0]
-        else:
-            counts, ids_kept = kwargs["attention_mask"].sum(dim=1) * is_sample, ids[:, :NUM_ID_TOKENS]
-        self._pending = _MicroBatch(ids_kept.clone(), counts, ids.shape[1], moment(ids.device))
+        ids = kwargs["input_ids"]
+        more = "position_ids" if "position_ids" in kwargs else "attention_mask"
+        inputs = {name: kwargs[name].clone() for name in ("input_ids", more)}
+        self._pending = _MicroBatch(inputs, (kwargs["labels"] != -100).any(dim=1), moment(ids.device))
 
     def _after_backward(self, parameter: Any) -> None:
         if self._pending is not None:
-            self._micro_batches.append((self._pending, moment(self._pending.ids.device)))
+            self._micro_batches.append((self._pending, moment(self._pending.is_sample.device)))
             self._pending = None
+
+
+def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
+    """What these micro-batches were, as `MeasuredStep` has it."""
+    samples: list[str] = []
+    sizes = []
+    for (inputs, is_sample, _), _ in micro_batches:
+        kept = {name: value[is_sample] for name, value in inputs.items()}
+        samples += fingerprints(kept).elements()
+        tokens = kept["attention_mask"].sum() if "attention_mask" in kept else kept["input_ids"].numel()
+        sizes.append([*inputs["input_ids"].shape, int(tokens)])
+    compute_s = sum(Lap(batch.begin, end).seconds() for batch, end in micro_batches)
+    return {"compute_s": compute_s, "micro_batches": sizes, "samples": samples}
 
 
 def peak_bytes(is_cuda: bool) -> int:

@@ -44,14 +44,13 @@ def _write_model(options: BenchOptions, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from unsloth_multigpu.tools.bench.bench_worker import make_model
-    from unsloth_multigpu.tools.bench.data import make_rows
 
-    max_length = max(map(len, make_rows(options)))
+    max_length = max(map(len, options.rows()))
     model = make_model(dataclasses.replace(options, train="full"), max_length)
     is_frozen_bf16 = options.train == "lora" and options.dtype == "bf16"
     model.to(torch.bfloat16 if is_frozen_bf16 else torch.float32).save_pretrained(folder)
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    words = [*names.values(), *(f"w{number}" for number in range(len(names), options.vocab_size))]
+    words = [*names.values(), *(f"w{number}" for number in range(len(names), options.model_shape[2]))]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=names["unk_token"]))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, padding_side="right", model_max_length=max_length, **names

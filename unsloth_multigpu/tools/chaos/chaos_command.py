@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments
-from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
+from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tools.chaos.chaos_result import (
     ROUNDING,
     FaultRow,
@@ -29,13 +27,13 @@ from unsloth_multigpu.tools.chaos.chaos_result import (
 from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.script_program import check_is_no_rank
-from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.words import duration, last_lines
 
 
 @dataclass(frozen=True)
-class ChaosOptions(Arguments):
+class Options(Arguments):
     """Options that a run does not have.
 
     Args:
@@ -125,11 +123,12 @@ class Judge:
             row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
 
 
-def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs `program` once without faults and once with each, and prints what came of it.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Those of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -141,8 +140,6 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: Started in a rank, or the script trained nothing that could be followed.
     """
     check_is_no_rank("chaos")
-    own = ChaosOptions.read(options)
-    given = {name: getattr(options, name) for name in command_options("chaos")}
     run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     num_ranks = MultiGPUConfig.resolve(run_options).num_gpus or 0
     if num_ranks < 2:
@@ -152,11 +149,11 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError(f"faults={own.faults!r}: there are {num_ranks} ranks.", hint="Count them from 0.")
     # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment = {**os.environ, **file_variables(os.environ), "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
         scene = Scene(folder / "whole", program, environment, own.limit_s)
         progress.say(f"the run without faults, at most {scene.limit_s:g} s, which tells how long the others take")
-        progress.show("the run without faults", 0, 1)
+        progress.show("the run without faults")
         ended = scene.run((), run_options)
         progress.clear()
         if ended.code != 0:
@@ -192,21 +189,17 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
 
 
 def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
-    """Tries every fault, and says how long that takes before and meanwhile."""
+    """Tries every fault, and says before how long that takes."""
     run_s = ended.end_s - ended.start_s
     # The way to the fault is as long as a run at most, and behind it comes another.
-    expected_s = [2 * run_s] * len(faults)
     progress.say(
         f"it took {run_s:.1f} s, {judge.cold_s:.1f} s of that to the end of the first step; "
-        f"{len(faults)} more with faults take {about(sum(expected_s))}"
+        f"{len(faults)} more with faults take about {duration(2 * run_s * len(faults))}"
     )
     rows: list[FaultRow] = []
-    took_s: list[float] = []
     for number, fault in enumerate(faults, 1):
-        progress.begin(number, len(faults), str(fault), left_s(expected_s, took_s))
-        begin_s = time.monotonic()
+        progress.begin(number, len(faults), str(fault))
         rows.append(judge.try_out(fault))
-        took_s.append(time.monotonic() - begin_s)
         for reason in rows[-1].reasons:
             progress.say(f"{fault}: NOT AS EXPECTED: {reason}", "bold red")
     return rows

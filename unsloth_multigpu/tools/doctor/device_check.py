@@ -7,6 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.tools.allreduce import wait_for
+from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.process import threads_of_each
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,10 +52,10 @@ def check_copies(
         for _ in range(_NUM_COPIES):
             # Every byte is wrong until it is delivered.
             arrived.copy_(~data)
-            _wait(here, there)
+            wait_for(here, there)
             start = time.perf_counter()
             copy(arrived, original)
-            _wait(here, there)
+            wait_for(here, there)
             seconds = min(seconds, time.perf_counter() - start)
             most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
         pair = {"source": source, "target": target, "num_bytes": num_bytes, "num_wrong_bytes": most_wrong}
@@ -57,14 +63,6 @@ def check_copies(
         peers = torch.cuda.can_device_access_peer(here, there) if {here.type, there.type} == {"cuda"} else None
         found.append({**pair, "gb_per_s": num_bytes / seconds / 1e9, "has_peer_access": peers})
     return found
-
-
-def _wait(*devices: torch.device) -> None:
-    import torch
-
-    for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
 
 
 def _measure() -> dict[str, Any]:
@@ -87,7 +85,26 @@ def _measure() -> dict[str, Any]:
         "rocm": torch.version.hip,
         "devices": described,
         "copies": check_copies([torch.device(kind, index) for index in range(count)]),
+        **_line(),
     }
+
+
+def _line() -> dict[str, str]:
+    """What the line would say here, or why it would refuse to start, and what to do then."""
+    import torch
+
+    from unsloth_multigpu.group.place import start_sentence
+    from unsloth_multigpu.start import ranks_to_start
+
+    config = MultiGPUConfig.resolve({})
+    try:
+        num_ranks = ranks_to_start(config)
+    except SetupError as error:
+        return {"line": "", "refused": f"the line would refuse to start: {error.args[0]}", "hint": error.hint}
+    torch.set_num_threads(threads_of_each(num_ranks))
+    world_size = num_ranks * num_nodes(config.nnodes)
+    identity = RankIdentity(0, 0, world_size, num_ranks, "unsloth_multigpu")
+    return {"line": start_sentence(identity, config, None), "refused": "", "hint": ""}
 
 
 if __name__ == "__main__":

@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.words import aligned, listed
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
-# The section of which only faults are shown.
-_FOLDED = "seams"
+# More names of failed checks than these are counted.
+_MOST_NAMES = 5
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
-def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
-    """Checks this machine and prints the result, each section when it is known.
+@dataclass(frozen=True)
+class Options(Arguments):
+    """Options of `unsloth-multigpu doctor`.
 
     Args:
-        num_gpus: Ranks of the all-reduce; None = all visible accelerators, or two where there is none.
-        as_json: Print one JSON object in place of text.
-        limit_s: Limit of each check that runs in a process of its own, in seconds.
+        json: Print one JSON object.
+        num_gpus: Ranks of the all-reduce.
+        timeout_s: Limit of each check.
+    """
+
+    json: Annotated[bool, Option()] = False
+    num_gpus: Annotated[int | None, Option(least=1, otherwise="all; 2 without a GPU")] = None
+    timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = 120.0
+
+
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
+    """Checks this machine and prints the result, each section when it is known.
 
     Returns:
         0, or 1 if a row failed.
     """
-    config = MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
+    MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
     with exit_on_signal(), Progress("doctor") as progress:
-        for what, section in check_machine(num_gpus, limit_s):
+        for what, section in check_machine(own.num_gpus, own.timeout_s):
             progress.clear()
             rows += section
-            if section and not as_json:
+            if section and not own.json:
                 lead = [("", None)] if len(rows) > len(section) else []
                 for text, style in [*lead, *section_lines(section)]:
                     screen.line(text, style)
-            if what and not as_json:
-                progress.show(what, 0, 1)
+            if what and not own.json:
+                progress.show(what)
     has_failed = any(row.state == "FAIL" for row in rows)
-    if as_json:
+    if own.json:
         version = installed_version("unsloth-multigpu")
         screen.json({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]})
     else:
         screen.line()
-        screen.line(verdict(rows, config), "bold red" if has_failed else "bold green")
+        screen.line(verdict(rows), "bold red" if has_failed else "bold green")
     return 1 if has_failed else 0
 
 
@@ -70,7 +81,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
-        seams = stack.enter_context(Probe(f"{_HERE}.seam_page", folder, limit_s))
+        patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
         yield "looks for devices, and copies between them", found.version_rows()
         devices = probe.outcome()
@@ -81,21 +92,27 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
         yield "imports the libraries, and tries every patch", found.reduce_rows(reduced, devices)
-        landed = seams.outcome()
+        landed = patches.outcome()
         yield "", found.import_rows(landed)
-        yield "", found.seam_rows(landed)
+        yield "", found.patch_rows(landed)
+
+
+def verdict(rows: Sequence[CheckRow]) -> str:
+    """The last line: which checks failed, and what the line would say here."""
+    failed = [f"{row.name} ({row.section})" for row in rows if row.state == "FAIL"]
+    line = "".join(f"With enable_multi_gpu(): {row.text}." for row in rows if row.name == "line" and row.state == "ok")
+    if not failed:
+        return line
+    then = f" Once that is mended: {line}" if line else ""
+    return f"NOT READY: {len(failed)} of {len(rows)} checks failed: {listed(failed, _MOST_NAMES)}.{then}"
 
 
 def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
-    """The rows of one section under its heading, as (aligned text, style). Seams that are well are one line."""
-    section = rows[0].section
-    shown = [row for row in rows if section != _FOLDED or row.state == "FAIL"]
-    lines: list[tuple[str, str | None]] = [(section, "bold")]
-    for row, line in zip(shown, aligned([f"{r.state:<4}", r.name, r.text] for r in shown), strict=True):
+    """The rows of one section under its heading, as (aligned text, style)."""
+    lines: list[tuple[str, str | None]] = [(rows[0].section, "bold")]
+    for row, line in zip(rows, aligned([f"{r.state:<4}", r.name, r.text] for r in rows), strict=True):
         lines.append((f"  {line}", _STYLES.get(row.state)))
         if row.hint:
             lines.append((f"        Hint: {row.hint}", None))
         lines += [(f"        | {line}", "dim") for line in row.log]
-    if hidden := len(rows) - len(shown):
-        lines.append((f"  ok    {hidden} seams are as tested; --json lists them", None))
     return lines

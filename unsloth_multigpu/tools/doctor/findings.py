@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +114,9 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
         else:
             rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
+    line, refused = devices["line"], devices["refused"]
+    state: State = "FAIL" if refused else "ok"
+    rows.append(CheckRow("devices", "line", state, refused or line, devices["hint"]))
     return rows + _host_rows()
 
 
@@ -151,35 +154,14 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
     return [CheckRow("all-reduce", name, "ok", f"every sum is exact; {speed}", facts=dict(reduced))]
 
 
-def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
+def patch_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
     """Every patch, and the check before each training."""
     if "error" in landed:
         hint = landed.get("hint") or "See the lines below: a library cannot be imported."
-        return [CheckRow("seams", "import", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
-    rows = [_seam_row(seam) for seam in landed["seams"]]
-    targets = [row.name for row in rows]
-    # One that is patched for two reasons has two rows, and the reason tells them apart.
-    rows = [
-        replace(row, text=f"{row.text}: {row.facts['reason']}") if targets.count(row.name) > 1 else row for row in rows
-    ]
-    if landed["verify"]:
-        hint = "Load whatever replaced it before enable_multi_gpu(), or leave it out."
-        rows.append(CheckRow("seams", "verify", "FAIL", landed["verify"], hint))
-    return rows
-
-
-def _seam_row(seam: Mapping[str, Any]) -> CheckRow:
-    facts = {name: seam[name] for name in ("supports", "reason", "optional", "state")}
-    if seam["state"] in ("landed", "there"):
-        return CheckRow("seams", seam["target"], "ok", f"{seam['state']} ({seam['supports']})", facts=facts)
-    if seam["error"] and (seam["is_misfit"] or not seam["optional"]):
-        hint = seam["hint"] or "Repair the import that the message names."
-        return CheckRow("seams", seam["target"], "FAIL", seam["error"], hint, facts)
-    text = {
-        "waiting for import": seam["error"] or "not loaded on this kind of machine",
-        "absent": "not in this version, which is fine",
-    }.get(seam["state"], seam["state"])
-    return CheckRow("seams", seam["target"], "note", f"{text} ({seam['supports']})", facts=facts)
+        return [CheckRow("patches", "functions", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
+    facts = {name: landed[name] for name in ("num_patches", "num_methods")}
+    text = f"{facts['num_patches']} functions and {facts['num_methods']} methods of other libraries are as tested"
+    return [CheckRow("patches", "functions", "ok", text, facts=facts)]
 
 
 def _host_rows() -> list[CheckRow]:

@@ -36,9 +36,7 @@ class Workload:
         steps: Tokens of each sample of some steps.
         sizes: Rows of each micro-batch of a step in one process.
         num_steps: Of the whole training.
-        is_planned: Samples are dealt by their lengths, else in order.
         regroup: See `deal.deal_step`.
-        keeps_whole: Micro-batches are not cut where each rank can have one.
         max_tokens: See `deal.Balance`.
         gradient_bytes: That are exchanged.
         hides: Part of a micro-batch during which gradients travel; 0 where they travel behind it.
@@ -50,9 +48,7 @@ class Workload:
     steps: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     num_steps: int
-    is_planned: bool
     regroup: bool
-    keeps_whole: bool
     max_tokens: int | None
     gradient_bytes: int
     hides: float
@@ -125,12 +121,8 @@ def _own_batches(work: Workload) -> Plan:
 
 
 def _plan(work: Workload, lengths: Sequence[int], num_ranks: int) -> Plan:
-    if work.is_planned:
-        return balance_step(
-            lengths, work.sizes, Balance(work.cost, (1.0,) * num_ranks, work.max_tokens), regroup=work.regroup
-        )
-    whole = work.keeps_whole and (len(work.sizes) >= num_ranks or work.sizes[0] == 1)
-    return deal_step(work.sizes, num_ranks, regroup=work.regroup and num_ranks > 1, whole=whole)
+    balance = Balance(work.cost, (1.0,) * num_ranks, work.max_tokens)
+    return balance_step(lengths, work.sizes, balance, regroup=work.regroup)
 
 
 def _seconds(work: Workload, plans: Sequence[Plan]) -> tuple[float, float, float]:

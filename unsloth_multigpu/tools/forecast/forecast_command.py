@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +10,7 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.step.cost import CostModel
@@ -29,14 +27,12 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
-SCHEMA_VERSION = 2
-MOST_RANKS = 1024
+SCHEMA_VERSION = 3
 # Steps that must be timed, or one slow step would decide.
 _FEWEST_STEPS = 3
 # A fit that repeats what it was made from worse than this is worth a word.
 _TOLERANCE = 0.15
 _REDUCE_LIMIT_S = 120.0
-_TOOL = "unsloth_multigpu.tools.forecast.forecast_tool:Measure"
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
     "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
@@ -44,15 +40,8 @@ _LEGEND = (
 )
 
 
-def _numbers(name: str, text: str) -> list[int]:
-    numbers = parse_numbers(name, text)
-    if numbers[-1] > MOST_RANKS:
-        raise ConfigError(f"{name}={text!r}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-    return numbers
-
-
 @dataclass(frozen=True)
-class ForecastOptions(Arguments):
+class Options(Arguments):
     """Options of `unsloth-multigpu forecast`.
 
     Args:
@@ -64,7 +53,7 @@ class ForecastOptions(Arguments):
         timeout_s: Limit of each run, in seconds.
     """
 
-    gpus: Annotated[Any, Option(check=_numbers, shown="N,N,...")] = "2,4,8"
+    gpus: Annotated[Any, Option(check=parse_numbers, shown="N,N,...")] = "2,4,8"
     link: Annotated[Any, Option(check=parse_link, shown="NAME")] = "pcie"
     steps: Annotated[int, Option(least=5)] = 16
     device: Annotated[str, Option(words=("auto", "cpu"))] = "auto"
@@ -72,11 +61,12 @@ class ForecastOptions(Arguments):
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
-def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Measures `program` on one rank, and prints the forecast.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Nothing.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -87,27 +77,26 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
         RankTimeoutError: A run took longer than its limit.
     """
-    request = ForecastOptions.read(options)
     check_is_no_rank("forecast")
     screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_signal():
-        progress.say(f"runs {request.steps} steps of {' '.join(program)} on one rank")
-        record = _run(request, program, folder)
+        progress.say(f"runs {own.steps} steps of {' '.join(program)} on one rank")
+        record = _run(own, program, folder)
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
                 f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
-    link = request.link
+    link = own.link
     work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
-    rows = [estimate(work, n, link) for n in sorted({1, *request.gpus}) if n <= num_samples]
-    refused = [n for n in request.gpus if n > num_samples]
-    if request.json:
+    rows = [estimate(work, n, link) for n in sorted({1, *own.gpus}) if n <= num_samples]
+    refused = [n for n in own.gpus if n > num_samples]
+    if own.json:
         values = {
             "schema_version": SCHEMA_VERSION,
             "command": list(program),
-            **{name: record[name] for name in ("trainer", "device", "num_trained", "misfit", "is_length_known")},
+            **{name: record[name] for name in ("trainer", "device", "num_trained", "misfit")},
             "notes": _notes(record),
             "num_timed_steps": len(record["steps"]),
             "measured": {**asdict(work), "steps": len(work.steps)},
@@ -127,8 +116,6 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
     notes = []
     if record["device"] == "CPU":
         notes.append("measured on a CPU: the figures are for ranks that compute as fast as this one, and not for GPUs")
-    if not record["is_length_known"]:
-        notes.append("the lengths of samples are not known: they count as equally long, and are dealt in order")
     if record["misfit"] > _TOLERANCE:
         notes.append(
             f"the fitted costs repeat the measured steps only within {record['misfit']:.0%}: other programs on this "
@@ -148,9 +135,9 @@ def _show(
     """What was measured, the table, and what to do."""
     num_samples = sum(work.sizes)
     lengths = [n for step in work.steps for n in step]
-    dealt = f"dealt by length ({min(lengths)} to {max(lengths)} tokens)" if work.is_planned else "dealt in order"
     screen.line(
-        f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, {dealt}"
+        f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, dealt by "
+        f"length ({min(lengths)} to {max(lengths)} tokens)"
     )
     screen.line(
         f"measured on one rank ({record['device']}), {len(record['steps'])} steps: {_short(work.token_s)} a token, "
@@ -184,24 +171,15 @@ def _short(seconds: float) -> str:
     return f"{seconds / 1e-9:.3g} ns"
 
 
-def _run(request: ForecastOptions, program: Sequence[str], folder: Path) -> dict[str, Any]:
+def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns what it has recorded."""
-    place = folder / "one"
-    place.mkdir()
-    asked = StepsRequest(str(place), request.steps, num_gpus=1)
-    variables = {variable("device"): "cpu"} if request.device == "cpu" else {}
-    code, tail = run_first_steps(program, _TOOL, asked, request.device, variables, request.timeout_s)
-    shown = textwrap.indent(f"\n{tail}", "  | ")
+    asked = StepsRequest(str(folder / "one"), own.steps, num_gpus=1)
+    variables = {variable("device"): "cpu"} if own.device == "cpu" else {}
+    code, records, tail = run_first_steps("forecast", program, asked, own.device, variables, own.timeout_s)
     if code != 0:
+        shown = textwrap.indent(f"\n{tail}", "  | ")
         raise SetupError(
             f"The script ended with exit code {code}; there is no forecast.{shown}",
             hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
         )
-    file = place / "rank_0.json"
-    if not file.exists():
-        raise SetupError(
-            f"The script ended without a training that forecast could follow.{shown}",
-            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
-        )
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+    return records[0]

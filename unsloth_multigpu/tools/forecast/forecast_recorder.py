@@ -12,15 +12,15 @@ import torch
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
-from unsloth_multigpu.part import Override
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.balance import throughput
-from unsloth_multigpu.step.cost import CostModel, fit_cost
+from unsloth_multigpu.step.cost import fit_cost
 from unsloth_multigpu.step.deal import Balance, Plan, balance_step, deal_step
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.loss import AUTO, WHOLE
-from unsloth_multigpu.step.measure import attention_of
 from unsloth_multigpu.step.step import MakePlan
-from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
+from unsloth_multigpu.strategy import DDP
+from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -30,43 +30,52 @@ WARM_UP_STEPS = 2
 _TRIED = (1, 2, 4, 8, 16)
 
 
-class Recorder(FirstSteps):
-    """Times one training, and ends it after the steps that were asked for.
+class Forecast(FirstSteps):
+    """Times the first steps of a run on one rank, and ends it.
 
     The one rank computes each step as some number of ranks would share it, all their micro-batches after each other.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: What to record.
-        rank: This rank, the only one.
-        steps: What deals the samples.
-
-    Raises:
-        SetupError: The training is one that nothing can be said of.
     """
 
-    def __init__(self, trainer: TrainerLike, request: StepsRequest, rank: int, steps: StepFeed) -> None:
+    name = "forecast"
+    plans_one_process = True
+
+    def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        others = {
+            f"strategy={config.strategy}": not isinstance(config.strategy, DDP),
+            f"shard={config.shard!r}": config.shard != "off",
+            "global_batch='scale'": not config.keeps_global_batch,
+        }
+        if asked := [name for name, is_asked in others.items() if is_asked]:
+            raise SetupError(
+                f"forecast counts DDP with the global batch of one process; the script asks for {asked[0]}.",
+                hint="Leave it out for the forecast.",
+            )
+        return self.alone(config)
+
+    def part(self, trainer: TrainerLike, session: Any, steps: StepFeed) -> Part:
+        """As above.
+
+        Raises:
+            SetupError: The training is one that nothing can be said of.
+        """
         _refuse_what_is_not_known(trainer)
-        super().__init__(trainer, request, rank)
-        self._steps = steps
         self._num_steps = 0
-        # Step, tokens of the rows, where these are known, else of all of them, and seconds.
-        self._laps: list[tuple[int, tuple[int, ...] | torch.Size, int, Lap]] = []
+        # Step, places of the rows in it, and seconds.
+        self._laps: list[tuple[int, Sequence[int], Lap]] = []
         self._ends: list[Any] = []
         self._lengths: list[list[int]] = []
+        return super().part(trainer, session, steps)
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
 
-    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        device = self._trainer.args.device
-        begin = moment(device)
-        loss = original(model, inputs, *args, **kwargs)
-        piece = self._steps.passes.current.piece if self._steps.passes.current is not None else None
-        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        num_tokens = ids.numel() if isinstance(ids, torch.Tensor) else 0
-        positions = piece.positions if piece is not None and not piece.is_filler else ()
-        self._laps.append((self._step(), positions, num_tokens, Lap(begin, moment(device))))
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = moment(self._trainer.args.device)
+        loss = original(*args, **kwargs)
+        current = self._steps.passes.current
+        if current is not None and not current.piece.is_filler:
+            lap = Lap(begin, moment(self._trainer.args.device))
+            self._laps.append((self._step(), current.piece.positions, lap))
         return loss
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -78,12 +87,19 @@ class Recorder(FirstSteps):
                 f"{type(self._trainer).__name__} builds batches of its own; its global batch cannot be kept by ranks.",
                 hint="Time some steps on one GPU and on two.",
             )
+        if self._steps.balancer.balance is None:
+            raise SetupError(
+                "The samples are dealt in order, so how long each rank would compute is not known: they are a stream, "
+                "or tokenized while they are read, the loss is no sum over their tokens, or balance='off' is set.",
+                hint="Use a data set with random access and balance='auto', or time some steps on one GPU and on two.",
+            )
         loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
         """The planner of one rank: it has the micro-batches of several."""
         balancer = self._steps.balancer
-        lengths = [balancer.lengths[i] for i in samples] if balancer.balance is not None else [1] * len(samples)
+        assert balancer.balance is not None
+        lengths = [balancer.lengths[i] for i in samples]
         self._lengths.append(lengths)
         number = len(self._lengths)
         tried = [n for n in _TRIED if n <= len(samples)]
@@ -99,21 +115,21 @@ class Recorder(FirstSteps):
         first = min(WARM_UP_STEPS, max(1, len(self._ends) - 1))
         timed = range(first, len(self._ends))
         seconds = [Lap(self._ends[k - 1], self._ends[k]).seconds() for k in timed]
-        return {"steps": seconds, **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {})}
+        return {
+            "rank": self._rank,
+            "steps": seconds,
+            **(self._measured(dict(zip(timed, seconds, strict=True))) if seconds else {}),
+        }
 
     def _measured(self, step_s: Mapping[int, float]) -> dict[str, Any]:
         """What a forecast is made from. The laps of step k are those of `step_s[k]`."""
         trainer, balancer = self._trainer, self._steps.balancer
-        is_known = balancer.balance is not None and bool(self._lengths)
-        if not is_known:
-            self._assume_lengths()
-        cost = (
-            balancer.balance.cost if balancer.balance is not None else CostModel(attention=attention_of(trainer.model))
-        )
+        assert balancer.balance is not None
+        cost = balancer.balance.cost
         laps = [
             (k, cost.work([self._lengths[k][p] for p in positions]), lap.seconds())
-            for k, positions, _, lap in self._laps
-            if k in step_s and positions
+            for k, positions, lap in self._laps
+            if k in step_s
         ]
         samples = [(work, seconds) for _, work, seconds in laps]
         cost = fit_cost(cost, samples)
@@ -131,10 +147,8 @@ class Recorder(FirstSteps):
             steps=tuple(tuple(lengths) for lengths in self._lengths if len(lengths) == sum(sizes)),
             sizes=sizes,
             num_steps=self._num_steps,
-            is_planned=is_known,
             regroup=self._steps.passes.reduction.is_token_normalised,
-            keeps_whole=self._steps.passes.reduction.kind in (AUTO, WHOLE),
-            max_tokens=None if balancer.balance is None else balancer.balance.max_tokens,
+            max_tokens=balancer.balance.max_tokens,
             gradient_bytes=num_bytes(*trained),
             hides=0.0 if is_cpu else BACKWARD_FROZEN if is_frozen else BACKWARD,
         )
@@ -142,25 +156,17 @@ class Recorder(FirstSteps):
         return {
             "work": dataclasses.asdict(work),
             "misfit": off[len(off) // 2],
-            "is_length_known": is_known,
             "device": "CPU" if is_cpu else torch.get_device_module(trainer.args.device).get_device_name(),
             "trainer": type(trainer).__name__,
             "num_trained": sum(p.numel() for p in trained),
         }
 
-    def _assume_lengths(self) -> None:
-        """Samples whose lengths are not known count as equally long."""
-        num_samples = sum(len(positions) for _, positions, _, _ in self._laps)
-        each = max(1, round(sum(n for _, _, n, _ in self._laps) / max(1, num_samples)))
-        numbers = range(1 + max(k for k, *_ in self._laps))
-        self._lengths = [[each] * sum(len(p) for k, p, _, _ in self._laps if k == number) for number in numbers]
-
 
 def _of_all_ranks(
-    lengths: Sequence[int], sizes: Sequence[int], num_ranks: int, balance: Balance | None, *, regroup: bool
+    lengths: Sequence[int], sizes: Sequence[int], num_ranks: int, balance: Balance, *, regroup: bool
 ) -> Plan:
     """The pieces of all ranks as those of one. One rank has the script's own micro-batches."""
-    if balance is None or num_ranks == 1:
+    if num_ranks == 1:
         return deal_step(sizes, 1, regroup=False)
     plan = balance_step(lengths, sizes, dataclasses.replace(balance, speeds=(1.0,) * num_ranks), regroup=regroup)
     return [[piece for share in plan for piece in share if not piece.is_filler]]

@@ -24,13 +24,11 @@ class Link:
         name: As on the command line.
         bytes_per_s: That a rank sends while it receives as many.
         latency_s: Of one message between neighbours.
-        source: Where both figures are from.
     """
 
     name: str
     bytes_per_s: float
     latency_s: float
-    source: str
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
         """Seconds in which every rank has the sum of all ranks' `num_bytes`."""
@@ -38,14 +36,13 @@ class Link:
         return passes * num_bytes / num_ranks / self.bytes_per_s + passes * self.latency_s
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.bytes_per_s / _GIGA:.3g} GB/s: {self.source})"
+        return f"{self.name} ({self.bytes_per_s / _GIGA:.3g} GB/s, {self.latency_s / _MICRO:.2g} us)"
 
 
 # Bandwidths are those that NCCL itself plans with, in src/graph/topo.h: SM80_NVLINK_BW (20 GB/s a link, 12 links),
 # PCI_BW (12 GB/s for generation 3 with 16 lanes, half of generation 4), NET_BW (12 GB/s for 100 Gbit/s). Latencies are
 # its hwLat of rings with the Simple protocol, in src/graph/tuning.cc.
-NVLINK = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO, "NCCL's own figures: A100, 12 NVLinks of 20 GB/s, 3.4 us")
-PCIE = Link("pcie", 24 * _GIGA, 5.7 * _MICRO, "NCCL's own figures: PCIe 4 x16 with peer access, 24 GB/s, 5.7 us")
+NVLINK, PCIE = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO), Link("pcie", 24 * _GIGA, 5.7 * _MICRO)
 
 
 def parse_link(name: str, text: str) -> Link:
@@ -63,5 +60,4 @@ def parse_link(name: str, text: str) -> Link:
             f"{name}={text!r}; expected nvlink, pcie, or ethernet with its Gbit/s, such as ethernet:25.",
             hint="ethernet:1 is 1 Gbit/s.",
         )
-    source = f"NCCL's own figures: 96 % of {gbit:g} Gbit/s, 14 us"
-    return Link(f"ethernet:{gbit:g}", gbit * 0.12 * _GIGA, 14.0 * _MICRO, source)
+    return Link(f"ethernet:{gbit:g}", gbit * 0.12 * _GIGA, 14.0 * _MICRO)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -39,7 +38,7 @@ def parse_memory(name: str, text: str) -> int:
 
 
 @dataclass(frozen=True)
-class PlanOptions(Arguments):
+class Options(Arguments):
     """Options of `unsloth-multigpu plan`.
 
     Args:
@@ -62,19 +61,17 @@ class PlanOptions(Arguments):
     json: Annotated[bool, Option()] = False
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
-
-def program_of_model(options: argparse.Namespace) -> list[str]:
-    """The training that `--model` asks for, as a program; empty where it does not."""
-    own = PlanOptions.read(options)
-    if own.model is None:
-        return []
-    lora = _LORA if own.lora is None else own.lora
-    values = {"lora": lora, "bits": own.bits or _BITS, "tokens": own.tokens or _TOKENS, "samples": max(own.gpus)}
-    asked = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    return ["-m", _MODEL_SCRIPT, own.model, *asked]
+    def program(self) -> list[str]:
+        """The training that `--model` asks for."""
+        if self.model is None:
+            return []
+        lora = _LORA if self.lora is None else self.lora
+        values = {"lora": lora, "bits": self.bits or _BITS, "tokens": self.tokens or _TOKENS, "samples": max(self.gpus)}
+        asked = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        return ["-m", _MODEL_SCRIPT, self.model, *asked]
 
 
-def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Forecasts the memory of `program` and prints it.
 
     Returns:
@@ -85,7 +82,6 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: The script cannot be run without its weights, or nothing is known of what it trains.
         RankTimeoutError: It did not come to `train()` in time.
     """
-    own = PlanOptions.read(options)
     numbers = own.gpus
     of_model = [name for name in ("model", "lora", "bits") if getattr(own, name) is not None]
     if of_model and list(program[:2]) != ["-m", _MODEL_SCRIPT]:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.overview import Overview
-from unsloth_multigpu.tools.top.top_table import render
+from unsloth_multigpu.option_type import Option
+from unsloth_multigpu.overview import Look, Overview, headline, table_of
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration
 
 _EVERY_S = 0.5
-_WIDE = 200
 
 
-def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
-    """Shows a run.
+@dataclass(frozen=True)
+class Options(Arguments):
+    """Options of `unsloth-multigpu top`.
 
     Args:
-        name: Process id of its supervisor or of one of its ranks, or its folder; None = the one that there is.
-        once: Look once.
-        as_json: Look once, and print JSON.
+        run_name: Process id of the job, as `top` lists it where there are several, or of one of its ranks; or its
+            private folder.
+        once: Print one table and end.
+        json: Print one JSON object and end.
+    """
+
+    run_name: Annotated[str | None, Option(shown="RUN", otherwise="the one that runs")] = None
+    once: Annotated[bool, Option()] = False
+    json: Annotated[bool, Option()] = False
+
+
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
+    """Shows a run.
 
     Returns:
         0: the run was shown, and has ended where it was followed; or there are several, which were listed.
@@ -31,18 +45,16 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
     Raises:
         SetupError: There is no such run, or there are several and one object was asked for.
     """
-    screen = Screen()
-    if name is None and not as_json and len(runs := find_runs()) > 1:
+    screen, name = Screen(), own.run_name
+    if name is None and not own.json and len(runs := find_runs()) > 1:
         screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nName one: unsloth-multigpu top {runs[0].pid}")
         return 0
-    run = choose_run(name)
-    overview = Overview(run)
-    if as_json:
+    overview = Overview(choose_run(name))
+    if own.json:
         screen.json(overview.look().values())
-    elif once or not screen.is_terminal:
-        if not screen.is_terminal:
-            screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.
-        screen.console.print(render(overview.look(), screen.console.width))
+    elif own.once or not screen.is_terminal:
+        for line, style in _lines(overview.look(), screen.console.width if screen.is_terminal else None):
+            screen.line(line, style)
     else:
         _follow(screen, overview)
     return 0
@@ -90,15 +102,27 @@ def _listed(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def _lines(look: Look, width: int | None) -> list[tuple[str, str]]:
+    """Lines, each with its style; a rank that is stuck is red."""
+    if not look.rows:
+        return [(headline(look), "bold"), ("its ranks are starting", "")]
+    names, *ranks = table_of(look, width)
+    styles = ["bold red" if row.is_stuck else "" for row in look.rows]
+    return [(headline(look), "bold"), ("", ""), (names, "bold"), *zip(ranks, styles, strict=True)]
+
+
 def _follow(screen: Screen, overview: Overview) -> None:
     """Until the run ends, or Ctrl-C."""
+    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     run = overview.run
     try:
         with Live(console=screen.console, auto_refresh=False, transient=False) as live:
             while run.state() != "over" and Path(run.folder).is_dir():
-                live.update(render(overview.look(), screen.console.width), refresh=True)
+                lines = _lines(overview.look(), screen.console.width)
+                live.update(Group(*(Text(line, style) for line, style in lines)), refresh=True)
                 time.sleep(_EVERY_S)
         screen.line(f"{run.job} (pid {run.pid}) has ended.")
     except KeyboardInterrupt:

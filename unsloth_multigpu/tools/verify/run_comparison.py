@@ -1,15 +1,13 @@
 """Do one process and several ranks train the same? A decision over what both runs have left.
 
-A run is what `read_run` makes of the files that `verify_recorder` writes. What is found is a part of the receipt.
+A run is what `merged` makes of what `verify_recorder` writes. What is found is a part of the receipt.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.step.sketch import FINE, difference
@@ -21,12 +19,13 @@ _TOO_EARLY = "the first steps of fp16 overflow, and a warm-up may begin at 0: ra
 Values = Mapping[str, Any]
 
 
-def read_run(folder: Path) -> dict[str, Any] | None:
-    """Rank 0's record of a run, with the samples of all ranks; None if there is nothing."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank_*.json"))]
-    if not records:
-        return None
-    first: dict[str, Any] = next(record for record in records if record["rank"] == 0)
+def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's record of a run, with the samples of all ranks.
+
+    Args:
+        records: Of all ranks, rank 0's first.
+    """
+    first = records[0]
     for step in first["steps"]:
         same_step = [s for record in records for s in record["steps"] if s["step"] == step["step"]]
         step["samples"] = sum((Counter(s["samples"]) for s in same_step), Counter[str]())

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
-from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
-    check_ranks,
     run_first_steps,
     thread_variables,
 )
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
-SCHEMA_VERSION = 2
-_TOOL = "unsloth_multigpu.tools.verify.verify_tool:Verify"
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Arguments):
+class Options(Arguments):
     """Options that a run does not have, or that mean something else here.
 
     Args:
@@ -50,11 +46,12 @@ class VerifyOptions(Arguments):
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
 
-def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs the first steps of `program` twice, and prints the comparison.
 
     Args:
-        options: What the command line gave; None = not given.
+        own: Options of the command.
+        given: Those of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
@@ -63,11 +60,9 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     Raises:
         ConfigError: A number of steps or ranks that cannot be compared.
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
-        RankTimeoutError: A run took longer than `options.timeout_s`.
+        RankTimeoutError: A run took longer than `own.timeout_s`.
     """
-    own = VerifyOptions.read(options)
     num_steps = own.steps
-    given = {name: getattr(options, name) for name in command_options("verify")}
     config = MultiGPUConfig.resolve({**given, "num_gpus": own.num_gpus})
     num_ranks = _num_ranks(config)
     threads = thread_variables(config.device, num_ranks)
@@ -75,32 +70,35 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     records = []
     with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
-            place, begin_s = folder / name, time.monotonic()
-            place.mkdir()
+            begin_s = time.monotonic()
             label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
-            progress.show(label, 0, 1)
-            asked = StepsRequest(str(place), num_steps, num_gpus, dropout=not own.no_dropout)
-            code, tail = run_first_steps(program, _TOOL, asked, config.device, variables, own.timeout_s)
+            progress.show(label)
+            asked = StepsRequest(str(folder / name), num_steps, num_gpus, dropout=not own.no_dropout)
+            code, found, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
                 print(tail, file=sys.stderr)
                 progress.say(f"{label} ended with exit code {code}.")
                 return code
-            records.append(_read(place, program, tail))
+            if not found[0]["steps"]:
+                raise SetupError("The training ended before its first step.", hint="Check max_steps and the data.")
+            records.append(found)
             progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
-    receipt = _receipt(program, *records)
+    from unsloth_multigpu.tools.verify.run_comparison import merged  # Imports torch.
+
+    receipt = _receipt(program, *map(merged, records))
     screen = Screen()
     if own.json:
         screen.json(receipt)
     else:
-        from unsloth_multigpu.tools.verify.page import show  # Imports torch.
+        from unsloth_multigpu.tools.verify.page import show
 
         show(screen, receipt, threads.get("OMP_NUM_THREADS"))
     return 0 if receipt["agree"] else DivergenceError.exit_code
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
-    from unsloth_multigpu.start import visible_accelerators
+    from unsloth_multigpu.start import ranks_to_start, visible_accelerators
     from unsloth_multigpu.tools.allreduce import DEFAULT_CPU_RANKS
 
     check_is_no_rank("verify")
@@ -111,28 +109,13 @@ def _num_ranks(config: MultiGPUConfig) -> int:
             "verify compares one process with several ranks; this would be one rank.",
             hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
         )
-    check_ranks("verify", replace(config, num_gpus=num_ranks))
+    ranks_to_start(replace(config, num_gpus=num_ranks))  # Before the first run.
     return num_ranks
-
-
-def _read(folder: Path, program: Sequence[str], tail: str) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.run_comparison import read_run
-
-    record = read_run(folder)
-    if record is None:
-        raise SetupError(
-            f"{' '.join(program)} ended without a training that verify could follow. The end of its output:\n{tail}",
-            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
-        )
-    if not record["steps"]:
-        raise SetupError("The training ended before its first optimizer step.", hint="Check max_steps and the data.")
-    return record
 
 
 def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
     from unsloth_multigpu.tools.verify.run_comparison import compare, is_compared
 
-    facts = [{name: value for name, value in run["facts"].items() if name != "versions"} for run in (one, many)]
     found = compare(one, many)
     compared = [step["compared"] for step in found["steps"] if is_compared(step)]
     times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
@@ -142,8 +125,7 @@ def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, 
         "command": list(program),
         "compared": "Compared: the beginning of the script's first train(). What comes after it was not run.",
         "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
-        "versions": many["facts"]["versions"],
-        "runs": {"one": facts[0], "many": facts[1]},
+        "runs": {"one": one["facts"], "many": many["facts"]},
         # Median seconds of a step's forward and backward passes.
         "one_process_s": one_s,
         "ranks_s": ranks_s,

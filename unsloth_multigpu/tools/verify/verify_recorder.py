@@ -21,16 +21,14 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import find_engine
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.sketch import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints
-from unsloth_multigpu.tools.first_steps import FirstSteps, StepsRequest
+from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.versions import installed_version
 
-_LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
 # A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
 # lost in most elements by rounding, and in which of them is by chance. Measured: 73 of 4096 moved, updates differ by
 # 0.13; from 300 of 4096 on by less than 0.08.
@@ -39,31 +37,28 @@ _NEARLY_ALL = 0.9
 _DROPOUT = "dropout"
 
 
-class Recorder(FirstSteps):
-    """Follows one training of this rank, and ends it after the steps that were asked for.
+class Verify(FirstSteps):
+    """Records the first steps of a run, and ends its ranks."""
 
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: What to record.
-        rank: This rank.
-        config: The run's options.
-        steps: What deals the samples, and compares steps; None where the training is not steered.
+    name = "verify"
+    draws_alike = True
 
-    Raises:
-        SetupError: The training is not one of whole weights on every rank.
-    """
+    def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        # Both runs train as without the tool. The ranks compute each step as one process as well, and compare.
+        compared = {"check_first_step": "every"} if self.request.num_gpus > 1 else {}
+        return self.alone(config, verify_every=1, **compared)
 
-    def __init__(
-        self, trainer: TrainerLike, request: StepsRequest, rank: int, config: MultiGPUConfig, steps: Any = None
-    ) -> None:
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
+        """As above. `steps` deals the samples, and compares steps; None where the training is not steered.
+
+        Raises:
+            SetupError: The training is not one of whole weights on every rank.
+        """
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
                 "verify compares the weights of a training that this package steers; FSDP 1 or DeepSpeed is on.",
                 hint="Switch it off for this comparison.",
             )
-        super().__init__(trainer, request, rank)
-        self._config = config
-        self._steps = steps
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, Any]] = defaultdict(dict)
         self._gradient_shares: dict[str, float] = {}
@@ -72,13 +67,14 @@ class Recorder(FirstSteps):
         self._updates: dict[str, tuple[list[float], bool]] = {}
         self._facts: dict[str, Any] = {}
         self._reasons: list[dict[str, str]] = []
+        return super().part(trainer, session, steps)
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        with super().around(), nullcontext() if self._request.dropout else Still():
+        with super().around(), nullcontext() if self.request.dropout else Still():
             yield
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +168,7 @@ class Recorder(FirstSteps):
     def _found(self) -> Iterator[dict[str, str]]:
         """Reasons for a difference that the comparison of the steps has found."""
         drawing = {name for figures in self._figures.values() for name in figures.get("compared", {}).get("draws", ())}
-        for name in sorted(drawing if self._request.dropout else drawing - {_DROPOUT}):
+        for name in sorted(drawing if self.request.dropout else drawing - {_DROPOUT}):
             advice = "--no-dropout" if name == _DROPOUT else "let it draw nothing"
             found = "draws random numbers, of which each rank has others than one process"
             yield {"name": name, "found": found, "advice": advice}
@@ -224,5 +220,4 @@ def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "rounding": rounding_bound(trainer),
         "config": config.plain_values(),
-        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }

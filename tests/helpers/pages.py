@@ -1,17 +1,32 @@
-"""The table of options as Markdown: `unsloth-multigpu doctor --options > docs/options.md`."""
+"""Writes docs/options.md and docs/seams.md, which follow from the code: `python -m tests.helpers.pages`.
+
+A test compares both.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 from unsloth_multigpu.option_type import Option, Scope, flag, options_of
 from unsloth_multigpu.options import GROUPS, MultiGPUConfig, variable
+from unsloth_multigpu.seam import SEAMS, InstanceSeam
 from unsloth_multigpu.strategy import STRATEGIES, Strategy
-from unsloth_multigpu.text_table import markdown_table
+from unsloth_multigpu.tools.doctor.patch_check import all_patches
 
-_INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/options.md -->
+DOCS = Path(__file__).parents[2] / "docs"
+_CALLED = {
+    "step": "in each step",
+    "step end": "behind each step",
+    "save": "for each checkpoint",
+    "": "in some trainings",
+}
+_INTRODUCTION = """<!-- Generated: python -m tests.helpers.pages -->
 # Options
 
 Every option of a run: an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
-Arguments win over variables, variables over the YAML file, the file over `pyproject.toml`, and that over defaults.
+Arguments win over variables, variables over the YAML file, and that over defaults.
 Those with a flag are options of `unsloth-multigpu run`, too, where they count as variables. An unknown argument,
 variable with our prefix or name in a file is an error, and so is an option that nothing would follow. The last column
 says who follows an option that not every run follows, or, in front of a colon, which of its values:
@@ -34,17 +49,9 @@ max_restarts: 3
 hang_timeout_s: 300
 ```
 
-Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always
-wants stands in the `pyproject.toml` of the working folder, or of the nearest one above it:
-
-```toml
-[tool.unsloth_multigpu]
-hang_timeout_s = 300
-resume = "auto"
-```
-
-A name that is no option, one that is given twice and a value that cannot be used are errors that name file and line.
-`verify` and `chaos` read the same files.
+Values are written as in variables, so `off` is the word; `null` or nothing means "not given". A name that is no
+option, one that is given twice and a value that cannot be used are errors that name file and line. `verify` and
+`chaos` read the same file.
 """
 _STRATEGIES = """
 ## Strategies
@@ -78,7 +85,7 @@ def _option_cells(name: str, row: Option) -> list[str]:
 
 
 def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:
-    first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges]
+    first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", str(inspect.getdoc(cls)).partition("\n")[0]]
     return [first, *(["", f"`{name}`", _default(row), row.help] for name, row in options_of(cls).items())]
 
 
@@ -90,3 +97,47 @@ def _code(value: object) -> str:
     if isinstance(value, (str, Strategy)):
         return f'`"{value}"`'
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def seams_markdown() -> str:
+    """The page `docs/seams.md`. The same on every machine."""
+    lines = [
+        "<!-- Generated: python -m tests.helpers.pages -->",
+        "# Seams",
+        "",
+        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each",
+        "patch lands on your machine. Where a required function is missing, the script ends with an error; the others",
+        "are passed over, since some of the supported versions do not have them.",
+        "",
+        markdown_table(
+            ("Target", "Supported", "Required", "Reason"),
+            [(f"`{p.target}`", f"`{p.supports}`", "no" if p.optional else "yes", p.reason) for p in all_patches()],
+        ),
+        "## While a Trainer trains",
+        "",
+        "These methods are replaced on one object, from the beginning of `train()` to its end. When it begins, each",
+        "must be there and have the parameters named here. One that should be called in each step, or for each",
+        "checkpoint, and is not, ends the training with an error.",
+        "",
+        markdown_table(("Target", "Parameters", "Called", "Required", "Reason"), map(_seam_cells, SEAMS.values())),
+    ]
+    return "\n".join(lines)
+
+
+def _seam_cells(seam: InstanceSeam) -> list[str]:
+    parameters = ", ".join(f"`{name}`" for name in seam.needs)
+    return [f"`{seam.target}`", parameters, _CALLED[seam.called], "no" if seam.optional else "yes", seam.reason]
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The table in Markdown. The last line ends with a line break, too."""
+    return "".join([_markdown_line(columns), "|" + "---|" * len(columns) + "\n", *map(_markdown_line, rows)])
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+if __name__ == "__main__":
+    for name, text in (("options.md", options_markdown()), ("seams.md", seams_markdown())):
+        (DOCS / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,120 @@
+"""Probe: every function of another library that this package steers is there, and every patch lands."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.logs import Console
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.seam import SEAMS, check_seam
+from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.identity import RankIdentity
+
+# In the order of a user's script: Unsloth changes the others and asks to be imported first.
+_LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
+# These import at once what they need on this machine. Their other modules are for other machines, and would patch the
+# other libraries.
+_EAGER = ("unsloth", "unsloth_zoo")
+# Errors that imports of large libraries raise. A crash of the whole probe is reported by its parent.
+_IMPORT_ERRORS = (
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NameError,
+    OSError,
+    SyntaxError,
+)
+
+
+def all_patches() -> list[Patch]:
+    """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
+    import torch
+
+    from unsloth_multigpu.hooks.saving import SaveGate
+    from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
+    from unsloth_multigpu.notebook.kernel_share import notebook_patches
+    from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
+
+    session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), Console())
+    session.console.close()
+    return [
+        followed_train_patch(lambda: False),
+        *patches_of_trainers(session, "cuda"),
+        # A device that has not the number of the rank needs more of them.
+        *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
+        *notebook_patches(_not_in_a_run),
+    ]
+
+
+def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
+    """Applies the patches and imports what they aim at, as a rank of a user's script does.
+
+    Args:
+        libraries: Imported first, in this order, where they are installed.
+
+    Returns:
+        `imports` = library -> "" or its error, and `num_patches`.
+
+    Raises:
+        MultiGPUError: The first patch that does not land.
+    """
+    registry = PatchRegistry(patches)
+    registry.apply()
+    imports = {name: _import(name) for name in libraries if installed_version(name) is not None}
+    required = {patch.target.partition(":")[0] for patch in patches if not patch.optional}
+    waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
+    for name in dict.fromkeys(waiting):
+        if name.partition(".")[0] not in _EAGER and (error := _import(name)) and name in required:
+            raise SetupError(f"{name}: {error}", hint="Repair the import that the message names.")
+    registry.verify()
+    return {"imports": imports, "num_patches": len(patches)}
+
+
+def check_instance_seams() -> int:
+    """Checks the methods that are steered on one object, as far as their classes show them; returns their number.
+
+    Raises:
+        PatchError: The first that has another shape.
+    """
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, Trainer
+    from transformers.trainer_callback import CallbackHandler
+
+    owners = {"accelerator": Accelerator, "callback_handler": CallbackHandler}
+    owners |= {"model": PreTrainedModel, "trainer": Trainer}
+    return sum(check_seam(seam, owners[seam.owner]) for seam in SEAMS.values())
+
+
+def _not_in_a_run(*args: Any) -> None:
+    raise SetupError("A patch that was only tried out was called.", hint="Start a training with enable_multi_gpu().")
+
+
+def _import(name: str) -> str:
+    """Imports a module; returns its error. One of ours is raised, also from behind the one of a lazy package."""
+    try:
+        importlib.import_module(name)
+    except _IMPORT_ERRORS as error:
+        link: BaseException | None = error
+        while link is not None and not isinstance(link, MultiGPUError):
+            link = link.__cause__ or link.__context__
+        if link is not None:
+            raise link from None
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+if __name__ == "__main__":
+    from unsloth_multigpu.tools.probe import leave_outcome
+
+    def _try_all() -> dict[str, Any]:
+        found = try_patches(all_patches())
+        return {**found, "num_methods": 0 if found["imports"]["transformers"] else check_instance_seams()}
+
+    leave_outcome(_try_all)
