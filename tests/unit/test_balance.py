@@ -15,7 +15,6 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
-from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
@@ -160,14 +159,6 @@ def measured_steps(ours: Balancer, count: int) -> None:
         ours.end_step()
 
 
-def test_costs_are_measured_in_the_first_steps() -> None:
-    ours = prepared(loader())
-    measured_steps(ours, 16)
-    assert ours.balance is not None
-    assert ours.balance.cost.overhead_tokens == 16
-    assert ours.balance.cost.floor_tokens == 0
-
-
 def small_and_slow(mine: list[float]) -> list[list[float]]:
     """Another rank, with a tenth of the work in each micro-batch and half the speed."""
     its = [value for work in mine[1::2] for value in (work / 10, 2 * (work / 10 + 20) * 1e-5)]
@@ -182,18 +173,6 @@ def test_costs_of_unequal_ranks_are_those_of_one() -> None:
     assert ours.balance is not None
     assert ours.balance.cost.overhead_tokens == 16
     assert ours.balance.cost.floor_tokens == 0
-
-
-def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured() -> None:
-    ours = prepared(loader())
-    ours.stopwatch = SimpleNamespace(lap=lambda: FakeLap(1.0))  # type: ignore[assignment]
-    num_laps = []
-    for _ in range(3):
-        ours.note(Piece((0,), work=5.0))
-        ours.note(Piece((0,)))
-        num_laps.append(len(ours._laps))
-        ours.end_step()
-    assert num_laps == [0, 0, 1]
 
 
 def test_deterministic_algorithms_leave_the_plan_alone() -> None:

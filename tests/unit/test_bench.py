@@ -26,8 +26,6 @@ from unsloth_multigpu.tools.bench.bench_result import (
     MeasuredStep,
     RankRecord,
     Spread,
-    norm_difference,
-    ratios,
     summarize,
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
@@ -43,17 +41,6 @@ def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), sam
 
 def rank(number: int, *steps: MeasuredStep, norms=None, **more) -> RankRecord:
     return RankRecord(number, steps, tuple([1.0] * len(steps) if norms is None else norms), 100, "cpu", **more)
-
-
-def test_ratios_are_taken_within_each_round() -> None:
-    # The ratio of the medians would be 20 / 20.
-    assert ratios([10.0, 20.0, 60.0], [5.0, 20.0, 30.0]) == Spread(2.0, 1.0, 2.0)
-
-
-def test_norm_difference_is_relative_and_the_largest() -> None:
-    assert norm_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
-    assert norm_difference([0.5], [0.0]) == 0.5
-    assert norm_difference([math.nan, 1.0], [1.0, 1.0]) == math.inf
 
 
 def test_samples_are_compared_with_how_often_they_occur() -> None:
@@ -78,28 +65,6 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     assert bars([alone]) == []
 
 
-def test_medians_are_drawn_as_bars_beside_torchrun() -> None:
-    runs = {
-        "one_process": [[rank(0, step(wall_s=4.0))]],
-        "ours": [[rank(0, step(wall_s=1.0))]],
-        "torchrun": [[rank(0, step(wall_s=2.0))]],
-    }
-    drawn = bars(summarize(runs, COLD))
-    assert drawn[:2] == ["", "times as fast as torchrun:"]
-    assert [(line.split()[0], line.count("#"), line.split()[-1]) for line in drawn[2:]] == [
-        ("one_process", 15, "0.50"),
-        ("ours", 60, "2.00"),
-        ("torchrun", 30, "1.00"),
-    ]
-
-
-@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
-def test_every_arm_has_the_same_samples_in_a_step(arm) -> None:
-    options = BenchOptions(ranks=3, batch_size=5, accumulation=2)
-    num_loaders = 1 if arm.line is not None else arm.num_processes(options)
-    assert options.batch_size * arm.num_accumulated(options) * num_loaders == options.num_samples_per_step == 30
-
-
 def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     inherited = {
         "RANK": "3",
@@ -121,13 +86,6 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
-
-
-def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
-    shared = BenchOptions(device="cuda", is_card_shared=True)
-    assert "torch.distributed.run" in ARMS["ours"].command(shared)
-    assert "torch.distributed.run" not in ARMS["ours"].command(BenchOptions())
-    assert "torch.distributed.run" not in ARMS["ours_one"].command(shared)
 
 
 class Tiny(nn.Module):
@@ -210,12 +168,6 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
         run_arm(failing([sys.executable, "-c", code]), BenchOptions(timeout_s=1.0), tmp_path)
     assert time.monotonic() - begin_s < 20
     assert orphans(str(tmp_path)) == []
-
-
-def test_bytes_count_where_all_ranks_know_them() -> None:
-    runs = {"ddp": [[rank(0, step(), step(), sent_bytes=8), rank(1, step(), step(), sent_bytes=6)]]}
-    runs |= {"torchrun": [[rank(0, step(), step(), sent_bytes=8), rank(1, step(), step())]]}
-    assert [result.sent_bytes_per_step for result in summarize(runs, COLD)] == [4.0, None]
 
 
 def test_run_is_measured_without_its_warm_up() -> None:

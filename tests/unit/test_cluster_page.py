@@ -101,20 +101,3 @@ def traffic() -> ModuleType:
 def test_tables_of_the_page_are_those_of_the_formula(traffic: ModuleType) -> None:
     shown = PAGE.partition("<!-- cluster_traffic.py -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == traffic.page()
-
-
-def test_formula_gives_the_bytes_of_a_ring(traffic: ModuleType) -> None:
-    small, large = traffic.MODELS
-    # Known numbers of weights of rank 16 on all linear layers of Llama 3.1.
-    assert (small.num_lora_weights, large.num_lora_weights) == (41_943_040, 207_093_760)
-    assert traffic.step_bytes(small, "DDP", 8, lora=False) == 0
-    assert traffic.step_bytes(small, "DDP", 16, lora=False) == 2 * 15 / 16 * small.num_weights * 2
-    assert traffic.step_bytes(small, "DDP", 1024, lora=True) == 2 * 1023 / 1024 * 41_943_040 * 4
-    sharded = traffic.step_bytes(small, "sharded", 16, lora=False)
-    assert sharded == pytest.approx(15 / 16 * 3 * 2 * small.num_weights)
-    twice = traffic.step_bytes(small, "sharded", 16, lora=False, accumulation=2)
-    assert twice == pytest.approx(15 / 16 * 5 * 2 * small.num_weights)
-    meeting = 2 * 63 / 64 * 4 * large.num_weights
-    assert traffic.step_bytes(large, "DiLoCo / 16", 64, lora=False) == pytest.approx(meeting / 16)
-    # 1 GB on 8 Gbit/s.
-    assert traffic.step_seconds(1e9, 8) == 1.0

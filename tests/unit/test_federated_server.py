@@ -16,7 +16,6 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
-from safetensors.torch import load_file
 
 import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
@@ -24,7 +23,6 @@ from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
-from unsloth_multigpu.federated.reply import judge
 from unsloth_multigpu.federated.training import Training
 
 
@@ -288,20 +286,6 @@ def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> N
         run(make_plan(strategy=Slower(4.0)), num_rounds=3, **options)
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_transposed_weights_are_saved_and_resumed(tmp_path: Path) -> None:
-    def transposed() -> nn.Module:
-        model = nn.Module()
-        model.register_parameter("weight", nn.Parameter(torch.arange(6.0).view(3, 2).t()))
-        return model
-
-    for num_rounds in (1, 2):
-        _, trained = run(make_plan(transposed), num_rounds=num_rounds, output_dir=str(tmp_path), resume="auto")
-        training.save_model(trained, tmp_path)
-        found = load_file(tmp_path / "model.safetensors")["weight"]
-        torch.testing.assert_close(found, torch.arange(6.0).view(3, 2).t() + 1.5 * num_rounds)
-
-
 class Embedding(nn.Module):
     """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
 
@@ -359,21 +343,3 @@ def reply(client_id: int, reason: str = "") -> Message:
     if reason:
         return Message(Error(2, reason), reply_to=asked)
     return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=asked)
-
-
-@pytest.mark.usefixtures("may_make_messages")
-@pytest.mark.parametrize(("share", "num_asked"), [(0.35, 20), (0.07, 100), (1.0, 3)])
-def test_share_that_must_succeed_is_met_exactly(share: float, num_asked: int) -> None:
-    def succeed(num_good: int) -> list[str]:
-        why = "client {0} (round 1, train) on slot 1, cpu:1: ValueError: x"
-        replies = [reply(n, "" if n < num_good else why.format(n)) for n in range(num_asked)]
-        return judge(replies, "train", 1, min_success=share, weight_key="num-examples")[1]
-
-    num_good = round(share * num_asked)
-    # A failure names its client once.
-    assert (
-        succeed(num_good)[:1]
-        == [f"client {num_good}: left out of train: on slot 1, cpu:1: ValueError: x"][: num_asked - num_good]
-    )
-    with pytest.raises(FederatedError, match=f"{num_good - 1} of {num_asked} clients succeeded in train"):
-        succeed(num_good - 1)

@@ -123,21 +123,6 @@ def test_look_adds_up_the_ranks(run: Run) -> None:
     json.dumps(values)
 
 
-def test_rates_are_those_of_the_last_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [time.monotonic()]
-    monkeypatch.setattr(overview.time, "monotonic", lambda: clock[0])
-    (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
-    watched = Overview(dataclasses.replace(run, num_ranks=1))
-    Path(run.folder, "beat_rank_1").unlink()
-    assert watched.look().rates.tokens_per_s == 180.0
-    clock[0] += 11.0
-    page.note(dataclasses.replace(TEN_STEPS, num_steps=20, num_tokens=2900, loop_s=15.0))
-    assert watched.look().rates.tokens_per_s == 200.0
-    # Another training.
-    page.note(dataclasses.replace(TEN_STEPS, num_steps=1, num_tokens=10, loop_s=1.0))
-    assert watched.look().rates.tokens_per_s == 10.0
-
-
 def test_rank_that_is_stuck_is_marked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pages(run, TEN_STEPS, TEN_STEPS)
     first.pulse(7, "all_reduce [8, 4]")
@@ -233,32 +218,6 @@ def test_top_names_what_there_is(
     assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
 
 
-def test_table_in_a_pipe_has_every_column_whole_and_no_colour(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pages(run, TEN_STEPS, TEN_STEPS)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    (Path(run.log_dir) / "rank_1.log").write_text("a long line of a log " * 20)
-    assert main(["top", "--once", str(run.pid)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert {"doing", "samples/s", "tokens/s", "waiting", "memory", "log"} <= set(out.split())
-    assert "10 / 40" in out
-
-
-def test_missing_waiting_of_shards_is_said(run: Run) -> None:
-    sharded = dataclasses.replace(TEN_STEPS, waiting_s=None)
-    first, second = pages(run, sharded, sharded)
-    look = Overview(run).look()
-    assert headline(look).endswith(", waiting is not measured where ranks hold parts of the weights")
-    assert "waiting" not in dict(columns_of(look))
-    second.note(TEN_STEPS)
-    assert "not measured" not in headline(Overview(run).look())
-    for page in (first, second):
-        page.note(Figures())  # Before the first step nothing is known of anything.
-    assert "not measured" not in headline(Overview(run).look())
-
-
 def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
     before = {0: TEN_STEPS, 1: dataclasses.replace(TEN_STEPS, waiting_s=0.0)}
     later = {"num_steps": 20, "num_tokens": 1900, "num_padding_tokens": 200, "loop_s": 10.0}
@@ -313,15 +272,3 @@ def test_panel_is_updated_while_it_trains_and_stays(run: Run, monkeypatch: pytes
     assert "40 / 40" in shown.bundles[-1]["text/plain"]
     assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in shown.bundles[-1]["text/html"]
     assert "10 / 40" in shown.bundles[0]["text/plain"]
-
-
-def test_panel_ends_with_its_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
-    pages(run, TEN_STEPS)
-    shown, is_in_cell = Shown(), [True]
-    table = Panel(run, shown.display)
-    table.begin(lambda: is_in_cell[0])
-    wait_until(lambda: bool(shown.bundles), 60, "a table")
-    is_in_cell[0] = False
-    wait_until(lambda: not [t for t in threading.enumerate() if "panel" in t.name], 60, "the end of the thread")
-    table.end()

@@ -110,15 +110,6 @@ def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) 
         assert len(part) == 1 or cost.tokens([lengths[i] for i in part]) <= limit
 
 
-@given(steps(), COSTS)
-def test_piece_knows_its_work(step, cost) -> None:
-    lengths, sizes = step
-    for share in balance_step(lengths, sizes, Balance(cost, (1.0, 1.0)), regroup=True):
-        for piece in share:
-            expected = 0 if piece.is_filler else cost.work([lengths[p] for p in piece.positions])
-            assert piece.work == expected
-
-
 def ragged(count: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [min(1024, max(8, round(rng.lognormvariate(5.0, 0.9)))) for _ in range(count)]
@@ -149,15 +140,6 @@ def test_slow_rank_gets_less() -> None:
     assert fast / slow == pytest.approx(2.0, rel=0.03)
     # The last backward pass hides the exchange of gradients.
     assert all(share[-1] == max(share) > min(share) for share in costs)
-
-
-def test_overhead_makes_micro_batches_fewer() -> None:
-    lengths = ragged(64, 5)
-    numbers = [
-        sum(len(share) for share in plan_step(lengths, (1.0, 1.0), CostModel(overhead, floor), 8 * max(lengths)))
-        for overhead, floor in ((0.0, 0.0), (64.0, 0.0), (64.0, 2000.0))
-    ]
-    assert numbers[0] > numbers[1] > numbers[2]
 
 
 # Ranks that hold shards of the weights.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -29,13 +27,6 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
     assert events[0].time_s <= events[1].time_s <= events[2].time_s
 
 
-def test_events_of_other_attempts_are_left_out(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
-    EventWriter(tmp_path, 0, 1, HeartbeatPage(None, 0)).write("started", pid=2)
-    assert [e.facts["pid"] for e in read_events(tmp_path, attempt=1)] == [2]
-    assert read_events(tmp_path, attempt=2) == []
-
-
 def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
     EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
@@ -55,23 +46,6 @@ def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) ->
     writer.write("exception", exit_code=1)
     writer.write("exiting")
     assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started", "exception", "exiting"]
-
-
-def test_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "events_rank_0.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*events_rank_0\.jsonl'"):
-        EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
-
-
-def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    writer = EventWriter(run_dir, 0, 0, HeartbeatPage(None, 0))
-    for path in run_dir.iterdir():
-        path.unlink()
-    run_dir.rmdir()
-    with pytest.raises(OSError, match="No such file"):
-        writer.write("trained")
 
 
 def test_run_report_says_the_training_in_a_sentence() -> None:

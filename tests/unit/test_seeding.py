@@ -24,16 +24,6 @@ def draws() -> list[float]:
     return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
 
 
-def test_what_nobody_has_seeded_is_seeded_alike() -> None:
-    seed_unseeded(3, {})
-    first = draws()
-    draws()
-    seed_unseeded(3, {"random": "of another process", "numpy": "too"})
-    assert draws() == first
-    seed_unseeded(4, {})
-    assert not set(draws()) & set(first)
-
-
 def test_seeds_of_the_script_stay() -> None:
     random.seed(1)
     numpy.random.seed(2)

@@ -71,21 +71,6 @@ def test_mean_of_sketches_is_the_sketch_of_the_mean():
     assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_parts_of_parameters_add_up():
-    one, other = model_with(seed=1), model_with(seed=2)
-    parts = difference([sketch(one), sketch(other)], [sketch(one), sketch(one)], NAMES)
-    alone = found(other, one)
-    assert parts.norm == pytest.approx(math.hypot(found(one, one).norm, alone.norm))
-    assert parts.off * parts.norm == pytest.approx(alone.off * alone.norm)
-
-
-@pytest.mark.parametrize(("mine", "theirs", "off"), [(1.0, math.nan, math.inf), (math.inf, math.nan, math.nan)])
-def test_gradients_that_are_not_finite(mine, theirs, off):
-    one, other = ([torch.full_like(p, value) for p in model_with().parameters()] for value in (mine, theirs))
-    result = found(model_with(one), model_with(other)).off
-    assert result == off or (math.isnan(result) and math.isnan(off))
-
-
 def test_line_says_what_was_measured():
     model = model_with()
     exact = Comparison(1, 2, 4, 4, found(model, model), 1e-5, 2.41, 1.27)
