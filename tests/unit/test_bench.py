@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import math
@@ -11,8 +10,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start
@@ -30,7 +27,6 @@ from unsloth_multigpu.tools.bench.bench_result import (
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
 from unsloth_multigpu.tools.bench.bench_table import bars, result_row
-from unsloth_multigpu.tools.bench.meter import Meter
 
 COLD = BenchOptions(warmup=0)
 
@@ -86,56 +82,6 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
-
-
-class Tiny(nn.Module):
-    """Takes what a Trainer hands a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4)
-        self.head = nn.Linear(4, 10)
-
-    def forward(self, input_ids, attention_mask, labels):
-        time.sleep(0.02)
-        return self.head(self.embed(input_ids)).sum()
-
-
-def test_meter_counts_what_is_computed_and_nothing_else() -> None:
-    model = Tiny()
-    meter = Meter(model, vocab_size=10, is_cuda=False)
-    ids = torch.tensor([[1, 2, 5], [0, 7, 0], [0, 1, 1]])
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]),
-        # The first tokens of a row may be given, and are computed all the same.
-        "labels": torch.tensor([[-100, 2, 5], [0, 7, -100], [-100, -100, -100]]),
-    }
-    meter.mark_begin()
-    time.sleep(0.05)  # What comes before the epoch.
-    begin_s = time.perf_counter()
-    meter.mark_begin()
-    with torch.no_grad():
-        model(**inputs)
-    model(**inputs)  # Without a backward pass.
-    model.eval()(**inputs).backward()
-    model.train()
-    for number in (1, 2):
-        for _ in range(number):
-            model(**inputs).backward()
-            time.sleep(0.03)  # Waiting for others.
-        meter.mark_step()
-    assert sum(step["wall_s"] for step in meter.steps()) <= time.perf_counter() - begin_s
-    first, second = meter.steps()
-    assert first["micro_batches"] == [[3, 3, 5]]
-    assert first["samples"] == [12, 7]  # The third row is a filler.
-    assert second["micro_batches"] == [[3, 3, 5]] * 2
-    assert 0.02 <= first["compute_s"] < first["wall_s"] - 0.03 + 1e-4
-    assert first["cpu_s"] < first["wall_s"]
-    # The legacy path copies the model for further devices.
-    copy.deepcopy(model)(**inputs).backward()
-    meter.mark_step()
-    assert meter.steps()[2]["samples"] == [12, 7]
 
 
 def failing(command: list[str]) -> Arm:

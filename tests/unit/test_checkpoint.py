@@ -35,7 +35,7 @@ from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 FACTS = {"max_steps": 10, "seed": 42}
 
@@ -387,17 +387,6 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
         with seeded_draws(3):
             ours._evaluate(evaluate, saves=saves)
             assert (trainer.saved_draws if saves else draws()) == expected
-
-
-def test_page_says_that_the_rank_evaluates_or_saves(tmp_path: Path) -> None:
-    trainer = Saving(tmp_path, *NEEDED)
-    ours, seen = checkpoints(trainer, Rank()), []
-    page = ours._beat
-    trainer.meanwhile = lambda: seen.append(page.phase)
-    page.mark(Phase.UPDATE)
-    ours._evaluate(lambda: seen.append(page.phase))
-    ours._save(trainer.save, None)
-    assert [*seen, page.phase] == [Phase.EVALUATE, Phase.SAVE, Phase.UPDATE]
 
 
 def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(

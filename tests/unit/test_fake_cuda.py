@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from tests.helpers.fake_cuda import cards, needs_device, reports
+from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.run import PLAIN, Finished, finish, free_port, run_python, start
 
 pytestmark = needs_device
@@ -78,21 +78,6 @@ def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):
         memory="1=10000000",
     )
     assert done.code == 0, done.err
-
-
-def test_report_tells_devices_and_waits(tmp_path):
-    source = """
-        import os
-        os.environ["RANK"] = "0"
-        x = torch.ones(4, device="cuda:1")
-        x.sum().item(), x.cpu(), x.nonzero()
-        torch.cuda.synchronize(1)
-    """
-    assert run(tmp_path, source, report=str(tmp_path / "report")).code == 0
-    (report,) = reports(tmp_path / "report")
-    assert report.opened == [1]
-    assert sorted(kind for kind, _, _ in report.waits) == ["data-dependent", "item", "synchronize", "to host"]
-    assert all("script.py" in place for _, place, _ in report.waits)
 
 
 RANK = """

@@ -360,6 +360,7 @@ def test_step_that_the_proximal_term_cannot_reach_is_an_error() -> None:
         optimizer.step()
 
 
+@pytest.mark.thorough
 def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path) -> None:
     """Through accelerate's optimizer, gradients accumulated, in bfloat16; and no client feels the one before."""
     from datasets import Dataset

@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+from flwr.serverapp.strategy import FedAvg
 
 import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
@@ -264,28 +264,6 @@ def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
             run(make_plan(other), **options | {"num_rounds": 2, "resume": "auto"})
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> None:
-    class Slower(FedAvg):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.rate = rate
-
-        def configure_train(self, *args: Any) -> Iterable[Message]:
-            self.rate *= 0.5
-            return super().configure_train(*args)
-
-    options = {"output_dir": str(tmp_path), "resume": "auto", "config": {"keys": [b"a", b"b"], "step": 2.0}}
-    strategy = Slower(8.0)
-    plan = make_plan(strategy=strategy)
-    run(plan, num_rounds=2, **options)
-    for again, its in ((plan, strategy), (make_plan(strategy=(fresh := Slower(8.0))), fresh)):
-        run(again, num_rounds=3, **options)
-        assert its.rate == 1.0
-    with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
-        run(make_plan(strategy=Slower(4.0)), num_rounds=3, **options)
-
-
 class Embedding(nn.Module):
     """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
 
@@ -318,24 +296,12 @@ def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() ->
 
 
 @pytest.mark.usefixtures("may_make_messages")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "fedavg"},
-        {"strategy": "fedadam"},
-        {"strategy": "qfedavg", "strategy_kwargs": {"client_learning_rate": 0.5, "train_loss_key": "train_loss"}},
-        {"strategy": DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 1.0, 4)},
-    ],
-    ids=["mean", "optimizer", "differences", "clipped"],
-)
-def test_truth_values_are_aggregated(options: dict[str, Any]) -> None:
-    _, trained = run(make_plan(lambda: Embedding(), see, **options), 4, num_rounds=2)
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_truth_values_are_aggregated(strategy: str) -> None:
+    _, trained = run(make_plan(lambda: Embedding(), see, strategy=strategy), 4, num_rounds=2)
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool
-    # Clipped updates may be too small to turn one.
-    assert seen.tolist()[4:] == [False] * 4
-    if options["strategy"] in ("fedavg", "fedadam"):
-        assert seen.tolist()[:4] == [True] * 4
+    assert seen.tolist() == [True] * 4 + [False] * 4
 
 
 def reply(client_id: int, reason: str = "") -> Message:

@@ -7,7 +7,6 @@ import linecache
 import os
 import signal
 import socket
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,21 +116,6 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     assert reached == ["the end"]
     kernel.workers[0].kill()
     kernel.finish(KeyboardInterrupt())
-
-
-def test_monitor_gives_the_signals_back(watched, start_worker, tmp_path):
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end)
-    handler, threads = signal.getsignal(RAISE_SIGNAL), set(threading.enumerate())
-    monitor = Monitor(Kernel([], lambda: -1), tmp_path, 0.0, lambda: None)
-    os.kill(os.getpid(), signal.SIGWINCH) if signal.getsignal(signal.SIGWINCH) else None
-    monitor.close()
-    assert signal.set_wakeup_fd(before) == write_end
-    assert signal.getsignal(RAISE_SIGNAL) == handler
-    assert set(threading.enumerate()) <= threads
-    os.close(read_end)
-    os.close(write_end)
 
 
 def outcome(error: BaseException | None = None, *messages: str, own: int = 4, **fields) -> BaseException | None:

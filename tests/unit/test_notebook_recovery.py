@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.group.random_state import read_random_state, write_random_state
-from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+from unsloth_multigpu.notebook.recovery import Trainings
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import Steered
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.identity import RankIdentity
 
 
 class Stepping(FakeTrainer):
@@ -140,43 +134,3 @@ def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -
         wrapper(torch.ones(1, 2))
     model(torch.ones(1, 2)).sum().backward()
     assert not trainings, "it is no Trainer"
-
-
-def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        become_one_process()
-        assert not PartialState._shared_state, "where nobody asked for accelerate, nothing is made"
-        state = Accelerator(mixed_precision="bf16", cpu=True).state
-        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            shared.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
-        # A kernel that was started as a group of one.
-        for name, value in RankIdentity(0, 0, 1, 1, "none", master_addr="192.0.2.1").variables().items():
-            monkeypatch.setenv(name, value)
-        become_one_process()
-        assert not dist.is_initialized()
-        assert (state.num_processes, state.process_index) == (1, 0)
-        assert state.distributed_type == PartialState().distributed_type == DistributedType.NO
-        assert state.mixed_precision == "bf16"
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _draws() -> list[float]:
-    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
-
-
-def test_random_state_goes_through_a_message_and_back() -> None:
-    numpy.random.standard_normal()  # One of a pair: the other waits in the state.
-    message = json.dumps(read_random_state())
-    first = _draws()
-    assert _draws() != first
-    write_random_state(json.loads(message))
-    assert _draws() == first

@@ -25,7 +25,6 @@ from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
-from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, read_run, write_run
@@ -62,19 +61,6 @@ def pages(run: Run, *figures: Figures) -> list[HeartbeatPage]:
         page.note(found)
         page.mark(Phase.COMPUTE, step=10)
     return made
-
-
-def test_figures_of_a_page_are_read_as_they_were_written(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path, 3)
-    assert read_beats(tmp_path)[3].figures == Figures()
-    page.note(TEN_STEPS)
-    page.name_device("NVIDIA H100 80GB HBM3", "e2f6c4b0-0000-0000-0000-000000000001")
-    beat = read_beats(tmp_path)[3]
-    assert (beat.figures, beat.pid, beat.device) == (TEN_STEPS, os.getpid(), "NVIDIA H100 80GB HBM3")
-    assert beat.device_id == "e2f6c4b0-0000-0000-0000-000000000001"
-    page.note(dataclasses.replace(TEN_STEPS, num_tokens=None, waiting_s=None))
-    found = read_beats(tmp_path)[3].figures
-    assert (found.num_tokens, found.waiting_s, found.num_samples) == (None, None, 80)
 
 
 def test_result_of_the_first_step_stands_in_the_first_line(run: Run) -> None:
@@ -216,28 +202,6 @@ def test_top_names_what_there_is(
     assert listed.startswith("2 jobs run here:\n")
     assert {str(run.pid), str(parent)} <= set(listed.split())
     assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
-
-
-def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
-    before = {0: TEN_STEPS, 1: dataclasses.replace(TEN_STEPS, waiting_s=0.0)}
-    later = {"num_steps": 20, "num_tokens": 1900, "num_padding_tokens": 200, "loop_s": 10.0}
-    now = {
-        0: dataclasses.replace(before[0], **later, waiting_s=3.0),
-        1: dataclasses.replace(before[1], **later, waiting_s=0.5, peak_bytes=4 * 2**30),
-    }
-    assert numbers_between(before, now, 0) == {
-        "multigpu/tokens_per_s": 400.0,
-        "multigpu/padding": pytest.approx(200 / 2200, abs=1e-5),
-        "multigpu/waiting": 0.25,
-        "multigpu/slowest_rank": 1,
-        "multigpu/peak_memory_gib": 4.0,
-    }
-    # One process sees itself alone; a sharded one does not know how long it waits.
-    assert numbers_between({}, {0: dataclasses.replace(TEN_STEPS, waiting_s=None)}, 0).keys() == {
-        "multigpu/tokens_per_s",
-        "multigpu/padding",
-        "multigpu/peak_memory_gib",
-    }
 
 
 class Shown:

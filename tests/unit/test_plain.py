@@ -240,21 +240,6 @@ def test_each_sample_is_in_one_step_of_one_rank(world_size):
                 assert sum(plan.loss_weight(i, rank) for rank in range(world_size)) == pytest.approx(world_size)
 
 
-def test_loss_weight_gives_the_gradient_of_one_process():
-    torch.manual_seed(0)
-    samples, weight = torch.randn(11, 4), torch.randn(4, requires_grad=True)
-    plan = EpochPlan(11, 6, 4)
-
-    def gradient(rows):
-        return torch.autograd.grad((samples[list(rows)] @ weight).square().mean(), weight)[0]
-
-    for step in range(plan.num_steps):
-        shares = [plan.share(step, rank) for rank in range(4)]
-        assert len(set(map(len, shares))) == 2
-        averaged = sum(plan.loss_weight(step, r) * gradient(share) for r, share in enumerate(shares)) / 4
-        torch.testing.assert_close(averaged, gradient([i for share in shares for i in share]))
-
-
 def test_every_iteration_is_the_next_epoch():
     (loader,) = loaders(40, 40, 1)
     epochs = [next(iter(loader)) for _ in range(3)]

@@ -52,19 +52,15 @@ def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
 
 
 @given(steps(), SPEEDS, COSTS)
-def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost) -> None:
+def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_samples_are_too_few(
+    step, speeds, cost
+) -> None:
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
     assert len(plan) == len(speeds)
     assert all(piece.positions for share in plan for piece in share)
     assert all(share for share in plan)
-
-
-@given(steps(), SPEEDS, COSTS)
-def test_rank_has_a_filler_only_where_samples_are_too_few(step, speeds, cost) -> None:
-    lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     fillers = [piece for share in plan for piece in share if piece.is_filler]
     assert len(fillers) == max(0, len(speeds) - len(lengths))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)

@@ -61,21 +61,3 @@ def test_run_report_says_the_training_in_a_sentence() -> None:
     unknown = dataclasses.replace(timed[0], num_samples=0)
     assert RunReport((unknown,)).summary() == "trained 15 steps in 2.5 s, set-up 0.9 s"
     assert line == "trained 1 step, 1 sample in 2.5 s (0.4 samples/s), set-up 0.9 s, moved 2.5 MB"
-
-
-def test_run_report_says_where_nothing_was_left_to_do() -> None:
-    rank = RankReport(0, 0, 0, 0, 1.0, runtime_s=0.01)
-    text = "is the end of this training (40 of 40 steps): nothing to do; another output_dir starts a new training"
-    assert RunReport((rank,), max_steps=40, resumed_step=40, resumed="last").summary() == f"last {text}"
-    assert RunReport((rank,), max_steps=40, resumed_step=40).summary() == f"checkpoint-40 {text}"
-    # Stopped before its first step.
-    assert RunReport((rank,), max_steps=40, resumed_step=20).summary().startswith("trained 0 steps")
-
-
-def test_run_report_adds_up_what_all_ranks_know() -> None:
-    known = RankReport(0, 5, 20, 10, 3.0, num_tokens=90, num_padding_tokens=10, waiting_s=0.5, loop_s=2.0)
-    other = dataclasses.replace(known, rank=1, num_tokens=150, num_padding_tokens=50, waiting_s=0.0)
-    report = RunReport((known, other))
-    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (240, 120.0, 0.2, 0.125)
-    report = RunReport((known, dataclasses.replace(other, num_tokens=None, waiting_s=None)))
-    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (None, None, None, None)

@@ -73,22 +73,6 @@ def ids(rows: int, columns: int) -> torch.Tensor:
     return torch.ones(rows, columns, dtype=torch.int64)
 
 
-def test_tokens_are_what_the_mask_leaves_in() -> None:
-    count = TokenCount()
-    assert (count.num_tokens, count.num_padding_tokens) == (None, None)
-    mask = torch.tensor([[1, 1, 1, 0], [1, 2, 0, 0]])
-    count.add(
-        {"input_ids": ids(2, 4), "attention_mask": mask, "labels": ids(2, 4), "position_ids": ids(2, 4)},
-        is_filler=False,
-    )
-    count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
-    # A rank's filler takes its time and holds nothing.
-    count.add({"input_ids": ids(2, 4), "attention_mask": mask}, is_filler=True)
-    count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (5, 11)
-
-
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [

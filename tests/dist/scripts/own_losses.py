@@ -21,7 +21,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
-    TrainerCallback,
 )
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -151,10 +150,6 @@ def class_losses(model, inputs):
     return functional.cross_entropy(scores(model, inputs), inputs["labels"], reduction="none")
 
 
-def token_losses(model, inputs, name="labels"):
-    return functional.cross_entropy(scores(model, inputs).transpose(1, 2), inputs[name], reduction="none")
-
-
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return class_losses(model, inputs).mean() * self.factor()
@@ -184,10 +179,6 @@ def token_class_weights(model, inputs):
 
 def weighted_rows(model, inputs):
     return (inputs["weight"] * class_losses(model, inputs)).sum() / inputs["weight"].sum()
-
-
-def attended_mean(model, inputs):
-    return token_losses(model, inputs, "target").sum() / inputs["attention_mask"].sum()
 
 
 def contrastive(model, inputs):
@@ -261,14 +252,6 @@ class Branches(torch.nn.Module):
         return {"loss": functional.cross_entropy(self.head(logits) if labels[0] == 0 else logits, labels)}
 
 
-class ChangingWeights(Trainer):
-    """Re-weighting that begins late."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        weight = WEIGHTS if self.state.epoch >= 1 else None
-        return functional.cross_entropy(scores(model, inputs), inputs["labels"], weight=weight)
-
-
 class ChangesForm(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         losses = class_losses(model, inputs)
@@ -309,28 +292,6 @@ class GathersByAccelerate(Trainer):
 class ByProgress(OwnLoss):
     def factor(self):
         return 1.0 + self.state.global_step / self.state.max_steps
-
-
-class ByRate(OwnLoss):
-    def factor(self):
-        return 1.0 + self.lr_scheduler.get_last_lr()[0] + self.optimizer.param_groups[0]["lr"]
-
-
-class ByCallback(OwnLoss):
-    """Reads what a callback sets when the training begins."""
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        outer = self
-
-        class Sets(TrainerCallback):
-            def on_train_begin(self, args, state, control, **kwargs):
-                outer.of_callback = 1.5
-
-        self.add_callback(Sets())
-
-    def factor(self):
-        return self.of_callback
 
 
 class Tuples(Trainer):
@@ -385,7 +346,6 @@ KINDS = {
     "ignored_rows": Kind(collate=lambda: collator(labels="some_class")),
     "token_class_weights": Kind(of(token_class_weights), tagger, lambda: collate_tags),
     "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
-    "attended_mean": Kind(of(attended_mean), tagger, lambda: collator(target="tags")),
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
     "contrastive": Kind(of(contrastive)),
@@ -402,16 +362,12 @@ KINDS = {
     ),
     "router": Kind(model=router, collate=lambda: collator(labels="input_ids")),
     "chunks": Kind(OwnLoss, collate=lambda: collate_chunks),
-    "stock_chunks": Kind(collate=lambda: collate_chunks),
-    "changing_weights": Kind(ChangingWeights),
     "changes_form": Kind(ChangesForm),
     "few_tags": Kind(model=tagger, collate=lambda: collate_few_tags),
     "rare_tags": Kind(model=tagger, collate=lambda: lambda rows: collate_few_tags(rows, every=5)),
     "gathers_by_torch": Kind(GathersByTorch),
     "gathers_by_accelerate": Kind(GathersByAccelerate),
     "by_progress": Kind(ByProgress),
-    "by_rate": Kind(ByRate),
-    "by_callback": Kind(ByCallback),
     "tuples": Kind(Tuples, collate=lambda: collate_tuple),
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),

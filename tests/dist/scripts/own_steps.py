@@ -19,21 +19,6 @@ class Counter(OwnLoss):
         return 1.0 + 0.3 * self.num_calls
 
 
-class Teacher(OwnLoss):
-    """A moving average of the weights, advanced in each call of `training_step`."""
-
-    teacher = None
-
-    def training_step(self, model, inputs, *arguments):
-        now = {n: p.detach() for n, p in self.model.named_parameters() if "classifier" in n}
-        old = self.teacher or {n: torch.zeros_like(p) for n, p in now.items()}
-        self.teacher = {n: 0.7 * old[n] + 0.3 * p for n, p in now.items()}
-        return super().training_step(model, inputs, *arguments)
-
-    def factor(self):
-        return 1.0 + sum(float(t.abs().mean()) for t in self.teacher.values())
-
-
 class OwnStep(Trainer):
     """Computes its loss by itself."""
 
@@ -52,15 +37,6 @@ class OwnBackward(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = functional.cross_entropy(scores(model, inputs), inputs["labels"])
         loss = loss / self.args.gradient_accumulation_steps
-        loss.backward()
-        return loss.detach()
-
-
-class OwnBackwardOfLoss(OwnBackward):
-    """Of what `compute_loss` returns."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
         loss.backward()
         return loss.detach()
 
@@ -92,11 +68,6 @@ class HearsOfMicroBatches(OwnLoss):
         return 1.0 + self.num_calls
 
 
-class DividedMean(OwnLoss):
-    def factor(self):
-        return 1.0 / self.current_gradient_accumulation_steps
-
-
 class DividedTokens(Trainer):
     """A model that would take the step's count, which this loss does not hand on."""
 
@@ -113,13 +84,6 @@ class Auxiliary(Trainer):
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         return loss + 0.1 * logits.logsumexp(-1).pow(2).mean() / self.current_gradient_accumulation_steps
-
-
-class PreparesTokens(Trainer):
-    def _prepare_inputs(self, inputs):
-        inputs = dict(super()._prepare_inputs(inputs))
-        inputs["input_ids"] = (inputs["input_ids"] * 3 + 1) % 64
-        return inputs
 
 
 class PreparesLabels(Trainer):
@@ -145,14 +109,6 @@ class FewerBatches(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         return batches[1:], num_items
-
-
-class HandsOn(Trainer):
-    """A step that times, logs and leaves out what the model does not take."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        inputs = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "row"}
-        return super().training_step(model, inputs, num_items_in_batch)
 
 
 class Clips(Trainer):
@@ -204,20 +160,15 @@ def of_tokens(trainer, **settings):
 
 KINDS = {
     "counter": Kind(Counter),
-    "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
-    "own_backward_of_loss": Kind(OwnBackwardOfLoss),
     "hooked": Kind(Hooked),
     "hears": Kind(HearsOfMicroBatches),
-    "divided_mean": Kind(DividedMean),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
-    "prepares_tokens": Kind(PreparesTokens),
     "prepares_labels": of_tokens(PreparesLabels),
     "batches": Kind(Batches),
     "fewer_batches": Kind(FewerBatches),
-    "hands_on": of_tokens(HandsOn),
     "clips": Kind(Clips),
     "adversarial": Kind(Adversarial),
     "mixes_in_place": Kind(MixesInPlace),
