@@ -152,25 +152,6 @@ def test_a_member_that_the_library_lacks_is_found() -> None:
     assert "get_batch_samples(num_batches=)" in lacks(Other(), TrainerLike)
 
 
-def test_optional_members_are_those_of_some_trainer() -> None:
-    import transformers.trainer
-    from trl.trainer import dpo_trainer, grpo_trainer
-
-    from unsloth_multigpu.seam import SEAMS
-    from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, OptionalTrainer, TrainerLike
-
-    # Its methods are seams, but for the rotation of transformers 4; its attributes are those of GRPO.
-    attributes = members(OptionalTrainer) - members(TrainerLike) - set(SEAMS) - {"_rotate_checkpoints"}
-    assert attributes == {"_buffered_inputs", "_step", "processing_class"}
-    of_grpo = inspect.getsource(grpo_trainer)
-    assert [name for name in attributes if f"self.{name}" not in of_grpo and f" {name}=" not in of_grpo] == []
-    own = members(OptionalArguments) - members(ArgumentsLike)
-    assert len(own) == 4
-    modules = (transformers.trainer, grpo_trainer, dpo_trainer)
-    source = "".join(inspect.getsource(module) for module in modules)
-    assert [name for name in own if f"args.{name}" not in source] == []
-
-
 def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:
     from unsloth_multigpu.seam import SEAMS
 

@@ -29,41 +29,6 @@ ALLOWED: dict[str, str] = {
     ),
     "transformers.trainer_utils.rotate_checkpoints": "transformers 4 has a method of the Trainer, which is asked for",
 }
-EVERY_WAY = """
-from __future__ import annotations
-import functools
-import torch
-import torch.distributed as dist
-from torch import nn
-from accelerate.utils import send_to_device as send
-from elsewhere import torch as not_torch
-
-class Loader(torch.utils.data.DataLoader):
-    def __init__(self, rows):
-        options = {"batch_size": 2}
-        if rows:
-            options["num_workers"] = 1
-        super().__init__(rows, drop_last=True, **options)
-
-    def check(self):
-        return super().check_worker_number_rationality()
-
-def run(dist_of_ours, nn=None, **anything):
-    from peft import LoraConfig
-    dist.new_group([0], timeout=None, **late())
-    LoraConfig(r=4, **anything)
-    nn.Linear(1, 2)
-    dist_of_ours.new_group(nothing=1)
-    functools.partial(torch.save, {}, pickle_protocol=2)
-    not_torch.save(nothing=1)
-    return send(1, device=nn.device)
-
-def late():
-    return {"group_desc": "late"} if hasattr(dist, "new_group") else {}
-
-def layer():
-    return nn.Linear(1, 2, bias=False)
-"""
 
 
 def unknown(uses: list[Use], known: dict[str, str | None]) -> list[str]:
@@ -86,23 +51,6 @@ def test_installed_libraries_take_what_is_passed() -> None:
 
 def test_every_exception_is_needed() -> None:
     assert {name for known in RECORDED_BY_ROW.values() for name, *_ in problems(USES, known)} == ALLOWED.keys()
-
-
-def test_every_way_to_call_is_collected() -> None:
-    calls = {
-        use.name: (use.num_positional, use.keywords, use.conditional, use.is_open)
-        for use in uses_in(EVERY_WAY, "every_way.py")
-        if use.is_call
-    }
-    assert calls == {
-        "torch.utils.data.DataLoader": (1, ("drop_last", "batch_size"), ("num_workers",), False),
-        "torch.utils.data.DataLoader.check_worker_number_rationality": (1, (), (), False),
-        "torch.distributed.new_group": (1, ("timeout",), ("group_desc",), False),
-        "peft.LoraConfig": (0, ("r",), (), True),
-        "torch.save": (1, ("pickle_protocol",), (), True),
-        "accelerate.utils.send_to_device": (1, ("device",), (), False),
-        "torch.nn.Linear": (2, ("bias",), (), False),
-    }
 
 
 def test_calls_of_this_package_are_collected() -> None:

@@ -26,36 +26,41 @@ def jobs(accumulation, *kinds, shape="24x4"):
 
 
 EXACT = [
-    *jobs(1, "chunks", "stock_chunks", "changing_weights", "counter", "few_tags", "own_step", "by_rate"),
-    *jobs(2, "gathers_by_accelerate", "own_step", "by_progress", "by_callback", "tuples", "counting"),
-    "rare_tags:22x4x1",
+    *jobs(1, "chunks", "few_tags", "changing_weights", "by_rate", "curriculum", "by_embeddings"),
+    *jobs(2, "gathers_by_accelerate", "own_step", "by_progress", "counting", "own_backward", "branches"),
     # Parts of a micro-batch make up its loss, by rows, labels, class weights or the sum of an input.
-    *(f"{kind}:{SHARED}" for kind in ("class_weights", "ignored_rows", "token_class_weights", "weighted_rows")),
-    *(f"{kind}:{SHARED}" for kind in ("attended_mean", "summed_target")),
-    *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm", "questions", "router")),
-    f"own_backward:{WHOLE}",
+    *(f"{kind}:{SHARED}" for kind in ("class_weights", "token_class_weights", "weighted_rows", "summed_target")),
+    *(f"{kind}:{WHOLE}" for kind in ("contrastive", "batch_norm", "router")),
     # Half of the parts have no label, and their mean is no number.
-    *("masked:22x2x3", "masked:21x3x1"),
+    "masked:22x2x3",
     # Rows of several lengths that are never collated together.
     "class_weights:21x1x4",
     "ready:24x1x2",
     # Methods that scripts override.
-    *("divided_mean:22x4x3", "divided_tokens:32x4x4", "auxiliary:24x4x3", "prepares_tokens:22x4x1", "batches:22x4x3"),
-    *("grows:22x4x1", "hands_on:22x4x3", "clips:22x4x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
-    *jobs(1, "curriculum", "curriculum_tokens", "by_names", "by_embeddings"),
-    *jobs(2, "own_backward", "own_backward_of_loss", "branches"),
+    *("divided_tokens:32x4x4", "auxiliary:24x4x3", "batches:22x4x3", "grows:22x4x1", "clips:22x4x1"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {
-    **dict.fromkeys(jobs(2, "counter", "teacher", "hooked", "clips", "adversarial"), (1, AT_ONCE)),
-    **dict.fromkeys(jobs(1, "gathers_by_accelerate", "gathers_by_torch"), (1, KEEP_WHOLE.format(2))),
-    **dict.fromkeys(jobs(1, "prepares_labels", "batch_norm"), (1, KEEP_WHOLE.format(2))),
-    **{f"{k}:{SHARED}": (1, KEEP_WHOLE.format(2)) for k in ("contrastive", "reads_padding", "flooded", "questions")},
-    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("mixes_in_place", "selects")},
+    **dict.fromkeys(jobs(2, "counter", "teacher", "hooked"), (1, AT_ONCE)),
+    **dict.fromkeys(jobs(1, "gathers_by_accelerate", "batch_norm"), (1, KEEP_WHOLE.format(2))),
+    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("contrastive", "reads_padding", "selects")},
     "gathers_by_torch:24x4x2": (1, ""),
     # What DDP's wrapper lacks.
     "by_attribute:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
+}
+# Of the same classes.
+MORE_EXACT = [
+    *jobs(1, "stock_chunks", "counter", "own_step", "curriculum_tokens", "by_names"),
+    *jobs(2, "by_callback", "own_backward_of_loss", "tuples"),
+    *("ignored_rows:23x5x1", "attended_mean:23x5x1", "class_weights:26x4x6", "questions:26x4x6", "own_backward:26x4x6"),
+    *("divided_mean:22x4x3", "prepares_tokens:22x4x1", "hands_on:22x4x3"),
+    *("rare_tags:22x4x1", "masked:21x3x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
+]
+MORE_SAID = {
+    **dict.fromkeys(jobs(2, "clips", "adversarial"), (1, AT_ONCE)),
+    **dict.fromkeys(jobs(1, "gathers_by_torch", "prepares_labels"), (1, KEEP_WHOLE.format(2))),
+    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("flooded", "questions", "mixes_in_place")},
 }
 LATE, HARD_FIRST = "late:24x4x2", "hard_first:24x4x2"
 TIGHT, HEARS, REFUSED, OPAQUE = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2", "opaque:24x4x2"
@@ -74,8 +79,11 @@ ON_THREE = [
     *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm")),
     "masked:22x2x3",
 ]
-NUM_RANDOM = 16
-THREE = pytest.mark.thorough
+NUM_RANDOM = 8
+
+
+def thorough(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +91,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("attacks")
 
 
-def train(folder, num_ranks, names, num_random=0):
+def train(folder, num_ranks, names, num_random=0, name=""):
     """Does jobs in one start of ranks, once."""
-    out = folder / str(num_ranks)
+    out = folder / f"{name}{num_ranks}"
     if not out.exists():
         arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(names), "--random", num_random, "--out", out]
         run = run_python([SCRIPT, *map(str, arguments)], folder, BARE)
@@ -94,20 +102,22 @@ def train(folder, num_ranks, names, num_random=0):
     return out
 
 
-def done(folder, num_ranks):
-    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS, LATE, HARD_FIRST]
+def done(folder, num_ranks, job=REFUSED):
     if num_ranks == 3:
         return train(folder, 3, ON_THREE)
+    if job in MORE_EXACT or job in MORE_SAID:
+        return train(folder, num_ranks, [*MORE_EXACT, *MORE_SAID], name="more_")
+    names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS, LATE, HARD_FIRST]
     return train(folder, num_ranks, [*names, REFUSED, OPAQUE] if num_ranks > 1 else names, NUM_RANDOM)
 
 
 def facts_of(folder, job, num_ranks=2):
-    return outcome(done(folder, num_ranks), job)[0]
+    return outcome(done(folder, num_ranks, job), job)[0]
 
 
 def difference(folder, job, num_ranks=2):
     """The larger one of the relative differences of gradient norms and of weights."""
-    (one, weights), (many, of_ranks) = (outcome(done(folder, n), job) for n in (1, num_ranks))
+    (one, weights), (many, of_ranks) = (outcome(done(folder, n, job), job) for n in (1, num_ranks))
     assert len(one["grad_norm"]) == len(many["grad_norm"]) > 0
     norms = (abs(a - b) / max(a, 1e-9) for a, b in zip(one["grad_norm"], many["grad_norm"], strict=True))
     return max(*norms, distance(weights, of_ranks))
@@ -121,7 +131,11 @@ def warnings(folder, job, num_ranks=2):
 
 @pytest.mark.parametrize(
     ("job", "num_ranks"),
-    [*((job, 2) for job in EXACT), *(pytest.param(job, 3, marks=THREE) for job in ON_THREE if job in EXACT)],
+    [
+        *((job, 2) for job in EXACT),
+        *(thorough(job, 2) for job in MORE_EXACT),
+        *(thorough(job, 3) for job in ON_THREE if job in [*EXACT, *MORE_EXACT]),
+    ],
 )
 def test_code_of_a_script_trains_as_in_one_process(folder, job, num_ranks):
     assert difference(folder, job, num_ranks) < 1e-5
@@ -136,10 +150,11 @@ def test_code_of_a_script_trains_as_in_one_process(folder, job, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("job", "num_ranks"), [*((job, 2) for job in SAID), pytest.param(f"contrastive:{SHARED}", 3, marks=THREE)]
+    ("job", "num_ranks"),
+    [*((job, 2) for job in SAID), *(thorough(job, 2) for job in MORE_SAID), thorough(f"contrastive:{SHARED}", 3)],
 )
 def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job, num_ranks):
-    step, advice = SAID[job]
+    step, advice = {**SAID, **MORE_SAID}[job]
     (warning,) = warnings(folder, job, num_ranks)
     assert warning.startswith("first step: " if step == 1 else f"step {step}: ")
     assert "the gradient differs by" in warning
@@ -150,6 +165,18 @@ def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job,
     assert facts["first_step"]["is_exact"] == (step > 1)
     # Said for a reason.
     assert difference(folder, job, num_ranks) > 1e-5
+
+
+def test_buffers_that_change_are_named_and_are_those_of_rank_0_on_all_ranks(folder):
+    job = f"batch_norm:{WHOLE}"
+    first, second = (outcome(done(folder, 2), job, rank)[0] for rank in range(2))
+    assert first["buffers"] == second["buffers"]
+    # Rank 0 has a part of the micro-batches.
+    counts = [facts["buffers"]["reader.num_batches_tracked"] for facts in (first, facts_of(folder, job, 1))]
+    assert 0 < counts[0] < counts[1]
+    (said,) = [text for _, text in first["said"] if "changes buffers of the model" in text]
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    assert said.endswith("as with DDP: " + ", ".join(f"reader.{name}" for name in names))
 
 
 @pytest.mark.parametrize("job", jobs(2, "counter", "counting"))
@@ -227,7 +254,7 @@ def test_data_set_that_grows_is_dealt_in_order_from_then_on(folder):
     ]
 
 
-@pytest.mark.parametrize("count", [NUM_RANDOM, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [NUM_RANDOM, thorough(1000)])
 def test_loss_that_is_put_together_at_random_is_exact_or_said(folder, tmp_path, count):
     outs = [done(folder, n) if count == NUM_RANDOM else train(tmp_path, n, [], count) for n in (1, 2)]
     ones, twos = (json.loads((out / "random.json").read_text()) for out in outs)

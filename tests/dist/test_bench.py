@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 
-from tests.helpers.run import finish, light, orphans, run_python, start, wait_until
+from tests.helpers.run import light, orphans, run_python
 
 BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
 LIBRARIES = light("rich", "triton")
@@ -77,20 +76,6 @@ def test_bench_trains_with_unsloth(tmp_path):
     assert ours["padding_share"]["median"] < one["padding_share"]["median"]
     assert any("library=unsloth," in line for line in outcome["conditions"])
     assert list(tmp_path.glob("unsloth_multigpu_*")) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_stopped_bench_leaves_nothing(tmp_path):
-    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
-    # torchrun and its two ranks, in whose command the settings file stands.
-    wait_until(lambda: len(orphans(f"{tmp_path}/unsloth_multigpu_bench_")) >= 3, 60, "ranks")
-    process.send_signal(signal.SIGTERM)
-    run = finish(process, 60)
-    assert (run.code, run.out) == (143, "")
-    assert run.err == "bench: 1 of 1: round 1/1, torchrun\n"
-    assert orphans(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.thorough

@@ -105,6 +105,7 @@ def test_ended_all_reduce_leaves_no_rank(tmp_path):
     assert orphans(str(tmp_path)) == []
 
 
+@pytest.mark.thorough
 def test_stopped_doctor_leaves_no_process(tmp_path):
     process = start(DOCTOR, tmp_path, {"TMPDIR": str(tmp_path)})
     wait_until(lambda: len(orphans(str(tmp_path))) >= 2, 60, "two probes")

@@ -19,12 +19,9 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("Flower 1.41 needs Python 3.11", allow_module_level=True)
 
-import numpy as np
-from flwr.app import ConfigRecord
-from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
-from tests.helpers.federated import app, arrays, message_to
+from tests.helpers.federated import app, message_to
 from tests.helpers.run import ROOT, orphans, start, wait_until
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.client_device import SlotDevice
@@ -34,7 +31,6 @@ from unsloth_multigpu.wire.process import is_alive
 pytestmark = pytest.mark.thorough
 
 CPU = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
-GONE = SlotDevice("cuda", 77)  # No machine shows so many.
 
 
 def facts(reply, name):
@@ -248,22 +244,6 @@ def test_nothing_is_left_of_a_round_that_was_interrupted_or_of_a_grid(rounds):
     assert TaskIdentity._run_id is None
     with pytest.raises(FederatedError, match="closed"):
         rounds["grid"].send_and_receive([])
-
-
-@pytest.mark.slow
-def test_device_that_is_not_there_leaves_its_clients_to_the_others(folder, told):
-    with task_identity(), closing(ProcessGrid(app, 4, [CPU[0], GONE], log_dir=str(folder / "gone"))) as grid:
-        replies = grid.send_and_receive([message_to(n) for n in range(4)])
-        assert all(reply.has_content() for reply in replies)
-        assert {r.device for r in take_records(grid)} == {"cpu:0"}
-        text = told.take()
-        assert "was killed, because SetupError: this slot sees 0 cuda devices; expected 1" in text
-        assert "before it took a client: its clients go to other slots" in text
-
-        # By Flower's own strategy, the example-weighted mean of what is left.
-        echo = ConfigRecord({"do": "echo"})
-        result = FedAvg(fraction_evaluate=0.0).start(grid, arrays(np.zeros(4)), num_rounds=1, train_config=echo)
-        assert result.arrays["w"].numpy().tolist() == [pytest.approx((0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10)] * 4
 
 
 SERVER = """

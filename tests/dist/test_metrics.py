@@ -21,14 +21,12 @@ JOBS = [
     *(SHARED[0], SHARED[2]),
     "sft:17x8x1:1+resume",
     "dpo:15x8x1:1+eval",
-    "reward:15x8x1:1+eval",
     "classifier:17x8x1:1+eval",
-    "nan:17x8x1:3",
     "nan:26x3x2:3",
-    "stream:26x3x2:2",
     "grpo:16x8x1:end",
     "own:17x8x1:3",
 ]
+MORE = ["reward:15x8x1:1+eval", "nan:17x8x1:3", "stream:26x3x2:2"]
 # Means over the tokens, or the rows, of one side are near those of one process where ranks share a micro-batch, see
 # docs/your_run.md, and may be so far off here; all lie around zero.
 NEAR = {
@@ -40,6 +38,8 @@ PLANNED = "sft:24x4x2:1"
 RUNS = {
     "one": (1, "auto", [*JOBS, SHARED[1], "sft:24x8x1:1"]),
     "two": (2, "auto", [*JOBS, PLANNED]),
+    "more of one": (1, "auto", MORE),
+    "more of two": (2, "auto", MORE),
     "three": (3, "off", SHARED),
 }
 
@@ -105,6 +105,12 @@ def test_two_ranks_log_what_one_process_logs(runs, job):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("job", MORE)
+def test_two_ranks_log_what_one_process_logs_in_more_trainings(runs, job):
+    assert_same_log(runs["more of one"][job][0], runs["more of two"][job][0])
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", SHARED)
 def test_three_ranks_log_what_one_process_logs(runs, job):
     assert_same_log(runs["one"][job][0], runs["three"][job][0], near=NEAR.get(job.partition(":")[0]))
@@ -115,7 +121,9 @@ def test_line_of_a_planned_step_has_the_mean_over_its_tokens(runs):
     assert_same_log(runs["one"]["sft:24x8x1:1"][0], runs["two"][PLANNED][0])
 
 
-@pytest.mark.parametrize("name", ["two", pytest.param("three", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["two", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("more of two", "three"))]
+)
 def test_ranks_end_with_one_state(runs, name):
     for job, (first, *others) in runs[name].items():
         for other in others:

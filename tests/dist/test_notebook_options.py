@@ -18,10 +18,6 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, balance="tokens", resume="auto", on_nan="skip", verify_every=2,
     strategy="allreduce", loss_reduction="token_sum")
 """
-ENABLE_LOCAL = """
-import unsloth_multigpu as ump
-ump.enable_multi_gpu(num_gpus=2, balance="off", global_batch="scale", strategy="local_sgd:every_steps=3")
-"""
 TRAINING = f"""
 import json, os, sys
 sys.path[:0] = [{str(ROOT / "tests" / "dist" / "scripts")!r}, {str(ROOT)!r}]
@@ -94,62 +90,38 @@ def _open(notebook: NotebookRun, line: str) -> None:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """The same in a script: planned, with a step left out, and with ranks that meet every third step."""
+    """The same in a script: planned, and with a step left out."""
     folder = tmp_path_factory.mktemp("script")
-    again = f"ump.disable_multi_gpu()\n{ENABLE_LOCAL}"
-    (folder / "train.py").write_text(f'{ENABLE}{TRAINING}train("a")\ntrain("b", "nan")\n{again}train("c")\n')
+    (folder / "train.py").write_text(f'{ENABLE}{TRAINING}train("a")\ntrain("b", "nan")\n')
     run = run_python(["train.py"], folder, LIGHT)
     assert run.code == 0, run.err
     return [_facts(line) for line in run.out.splitlines() if line.startswith("[[")]
 
 
 def test_planner_skipped_steps_replicas_and_resume_in_a_kernel(tmp_path: Path, script) -> None:
+    planned_script, skipped_script = script
     with NotebookRun(tmp_path, LIGHT) as notebook:
-        _check_synchronous(notebook, *script[:2])
+        _open(notebook, ENABLE)
+        # First, because a training resumes from one that was as many train() calls behind the line.
+        stopped = _trained(notebook, "resumed", "stop")
+        assert len(stopped[0]["norms"]) == 4
+        planned, skipped = _trained(notebook, "planned"), _trained(notebook, "skipped", "nan")
+        assert [planned, skipped] == [planned_script, skipped_script]
+        for ranks in (planned, skipped):
+            assert ranks[0]["hash"] == ranks[1]["hash"]
+            assert [len(rank["norms"]) for rank in ranks] == [6, 6]
+        assert planned[0]["hash"] != skipped[0]["hash"]
+        rows = [[sum(n for step, n, _ in rank["seen"] if step == number) for rank in planned] for number in range(1, 6)]
+        assert [sum(ranks) for ranks in rows] == [8] * 5
+        parts = [[sum(step == number for step, _, _ in rank["seen"]) for rank in planned] for number in range(1, 6)]
+        assert parts != [[1, 1]] * 5, "cut by their lengths, and not dealt in order as four rows each"
 
+        cell = notebook.run("train('flipped', 'flip')")
+        assert cell.error == "DivergenceError"
+        assert "rank 0 and rank 1 differ in 1 of 21 trainable tensors: lm_head.weight" in cell.value
 
-def _check_synchronous(notebook: NotebookRun, planned_script, skipped_script) -> None:
-    _open(notebook, ENABLE)
-    # First, because a training resumes from one that was as many train() calls behind the line.
-    stopped = _trained(notebook, "resumed", "stop")
-    assert len(stopped[0]["norms"]) == 4
-    planned, skipped = _trained(notebook, "planned"), _trained(notebook, "skipped", "nan")
-    assert [planned, skipped] == [planned_script, skipped_script]
-    for ranks in (planned, skipped):
-        assert ranks[0]["hash"] == ranks[1]["hash"]
-        assert [len(rank["norms"]) for rank in ranks] == [6, 6]
-    assert planned[0]["hash"] != skipped[0]["hash"]
-    rows = [[sum(n for step, n, _ in rank["seen"] if step == number) for rank in planned] for number in range(1, 6)]
-    assert [sum(ranks) for ranks in rows] == [8] * 5
-    parts = [[sum(step == number for step, _, _ in rank["seen"]) for rank in planned] for number in range(1, 6)]
-    assert parts != [[1, 1]] * 5, "cut by their lengths, and not dealt in order as four rows each"
-
-    cell = notebook.run("train('flipped', 'flip')")
-    assert cell.error == "DivergenceError"
-    assert "rank 0 and rank 1 differ in 1 of 21 trainable tensors: lm_head.weight" in cell.value
-
-    notebook.restart()
-    _open(notebook, ENABLE)
-    resumed = _trained(notebook, "resumed")
-    assert _steps(resumed[0]) == {4, 5}
-    assert [rank["hash"] for rank in resumed] == [rank["hash"] for rank in planned]
-
-
-@pytest.mark.thorough
-def test_local_steps_and_a_scaled_batch_in_a_kernel(tmp_path: Path, script) -> None:
-    with NotebookRun(tmp_path, LIGHT) as notebook:
-        _check_local(notebook, script[2])
-
-
-def _check_local(notebook: NotebookRun, local_script) -> None:
-    _open(notebook, ENABLE_LOCAL)
-    local = _trained(notebook, "local")
-    assert local == local_script
-    assert sum(n for _, n, _ in local[0]["seen"]) == 40, "a step has twice the samples, so 6 steps are two epochs"
-    assert local[0]["hash"] == local[1]["hash"]
-    cell = notebook.run("train('nan', 'nan')")
-    # Where ranks step by themselves only that rank sees it.
-    assert cell.error == "DistributedError"
-    assert "rank 1 raised NonFiniteGradientError: step 3: " in cell.value
-    # The next cell trains again, on equal ranks.
-    assert _trained(notebook, "again") == local
+        notebook.restart()
+        _open(notebook, ENABLE)
+        resumed = _trained(notebook, "resumed")
+        assert _steps(resumed[0]) == {4, 5}
+        assert [rank["hash"] for rank in resumed] == [rank["hash"] for rank in planned]

@@ -17,7 +17,7 @@ LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
 QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
 
 
-def plan(folder: Path, what: str, *options: str, env: dict[str, str] = PLAIN) -> Finished:
+def plan(folder: Path, what: str, *options: str) -> Finished:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -31,7 +31,7 @@ def plan(folder: Path, what: str, *options: str, env: dict[str, str] = PLAIN) ->
     config.save_pretrained(folder / "model")
     scratch = folder / "scratch"
     scratch.mkdir()
-    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**env, "TMPDIR": str(scratch)})
+    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**PLAIN, "TMPDIR": str(scratch)})
     assert "the script has gone on" not in run.out
     assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
     assert orphans(str(scratch)) == []
@@ -76,24 +76,10 @@ def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     assert all(row["fits"] for row in rows.values())
 
 
-@pytest.mark.thorough
-def test_quantised_layers_are_counted_and_nothing_is_said_to_fit_that_does_not(tmp_path: Path) -> None:
-    run = plan(tmp_path, "qlora", "--gpus", "1,2", "--memory", "1.2GiB", env=QUANTISED)
-    packed = LAYERS * (3 * HIDDEN**2 + 3 * HIDDEN * INNER)
-
-    assert f"{packed:,} quantised" in run.out, run.out + run.err
-    assert [line.split()[:2] + line.split()[-2:] for line in run.out.splitlines() if line.endswith("large")] == [
-        ["2", "ddp", "too", "large"],
-        ["2", "sharded", "too", "large"],
-    ]
-    assert "With 1 GPU: enable_multi_gpu()" in run.out
-    assert run.code == 0
-
-
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("reads", ['plan_me.py", line 34', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
+        ("reads", ['plan_me.py", line 26', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
         pytest.param("no_training", ["ended with exit code 0 before a train()"], marks=pytest.mark.thorough),
         pytest.param("killed", ["was ended by SIGKILL", "in this machine's memory"], marks=pytest.mark.thorough),
     ],
@@ -103,12 +89,3 @@ def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp
 
     assert run.code == 69
     assert all(fact in run.err for fact in facts), run.err
-
-
-@pytest.mark.thorough
-def test_model_of_the_script_itself_is_counted_as_it_is_and_no_row_fits(tmp_path: Path) -> None:
-    run = plan(tmp_path, "own", "--gpus", "2", "--memory", "1GiB")
-
-    assert run.code == 69, run.err
-    assert "No row fits. 1 GPU of this size would do." in run.out
-    assert "0 quantised" in run.out

@@ -11,13 +11,11 @@ from torch import nn
 from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.legacy.replica import copy_of, find_devices
-from unsloth_multigpu.legacy.serial import count_rows, cut_rows, shard_factors
-from unsloth_multigpu.step.loss import LossReduction
+from unsloth_multigpu.legacy.replica import copy_of
+from unsloth_multigpu.legacy.serial import count_rows
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
 CPU = torch.device("cpu")
-TOKENS, ROWS = map(LossReduction, ("token_sum", "row_mean"))
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +66,6 @@ def test_what_cannot_be_cut_is_refused(results, kind, message):
     assert "Hint: Leave enable_ddp=False" in results["refused"][kind]
 
 
-def test_rows_are_cut_in_order_and_evenly():
-    inputs = {"labels": torch.arange(8).view(8, 1), "names": list("abcdefgh"), "flag": True, "scale": torch.tensor(2.0)}
-    shards = cut_rows(inputs, 3)
-    assert sorted(map(count_rows, shards)) == [2, 3, 3]
-    assert torch.cat([s["labels"] for s in shards]).equal(inputs["labels"])
-    assert [name for s in shards for name in s["names"]] == inputs["names"]
-    assert all(s["flag"] is True and s["scale"] == 2 for s in shards)
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -91,21 +80,6 @@ def test_rows_are_cut_in_order_and_evenly():
 def test_batch_without_common_rows_is_refused(inputs, message):
     with pytest.raises(SetupError, match=message):
         count_rows(inputs)
-
-
-@pytest.mark.parametrize("scale", [TOKENS, ROWS])
-def test_factors_put_gradients_together(scale):
-    weights, gradients = [6, 2, 1], torch.tensor([3.0, -1.0, 5.0])  # Of each shard's own mean.
-    num_items = 12
-    seen = gradients * torch.tensor(weights) / num_items if scale is TOKENS else gradients
-    share = 9 / num_items if scale is TOKENS else 1.0
-    total = float((seen * torch.tensor(shard_factors(weights, scale))).sum())
-    assert total == pytest.approx(share * (6 * 3 - 2 + 5) / 9)
-
-
-def test_cpu_has_as_many_replicas_as_asked_for():
-    assert find_devices(CPU, 3) == [CPU] * 3
-    assert find_devices(CPU, None) == [CPU]
 
 
 def test_copy_calls_its_own_weights_where_a_closure_holds_the_models():

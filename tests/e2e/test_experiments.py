@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,25 +46,6 @@ def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
     page = (tmp_path / "figures" / "hypernetwork.md").read_text()
     assert all(page.count(f"**Experiment {number}: ") == 2 for number in (1, 2, 3, 4))
     assert facts["command"] in page
-
-
-def test_hypernetwork_deals_shares_as_a_distributed_sampler() -> None:
-    import torch
-    from torch.utils.data import DistributedSampler
-
-    from examples.experiments.hypernetwork_training import Arm, plan_steps
-
-    samples = torch.arange(24)
-    shares = [list(DistributedSampler(samples, 2, rank, shuffle=False)) for rank in (0, 1)]
-    both = Arm("", "", batch_size=8, num_parts=2)
-    for rank in (0, 1):
-        assert torch.cat([parts[rank] for parts in plan_steps(samples, both)]).tolist() == shares[rank]
-    alone = [
-        parts[0].tolist() for parts in plan_steps(samples, replace(both, batch_size=4, num_parts=1, samples="split"))
-    ]
-    assert alone == [share[start : start + 4] for start in (0, 4, 8) for share in shares]
-    half = plan_steps(samples, replace(both, batch_size=4, num_parts=1, samples="half"))
-    assert torch.cat([parts[0] for parts in half]).tolist() == shares[0]
 
 
 @pytest.mark.thorough

@@ -38,6 +38,7 @@ HANG_TIMEOUT_S = 8.0
 # Commands.
 
 
+@pytest.mark.thorough
 def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
     # It imports what it finds. Unsloth takes as long as all the rest.
     run = run_python([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})

@@ -27,7 +27,7 @@ LIBRARIES = light("rich", "triton", "unsloth", "unsloth_zoo") if IS_FAKE else {}
 # Rows x batch size x accumulation: the last shape divides neither by the step nor by the ranks.
 EVEN, UNEVEN = "24x4x2", "26x3x3"
 JOBS = {
-    2: [f"trainer_peft:{EVEN}", *(f"{kind}:{UNEVEN}" for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo"))],
+    2: [f"{kind}:{UNEVEN}" for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo")],
     4: [f"trainer_peft:{EVEN}", f"trainer_peft:{UNEVEN}"],
 }
 # Unsloth's kernels compute in the card's own precision.

@@ -48,26 +48,14 @@ class Host:
         """`state` = "down" or "up". Packets are lost without a word, as with a pulled plug."""
         _ip("-n", self.namespace, "link", "set", self.interface, state)
 
-    def limit(self, rate: str) -> None:
-        """Sends at most `rate`, "20mbit" say; "" = no limit. Skips where the kernel has no token bucket."""
-        action = ["add", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"] if rate else ["del", "root"]
-        command = ["tc", "-n", self.namespace, "qdisc", action[0], "dev", self.interface, *action[1:]]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this kernel cannot limit a bandwidth: {done.stderr.strip()}")
-
 
 @contextmanager
-def two_hosts(network: int = 0) -> Iterator[tuple[Host, Host]]:
-    """Makes them and takes them away again, with what still runs there.
-
-    Args:
-        network: Tells pairs apart that exist at the same time, 0..9.
-    """
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Makes them and takes them away again, with what still runs there."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("two hosts are network namespaces, which need root and iproute2")
-    mark = f"um{os.getpid()}n{network}"  # An interface's name has 15 characters at most.
-    first, second = hosts = tuple(Host(f"{mark}h{i}", f"10.213.{network}.{i + 1}", f"{mark}w{i}") for i in range(2))
+    mark = f"um{os.getpid()}"  # An interface's name has 15 characters at most.
+    first, second = hosts = tuple(Host(f"{mark}h{i}", f"10.213.0.{i + 1}", f"{mark}w{i}") for i in range(2))
     try:
         for host in hosts:
             made = subprocess.run(["ip", "netns", "add", host.namespace], capture_output=True, text=True)

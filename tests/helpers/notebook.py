@@ -199,10 +199,6 @@ class NotebookRun:
         self._manager.restart_kernel(now=False)
         self.client.wait_for_ready(timeout=60)
 
-    def shutdown(self) -> None:
-        """Shut down, as a front end does when the notebook is closed."""
-        self._manager.shutdown_kernel(now=False)
-
     def children(self) -> list[psutil.Process]:
         """Living processes that the kernel has started, and theirs."""
         return [p for p in psutil.Process(self.pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]

@@ -33,23 +33,6 @@ ump.enable_multi_gpu({arguments})
         ),
         (
             "",
-            {"UNSLOTH_MULTIGPU_NUM_GPUS": "two"},
-            [
-                "unsloth_multigpu.errors.ConfigError: UNSLOTH_MULTIGPU_NUM_GPUS='two'; expected a whole number",
-                "Hint: Leave UNSLOTH_MULTIGPU_NUM_GPUS out: its default is all visible GPUs",
-            ],
-        ),
-        (
-            "enable_ddp=False",
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            [
-                "unsloth_multigpu.errors.SetupError: enable_ddp=False, the legacy path, is one process, but torchrun "
-                "started 2 ranks.",
-                "Hint: Start the script with python alone, or leave enable_ddp out.",
-            ],
-        ),
-        (
-            "",
             {"RANK": "0", "WORLD_SIZE": "2"},
             [
                 "unsloth_multigpu.errors.LaunchError: RANK and WORLD_SIZE=2 are set, but LOCAL_RANK, MASTER_ADDR, "

@@ -15,7 +15,6 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
-from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
@@ -132,40 +131,11 @@ def test_limit_below_the_longest_sample_is_an_error() -> None:
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_causal", "has_encoder", "part"),
-    [("sdpa", True, False, 0.5), ("eager", True, False, 1.0), ("sdpa", False, False, 1.0), ("sdpa", True, True, 1.0)],
-)
-def test_shape_of_the_model_gives_the_weight_of_attention(
-    kind: str, is_causal: bool, has_encoder: bool, part: float
-) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24), "adapted": nn.Identity()})
-    # As a layer of PEFT: it has the sizes of the layer that it holds.
-    vars(model["adapted"]).update(base_layer=model["a"], in_features=8, out_features=8)
-    vars(model["a"]).update(is_causal=is_causal)
-    model.config = SimpleNamespace(  # type: ignore[assignment]
-        hidden_size=8, num_hidden_layers=2, _attn_implementation=kind, is_encoder_decoder=has_encoder
-    )
-    ours = balancer()
-    ours._trainer.model = model
-    ours.prepare(loader(), TOKEN_SUM)
-    assert ours.balance is not None
-    assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
-
-
 def measured_steps(ours: Balancer, count: int) -> None:
     """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
     for _ in range(count):
         ours._laps.extend((float(work), FakeLap((work + 20) * 1e-5)) for work in (50, 200, 900))
         ours.end_step()
-
-
-def test_costs_are_measured_in_the_first_steps() -> None:
-    ours = prepared(loader())
-    measured_steps(ours, 16)
-    assert ours.balance is not None
-    assert ours.balance.cost.overhead_tokens == 16
-    assert ours.balance.cost.floor_tokens == 0
 
 
 def small_and_slow(mine: list[float]) -> list[list[float]]:
@@ -182,18 +152,6 @@ def test_costs_of_unequal_ranks_are_those_of_one() -> None:
     assert ours.balance is not None
     assert ours.balance.cost.overhead_tokens == 16
     assert ours.balance.cost.floor_tokens == 0
-
-
-def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured() -> None:
-    ours = prepared(loader())
-    ours.stopwatch = SimpleNamespace(lap=lambda: FakeLap(1.0))  # type: ignore[assignment]
-    num_laps = []
-    for _ in range(3):
-        ours.note(Piece((0,), work=5.0))
-        ours.note(Piece((0,)))
-        num_laps.append(len(ours._laps))
-        ours.end_step()
-    assert num_laps == [0, 0, 1]
 
 
 def test_deterministic_algorithms_leave_the_plan_alone() -> None:

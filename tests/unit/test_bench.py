@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start
@@ -25,14 +21,10 @@ from unsloth_multigpu.tools.bench.bench_result import (
     MeasuredStep,
     RankRecord,
     Spread,
-    norm_difference,
-    ratios,
     summarize,
 )
 from unsloth_multigpu.tools.bench.bench_run import run_arm
 from unsloth_multigpu.tools.bench.bench_table import result_row
-from unsloth_multigpu.tools.bench.meter import Meter
-from unsloth_multigpu.tools.fingerprint import fingerprints
 
 COLD = BenchOptions(warmup=0)
 
@@ -43,17 +35,6 @@ def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), sam
 
 def rank(number: int, *steps: MeasuredStep, norms=None, **more) -> RankRecord:
     return RankRecord(number, steps, tuple([1.0] * len(steps) if norms is None else norms), 100, "cpu", **more)
-
-
-def test_ratios_are_taken_within_each_round() -> None:
-    # The ratio of the medians would be 20 / 20.
-    assert ratios([10.0, 20.0, 60.0], [5.0, 20.0, 30.0]) == Spread(2.0, 1.0, 2.0)
-
-
-def test_norm_difference_is_relative_and_the_largest() -> None:
-    assert norm_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
-    assert norm_difference([0.5], [0.0]) == 0.5
-    assert norm_difference([math.nan, 1.0], [1.0, 1.0]) == math.inf
 
 
 def test_samples_are_compared_with_how_often_they_occur() -> None:
@@ -77,13 +58,6 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     assert result_row(alone)["samples"] == "-"
 
 
-@pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
-def test_every_arm_has_the_same_samples_in_a_step(arm) -> None:
-    options = BenchOptions(ranks=3, batch_size=5, accumulation=2)
-    num_loaders = 1 if arm.line is not None else arm.num_processes(options)
-    assert options.batch_size * arm.num_accumulated(options) * num_loaders == options.num_samples_per_step == 30
-
-
 def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     inherited = {
         "RANK": "3",
@@ -105,64 +79,6 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
-
-
-def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
-    shared = BenchOptions(device="cuda", is_card_shared=True)
-    assert "torch.distributed.run" in ARMS["ours"].command(shared)
-    assert "torch.distributed.run" not in ARMS["ours"].command(BenchOptions())
-    assert "torch.distributed.run" not in ARMS["ours_one"].command(shared)
-
-
-class Tiny(nn.Module):
-    """Takes what a Trainer hands a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 4)
-        self.head = nn.Linear(4, 10)
-
-    def forward(self, input_ids, attention_mask, labels):
-        time.sleep(0.02)
-        return self.head(self.embed(input_ids)).sum()
-
-
-def test_meter_counts_what_is_computed_and_nothing_else() -> None:
-    model = Tiny()
-    meter = Meter(model, is_cuda=False)
-    ids = torch.tensor([[1, 2, 5], [0, 7, 0], [0, 1, 1]])
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]),
-        # The first tokens of a row may be given, and are computed all the same.
-        "labels": torch.tensor([[-100, 2, 5], [0, 7, -100], [-100, -100, -100]]),
-    }
-    meter.mark_begin()
-    time.sleep(0.05)  # What comes before the epoch.
-    begin_s = time.perf_counter()
-    meter.mark_begin()
-    with torch.no_grad():
-        model(**inputs)
-    model(**inputs)  # Without a backward pass.
-    model.eval()(**inputs).backward()
-    model.train()
-    for number in (1, 2):
-        for _ in range(number):
-            model(**inputs).backward()
-            time.sleep(0.03)  # Waiting for others.
-        meter.mark_step()
-    assert sum(step["wall_s"] for step in meter.steps()) <= time.perf_counter() - begin_s
-    first, second = meter.steps()
-    assert first["micro_batches"] == [[3, 3, 5]]
-    kept = {name: value[:2] for name, value in inputs.items()}  # The third row is a filler.
-    assert Counter(first["samples"]) == fingerprints(kept)
-    assert second["micro_batches"] == [[3, 3, 5]] * 2
-    assert 0.02 <= first["compute_s"] < first["wall_s"] - 0.03 + 1e-4
-    assert first["cpu_s"] < first["wall_s"]
-    # The legacy path copies the model for further devices.
-    copy.deepcopy(model)(**inputs).backward()
-    meter.mark_step()
-    assert meter.steps()[2]["samples"] == first["samples"]
 
 
 def failing(command: list[str]) -> Arm:
@@ -195,12 +111,6 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
         run_arm(failing([sys.executable, "-c", code]), BenchOptions(timeout_s=1.0), tmp_path)
     assert time.monotonic() - begin_s < 20
     assert orphans(str(tmp_path)) == []
-
-
-def test_bytes_count_where_all_ranks_know_them() -> None:
-    runs = {"ddp": [[rank(0, step(), step(), sent_bytes=8), rank(1, step(), step(), sent_bytes=6)]]}
-    runs |= {"torchrun": [[rank(0, step(), step(), sent_bytes=8), rank(1, step(), step())]]}
-    assert [result.sent_bytes_per_step for result in summarize(runs, COLD)] == [4.0, None]
 
 
 def test_run_is_measured_without_its_warm_up() -> None:

@@ -69,14 +69,6 @@ def test_exception_of_a_rank_is_the_cause() -> None:
     assert cause.message == "rank 1 failed after step 3: ValueError: bad row"
 
 
-def test_exception_before_training_has_no_step() -> None:
-    cause = find_cause(Run().fails(0, "KeyError: 'text'", step=0).events, {0: 1})
-    assert cause.message == "rank 0 failed before the first step: KeyError: 'text'"
-    # A loop without a Trainer counts no steps: nothing is said of them, whether it has made some or not.
-    cause = find_cause(Run().fails(0, "KeyError: 'text'").events, {0: 1})
-    assert cause.message == "rank 0 failed: KeyError: 'text'"
-
-
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS)
 def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
     run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
@@ -286,15 +278,6 @@ def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) ->
 
 
 # Hangs, which the supervisor ends itself.
-
-
-@pytest.mark.parametrize("rank", [-1, 1])
-@pytest.mark.parametrize("codes", [{}, {0: -15, 1: -9}, {0: 1, 1: -9}])
-def test_hang_is_the_cause_of_all_that_follows(rank: int, codes: dict[int, int]) -> None:
-    run = Run().training(0, 1).add("hang", rank, 3, message="rank 1 hangs: ...", stacks="Stack\n").fails(0, CLOSED)
-    cause = find_cause(run.events, codes, gone={1})
-    assert (cause.rank, cause.exit_code, cause.traceback) == (rank, 124, "Stack\n")
-    assert cause.message == "rank 1 hangs: ..."
 
 
 # Ranks that stop because they were asked to.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -17,23 +14,17 @@ import pytest
 import torch
 
 from tests.helpers.pages import seams_markdown
-from tests.helpers.run import orphans
 from unsloth_multigpu import errors, start, versions
 from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import doctor_command as doctor
 from unsloth_multigpu.tools.doctor import findings
-from unsloth_multigpu.tools.doctor.patch_check import try_patches
-from unsloth_multigpu.tools.verify import verify_command as verify
-from unsloth_multigpu.wire.context import ToolRequest
-from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -146,15 +137,6 @@ def test_run_hands_every_option_on_by_the_environment(started, given):
     assert {name for case in HANDED_ON for name in case} == set(command_options("run"))
 
 
-def test_run_takes_the_options_of_the_tool_that_takes_part(started, monkeypatch):
-    chaos = ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", {"folder": "", "faults": [], "work": "aside"})
-    os.environ.update(chaos.variables())
-    told = []
-    monkeypatch.setattr(start, "supervise", lambda command, config, num_ranks: told.append(config.log_dir))
-    run("--num-gpus", "2", "train.py")
-    assert told == ["aside/logs"]
-
-
 def test_run_starts_no_ranks_inside_a_rank(started):
     os.environ.update(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="x", MASTER_PORT="1")
     run("--num-gpus", "4", "train.py")
@@ -202,52 +184,6 @@ def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, mess
     assert "Traceback" not in err
     assert out == ""
     assert started == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "own", "program"),
-    [
-        (["--steps", "3", "train.py", "--steps", "9"], ["--steps", "3"], ["train.py", "--steps", "9"]),
-        (["--steps=3", "--no-dropout", "--", "train.py"], ["--steps=3", "--no-dropout"], ["train.py"]),
-        (["-m", "pkg.train", "--balance", "off", "-h"], [], ["-m", "pkg.train", "--balance", "off", "-h"]),
-    ],
-)
-def test_verify_takes_its_options_before_the_script(arguments, own, program):
-    assert main.split_program(["verify", *arguments]) == (["verify", *own], program)
-
-
-def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, capsys):
-    asked = []
-
-    def ranks_to_start(config):
-        asked.append(config.num_gpus)
-        raise SetupError("num_gpus=4, but 1 GPU(s) are visible.", hint="Set num_gpus=1.")
-
-    monkeypatch.setattr(start, "ranks_to_start", ranks_to_start)
-    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    monkeypatch.setattr(verify, "run_first_steps", lambda *arguments: pytest.fail("a run was started"))
-    assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
-    assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
-    assert asked == [4]
-
-
-HELPER = """
-import signal, subprocess, sys
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-command, is_alone = [sys.executable, "-c", code, sys.argv[1]], sys.argv[2] == "True"
-subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=is_alone).stdout.readline()
-"""
-
-
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_command_ends_with_helpers_that_stay(is_alone):
-    marker = f"helper_of_{os.getpid()}_{time.monotonic_ns()}"
-    command = [sys.executable, "-c", HELPER, marker, str(is_alone)]
-    process = subprocess.Popen(command, env={**os.environ, "MARKER": marker}, start_new_session=True)
-    assert process.wait(60) == 0
-    assert len(orphans(marker)) == 1
-    end_command(process, marker, 20.0)
-    assert orphans(marker) == []
 
 
 @pytest.mark.parametrize("error", [SetupError, LaunchError])
@@ -428,68 +364,10 @@ def test_page_of_seams_is_up_to_date():
     assert page == seams_markdown(), "write it again: python -m tests.helpers.pages"
 
 
-MODULES = {
-    "good": "def save(path): return path",
-    "shy": "def save(): return 1",
-    "broken": "raise ImportError('no such library')",
-}
 serial = itertools.count()
 
 
-@pytest.fixture
-def library(monkeypatch, tmp_path):
-    """Modules to patch. Each test has its own: the hook of a patch that does not fit stays for the whole process."""
-    prefix = f"seam_{next(serial)}_"
-    for name, source in MODULES.items():
-        (tmp_path / f"{prefix}{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield prefix
-    for name in MODULES:
-        sys.modules.pop(prefix + name, None)
-
-
-def planted(target: str, *, supports: str = "pytest>=8", optional: bool = False) -> Patch:
-    return Patch(target, supports, lambda original: original, "test", needs=("path",), optional=optional)
-
-
-@pytest.mark.parametrize(
-    ("patch", "text"),
-    [
-        (planted("good:save"), ""),
-        (planted("good:load"), "there is no such target"),
-        (planted("good:load", optional=True), ""),
-        (planted("absent:save"), "there is no such target"),
-        (planted("shy:save"), "it has no parameter path"),
-        (planted("shy:save", optional=True), "it has no parameter path"),
-        (planted("broken:save"), "ImportError: no such library"),
-        (planted("broken:save", optional=True), ""),
-        (planted("good:save", supports="pytest>=999"), "is known for >=999"),
-        (planted("good:save", supports="no_such_distribution>=1"), ""),
-    ],
-)
-def test_doctor_finds_the_patch_that_does_not_land(library, patch, text):
-    patch = dataclasses.replace(patch, target=library + patch.target)
-    if not text:
-        assert try_patches([patch], libraries=()) == {"imports": {}, "num_patches": 1}
-        return
-    with pytest.raises(errors.MultiGPUError, match=re.escape(text)):
-        try_patches([patch], libraries=())
-
-
-def test_library_that_cannot_be_imported_fails(monkeypatch, library):
-    monkeypatch.setattr("unsloth_multigpu.tools.doctor.patch_check.installed_version", lambda name: "1.0")
-    landed = try_patches([], libraries=[library + "broken", library + "good"])
-    rows = findings.import_rows(landed)
-    assert [row.state for row in rows] == ["FAIL", "ok"]
-    assert "no such library" in rows[0].text
-    (row,) = findings.patch_rows({**landed, "num_methods": 2})
-    assert (row.state, row.text) == ("ok", "0 functions and 2 methods of other libraries are as tested")
-    (row,) = findings.patch_rows({"error": "it broke", "log": ["a line"]})
-    assert (row.state, row.log) == ("FAIL", ("a line",))
-
-
 PROBES = {
-    "asleep": "print('soon', flush=True); import time; time.sleep(600)",
     "crash": "print('noise'); raise ValueError('it broke')",
     "late_crash": "import os; main(lambda: {'x': 1}); os._exit(7)",
     "refuse": "def f(): raise SetupError('no card', hint='buy one')\nmain(f)",
@@ -500,7 +378,6 @@ PROBES = {
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("asleep", {"error": "no result within 5 s: soon", "log": ["soon"]}),
         ("crash", {"error": "ended with exit code 1: ValueError: it broke"}),
         ("late_crash", {"error": "ended with exit code 7: it printed nothing", "log": []}),
         ("refuse", {"error": "no card", "hint": "buy one"}),
@@ -508,12 +385,11 @@ PROBES = {
     ],
 )
 def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
-    imports = "" if name == "asleep" else "from unsloth_multigpu.tools.probe import leave_outcome as main\n"
-    imports += "from unsloth_multigpu.errors import SetupError\n" if imports else ""
+    imports = "from unsloth_multigpu.tools.probe import leave_outcome as main\n"
+    imports += "from unsloth_multigpu.errors import SetupError\n"
     (tmp_path / f"probe_{name}.py").write_text(imports + PROBES[name])
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    limit_s = 5.0 if name == "asleep" else 60.0
-    with probe.Probe(f"probe_{name}", tmp_path, limit_s, {"PYTHONPATH": path}) as running:
+    with probe.Probe(f"probe_{name}", tmp_path, 60.0, {"PYTHONPATH": path}) as running:
         outcome = running.outcome()
     assert {key: outcome[key] for key in expected} == expected
     assert capfd.readouterr() == ("", "")

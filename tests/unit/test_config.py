@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,36 +22,7 @@ from unsloth_multigpu.options import (
     MultiGPUConfig,
     from_keywords,
 )
-from unsloth_multigpu.strategy import DDP, STRATEGIES, AllReduce, DiLoCo
-
-# Option -> (text of its variable, value).
-FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
-    "num_gpus": ("3", 3),
-    "batch_size_per_gpu": ("4", 4),
-    "enable_ddp": ("no", False),
-    "global_batch": ("scale", "scale"),
-    "strategy": (" diloco:every_steps=8, outer_momentum=0", DiLoCo(every_steps=8, outer_momentum=0.0)),
-    "shard": ("on", "on"),
-    "balance": ("off", "off"),
-    "resume": ("auto", "auto"),
-    "device": ("cpu", "cpu"),
-    "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
-    "shard_offload": ("1", True),
-    "max_tokens_per_micro_batch": ("4096", 4096),
-    "max_restarts": ("2", 2),
-    "timeout_s": ("2.5", 2.5),
-    "hang_timeout_s": ("0", 0.0),
-    "grace_s": ("7.5", 7.5),
-    "on_nan": ("skip", "skip"),
-    "check_first_step": ("every", "every"),
-    "loss_reduction": ("whole", "whole"),
-    "inexact": ("raise", "raise"),
-    "verify_every": ("0", 0),
-    "nnodes": ("2", "2"),
-    "rdzv_endpoint": ("node0:29400", "node0:29400"),
-    "rdzv_id": ("job7", "job7"),
-    "node_rank": ("1", 1),
-}
+from unsloth_multigpu.strategy import DDP, AllReduce
 
 
 def variable(option: str) -> str:
@@ -65,31 +35,17 @@ def assert_says(error: pytest.ExceptionInfo[ConfigError], message: str, hint: st
     assert hint in second
 
 
-def test_every_option_is_read_from_its_variable() -> None:
-    assert list(FROM_ENVIRONMENT) == list(options_of(MultiGPUConfig))
-    apart = [["enable_ddp"], ["strategy"], ["shard", "shard_offload"], ["balance"], ["max_tokens_per_micro_batch"]]
-    # Not all options go together.
-    for names in [*apart, [name for name in FROM_ENVIRONMENT if [name] not in apart and "shard" not in name]]:
-        given = {name: FROM_ENVIRONMENT[name] for name in names}
-        config = MultiGPUConfig.resolve({}, {variable(name): f" {text} " for name, (text, _) in given.items()})
-        assert {name: getattr(config, name) for name in given} == {name: value for name, (_, value) in given.items()}
-    for text, value in {
-        "1": True,
-        "True": True,
-        "YES": True,
-        "on": True,
-        "0": False,
-        "False": False,
-        "no": False,
-    }.items():
-        assert MultiGPUConfig.resolve({}, {variable("enable_ddp"): text}).enable_ddp is value
-
-
 def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
     environment = {variable("num_gpus"): "3", variable("timeout_s"): "60", variable("enable_ddp"): "1"}
     config = MultiGPUConfig.resolve({"num_gpus": 2, "enable_ddp": False, "timeout_s": None}, environment)
     assert (config.num_gpus, config.enable_ddp, config.timeout_s) == (2, False, 60.0)
     assert config.max_restarts == 0
+
+
+def test_words_for_yes_and_no() -> None:
+    for words, value in ((("1", "True", "YES", "on"), True), (("0", "False", "no", "OFF"), False)):
+        configs = [MultiGPUConfig.resolve({}, {variable("enable_ddp"): word}) for word in words]
+        assert [config.enable_ddp for config in configs] == [value] * 4
 
 
 @pytest.mark.parametrize("text", ["", "  ", "none", "None"])
@@ -105,19 +61,6 @@ def test_variables_that_are_no_options_are_passed_over() -> None:
         "NUM_GPUS": "x",
     }
     assert MultiGPUConfig.resolve({}, environment) == MultiGPUConfig()
-
-
-def test_config_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MultiGPUConfig().num_gpus = 2  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keeps"),
-    [({}, True), ({"global_batch": "scale"}, False), ({"batch_size_per_gpu": 4}, False)],
-)
-def test_batch_per_gpu_and_scale_give_up_the_global_batch(arguments: dict[str, Any], keeps: bool) -> None:
-    assert MultiGPUConfig(**arguments).keeps_global_batch is keeps
 
 
 WHOLE = "expected a whole number of at least"
@@ -203,11 +146,6 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
     assert_says(error, message, hint)
 
 
-def test_ranks_meet_in_every_step_of_synchronous_strategies() -> None:
-    meets = {name: MultiGPUConfig(strategy=name).is_synchronous for name in STRATEGIES}
-    assert meets == {"ddp": True, "allreduce": True, "parameter_server": True, "local_sgd": False, "diloco": False}
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message", "hint"),
     [
@@ -269,19 +207,6 @@ def training_arguments(config: MultiGPUConfig, *, searches: bool = False) -> Sim
     return args
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "name"),
-    [
-        ("batch_size_per_gpu", 3, "per_device_train_batch_size"),
-        ("timeout_s", 90.0, "ddp_timeout"),
-    ],
-)
-def test_option_reaches_the_training_arguments(option: str, value: object, name: str) -> None:
-    plain = vars(training_arguments(MultiGPUConfig()))
-    assert plain[name] != value
-    assert vars(training_arguments(MultiGPUConfig(**{option: value}))) == {**plain, name: value}  # type: ignore[arg-type]
-
-
 def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(SetupError, match="auto_find_batch_size=True lets one rank shrink its batch"):
         training_arguments(MultiGPUConfig(), searches=True)
@@ -300,16 +225,6 @@ def unconfigured_logging() -> Iterator[logging.Logger]:
     finally:
         package.handlers, level, package.propagate, logging.root.handlers = before
         package.setLevel(level)
-
-
-@pytest.mark.parametrize(("asked", "level"), [(logging.DEBUG, logging.DEBUG), (logging.NOTSET, logging.INFO)])
-def test_level_that_a_script_has_set_stays(asked: int, level: int) -> None:
-    with unconfigured_logging() as package:
-        package.setLevel(asked)
-        console = Console()
-        assert (package.level, len(package.handlers), package.propagate) == (level, 1, False)
-        console.close()
-        assert (package.level, package.handlers, package.propagate) == (asked, [], True)
 
 
 def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from unsloth_multigpu.step.cost import (
     CostModel,
     attention_factor,
     fit_cost,
-    is_settled,
     relative_speeds,
     without_outliers,
 )
@@ -68,34 +67,6 @@ def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
     assert without_outliers(CostModel(), samples) == samples
     found = fit_cost(CostModel(), samples)
     assert found.of_work(60) == pytest.approx(2500, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [[(100.0, 0.1)] * 4, [(100.0 + i, 0.1) for i in range(30)]],
-    ids=["too few", "too much alike"],
-)
-def test_measurements_that_tell_nothing_leave_the_model(samples: list[tuple[float, float]]) -> None:
-    model = CostModel(overhead_tokens=7, floor_tokens=9)
-    assert fit_cost(model, samples) == model
-
-
-@pytest.mark.parametrize("slope", [-1e-9, 0.0, 1e-9], ids=["falling", "flat", "rising"])
-def test_time_that_does_not_grow_with_the_work_is_overhead(slope: float) -> None:
-    works = (300, 400, 500, 700, 900, 1100, 1300, 1600, 1800, 2000)
-    found = fit_cost(CostModel(128.0, 512.0), [(float(w), 0.080 + slope * w) for w in works])
-    assert found.overhead_tokens == 2048.0
-    assert found.of_work(2000) < 2 * found.of_work(300)
-
-
-def test_device_is_known_once_micro_batches_exceed_its_overhead_and_floor() -> None:
-    def is_known(most: int) -> bool:
-        samples = [(float(w), 1e-5 * (max(1024, w) + (w % 7) * 10)) for w in range(100, most, 60)]
-        return is_settled(fit_cost(CostModel(128.0, 512.0, is_unknown=True), samples), samples)
-
-    # What was seen all took the same time: how large the floor is stays open.
-    assert not is_known(900)
-    assert is_known(6000)
 
 
 @pytest.mark.parametrize(

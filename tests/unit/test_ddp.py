@@ -15,7 +15,7 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.ddp import DDPWrapping, make_readable
+from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -146,11 +146,7 @@ def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
     ("name", "changes", "sure"),
     [
         ("MixtralConfig", TINY, False),
-        ("Qwen3MoeConfig", TINY, False),
-        ("DeepseekV3Config", TINY, False),
         ("GptOssConfig", TINY, False),
-        ("Ernie4_5_MoeConfig", TINY, False),
-        ("GraniteMoeConfig", TINY, False),
         ("DbrxConfig", {}, False),
         ("Gemma3Config", {}, False),
         ("Llama4Config", {}, False),
@@ -158,7 +154,6 @@ def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
         ("WhisperConfig", {"encoder_layerdrop": 0.1}, False),
         ("GPT2Config", {"add_cross_attention": True}, False),
         ("Qwen3Config", TINY, True),
-        ("MistralConfig", TINY, True),
         ("Gemma2Config", TINY, True),
         ("Phi3Config", {**TINY, "pad_token_id": 0}, True),
         ("GPT2Config", {}, True),
@@ -169,13 +164,6 @@ def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[s
     import transformers
 
     assert is_sure(tiny(getattr(transformers, name)(**changes))) is sure
-
-
-def test_script_reads_the_config_of_the_model_that_ddp_wraps() -> None:
-    ddp = SimpleNamespace()
-    make_readable(ddp, tiny(llama()), False)
-    assert ddp.config.hidden_size == 8
-    assert not hasattr(ddp, "forward")
 
 
 @pytest.mark.parametrize(
@@ -255,18 +243,6 @@ def test_ddp_is_told_also_where_its_settings_are_made_late(over: Any, is_transfo
         MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), is_transformers_4=is_transformers_4
     )
     assert (str(told.comm_hook), told.gradient_as_bucket_view, told.find_unused_parameters) == ("fp16", True, False)
-
-
-def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
-    over("nccl")
-    handler = SimpleNamespace(find_unused_parameters=True, comm_hook="no", comm_state_option={})
-    accelerator, before = Accelerator(handler), dict(vars(handler))
-    for number in (1, 2):
-        wrap(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), accelerator)
-        assert [str(told.comm_hook) for told in accelerator.told] == ["fp16"] * number
-        assert vars(handler) == before
-        assert accelerator.ddp_handler is handler
-        assert "prepare_model" not in vars(accelerator)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])

@@ -34,26 +34,20 @@ def rows(pieces: list[Piece]) -> list[int]:
 def test_plan_deals_every_sample_once_and_in_order(sizes: list[int], world_size: int, regroup: bool) -> None:
     plan = deal_step(sizes, world_size, regroup=regroup)
     assert [p for share in plan for p in rows(share)] == list(range(sum(sizes)))
-
-
-@given(SIZES, RANKS, REGROUP)
-def test_plan_gives_every_rank_a_piece(sizes: list[int], world_size: int, regroup: bool) -> None:
-    plan = deal_step(sizes, world_size, regroup=regroup)
     assert len(plan) == world_size
     assert all(share for share in plan)
     assert all(piece.positions for share in plan for piece in share)
 
 
 @given(SIZES, RANKS, REGROUP)
-def test_filler_stands_alone_counts_nothing_and_reads_a_sample_that_exists(
+def test_rank_without_samples_has_one_filler_that_counts_nothing(
     sizes: list[int], world_size: int, regroup: bool
 ) -> None:
-    for share in deal_step(sizes, world_size, regroup=regroup):
-        for piece in share:
-            if piece.is_filler:
-                assert share == [piece]
-                assert piece.share == 0.0
-                assert piece.positions == (0,)
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    fillers = [share for share in plan if any(piece.is_filler for piece in share)]
+    assert bool(fillers) == (sum(sizes) < world_size)
+    for share in fillers:
+        assert [(piece.share, piece.positions) for piece in share] == [(0.0, (0,))]
 
 
 @given(SIZES, RANKS)
@@ -70,29 +64,21 @@ def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes: list[in
 
 
 @given(SIZES, RANKS)
-def test_regrouped_ranks_differ_by_one_row_at_most(sizes: list[int], world_size: int) -> None:
-    lengths = [len(rows(share)) for share in deal_step(sizes, world_size, regroup=True)]
-    assert max(lengths) - min(lengths) <= 1
-
-
-@given(SIZES, RANKS)
-def test_regrouped_pieces_of_a_rank_are_as_few_and_as_even_as_can_be(sizes: list[int], world_size: int) -> None:
-    for share in deal_step(sizes, world_size, regroup=True):
+def test_regrouped_ranks_and_their_pieces_are_as_few_and_as_even_as_can_be(sizes: list[int], world_size: int) -> None:
+    plan = deal_step(sizes, world_size, regroup=True)
+    of_ranks = [len(rows(share)) for share in plan]
+    assert max(of_ranks) - min(of_ranks) <= 1
+    for share in plan:
         lengths = [len(piece.positions) for piece in share]
         assert len(share) == max(1, -(-len(rows(share)) // max(sizes)))
         assert max(lengths) - min(lengths) <= 1
 
 
 @given(SIZES, RANKS)
-def test_ungrouped_shares_sum_to_the_number_of_references(sizes: list[int], world_size: int) -> None:
-    plan = deal_step(sizes, world_size, regroup=False)
-    assert sum(piece.share for share in plan for piece in share) == pytest.approx(len(sizes))
-
-
-@given(SIZES, RANKS)
 def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes: list[int], world_size: int) -> None:
-    ends = list(accumulate(sizes))
-    for share in deal_step(sizes, world_size, regroup=False):
+    ends, plan = list(accumulate(sizes)), deal_step(sizes, world_size, regroup=False)
+    assert sum(piece.share for share in plan for piece in share) == pytest.approx(len(sizes))
+    for share in plan:
         for piece in share:
             if not piece.is_filler:
                 reference = next(i for i, end in enumerate(ends) if piece.positions[0] < end)
@@ -108,12 +94,6 @@ def test_ungrouped_references_that_divide_stay_whole(per_rank: int, lengths: lis
     assert [len(share) for share in plan] == [per_rank] * world_size
     assert [len(piece.positions) for share in plan for piece in share] == sizes
     assert all(piece.share == 1.0 for share in plan for piece in share)
-
-
-@given(SIZES, RANKS, REGROUP)
-def test_rank_gets_a_filler_only_where_samples_are_too_few(sizes: list[int], world_size: int, regroup: bool) -> None:
-    fillers = [piece.is_filler for share in deal_step(sizes, world_size, regroup=regroup) for piece in share]
-    assert any(fillers) == (sum(sizes) < world_size)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.hooks.unsloth_patches import local_device_map, offload_patches, placement_patches
+from unsloth_multigpu.hooks.unsloth_patches import local_device_map, placement_patches
 
 HERE = {"": 1}
 
@@ -40,12 +40,6 @@ HERE = {"": 1}
 )
 def test_map_of_one_card_means_the_ranks_own(device_map: Any, placed: Any) -> None:
     assert local_device_map(device_map, "cuda", 1) == placed
-
-
-def test_map_of_another_kind_of_accelerator() -> None:
-    assert local_device_map({"": "xpu:0"}, "xpu", 1) == HERE
-    with pytest.raises(ConfigError):
-        local_device_map({"": "xpu:0"}, "cuda", 1)
 
 
 @pytest.mark.parametrize(
@@ -87,28 +81,3 @@ def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: 
     assert "FSDP2 divides each layer between the ranks" in caplog.text
     with pytest.raises(ConfigError):
         patch.wrap(lambda **kwargs: kwargs)(device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
-
-
-def test_loader_gets_the_map_of_its_rank() -> None:
-    patch = placement_patches("cuda", 1, warns=False)[0]
-    load = patch.wrap(lambda *args, **kwargs: (args, kwargs))
-    assert load("model", device_map="auto", load_in_4bit=True) == (
-        ("model",),
-        {"device_map": HERE, "load_in_4bit": True},
-    )
-    # No map is no wish.
-    assert load("model") == (("model",), {})
-    assert load("model", device_map=None) == (("model",), {"device_map": None})
-
-
-def test_offloaded_weights_are_a_file_of_each_rank() -> None:
-    def offload_to_disk(W: Any, model: Any, name: str, temporary_location: str = "buffers") -> tuple[str, str]:
-        return f"{temporary_location}/{name}.pt", f"/models/llama/{name}.pt"  # The second where the model is a folder.
-
-    (first,), (second,) = offload_patches(0), offload_patches(1)
-    files = [patch.wrap(offload_to_disk)(1, 2, "input_embeddings") for patch in (first, second)]
-    assert files[0] == ("buffers/rank_0/input_embeddings_rank_0.pt", "/models/llama/input_embeddings_rank_0.pt")
-    assert not {*files[0]} & {*files[1]}
-    assert second.wrap(offload_to_disk)(1, model=2, name="out", temporary_location="there")[0] == (
-        "there/rank_1/out_rank_1.pt"
-    )

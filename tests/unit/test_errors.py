@@ -87,18 +87,6 @@ def test_error_leads_to_the_page_that_the_package_was_built_with(monkeypatch) ->
         errors.page.cache_clear()
 
 
-def test_error_of_sources_that_are_not_installed_leads_nowhere(monkeypatch) -> None:
-    def absent(name: str) -> Message:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "metadata", absent)
-    errors.page.cache_clear()
-    try:
-        assert errors.page() == ""
-    finally:
-        errors.page.cache_clear()
-
-
 @each_error
 def test_error_without_a_hint_cannot_be_made(kind: type[MultiGPUError]) -> None:
     with pytest.raises(TypeError, match="hint"):

@@ -41,23 +41,6 @@ def test_script_that_is_asked_ends_with_who_asks_it(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_second_signal_does_not_cut_the_ending_off() -> None:
-    ended = []
-
-    def wait() -> None:
-        try:
-            signal.raise_signal(signal.SIGHUP)
-        finally:
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGTERM)
-            ended.append(True)
-
-    with pytest.raises(SystemExit) as error, exit_on_signal():
-        wait()
-    assert (error.value.code, ended) == (129, [True])
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-
-
 def test_signal_that_is_ignored_stays_so() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with exit_on_signal():

@@ -17,7 +17,6 @@ from unsloth_multigpu.federated.adapters import (
     describe_adapter,
     frozen_factors,
     is_quantized,
-    layout_difference,
     layout_of,
     save_adapter,
     to_arrays,
@@ -25,7 +24,7 @@ from unsloth_multigpu.federated.adapters import (
     variants,
     write_arrays,
 )
-from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
+from unsloth_multigpu.federated.aggregation import to_tensor
 from unsloth_multigpu.federated.client import ClientModel
 
 CPU = torch.device("cpu")
@@ -76,19 +75,6 @@ def test_half_precision_travels_as_float32_and_comes_back() -> None:
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
 
 
-def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
-    model = with_lora(base)
-    layout = layout_of(model)
-    other = copy.deepcopy(base)
-    other.resize_token_embeddings(601, mean_resizing=False)
-    other = with_lora(other)
-    assert state_of(other).keys() == state_of(model).keys()
-    assert "embed_tokens.weight is (601, 64) here, (600, 64) there" in layout_difference(layout_of(other), layout)
-    unlike = layout_difference(layout_of(with_lora(base, lora_alpha=6)), layout)
-    assert unlike.endswith("q_proj LoRA factor of default is 2.0 here, 4.0 there")
-    assert layout_difference(layout_of(with_lora(base)), layout) == ""
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -131,55 +117,6 @@ def _with_bias(base):
     for layer in base.model.layers:
         layer.mlp.down_proj.bias = nn.Parameter(torch.zeros(layer.mlp.down_proj.out_features))
     return base
-
-
-def test_projected_rounds_stay_nearer_to_the_average_of_the_whole_weights() -> None:
-    """Weights that act (base + factor * B A) after each round against the mean of the clients', on real training."""
-    from peft import LoraConfig, get_peft_model
-
-    def build():
-        model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
-        return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["0", "2"]))
-
-    def acting(model):
-        layers = (model.base_model.model[0], model.base_model.model[2])
-        return [layer.get_base_layer().weight.detach().double() + _product(layer) for layer in layers]
-
-    def distance(mode):
-        client_model, weights = ClientModel(build, 5), [5, 1, 3]
-        arrays = state_of(client_model.build(CPU).model)
-        furthest = 0.0
-        for _ in range(4):
-            replies, ends = [], []
-            for client_id in range(3):
-                model = client_model.prepare(arrays, CPU)
-                _train_on_own_data(model, client_id)
-                replies.append(client_model.read())
-                ends.append(acting(model))
-                client_model.release()
-            averaged = weighted_mean(replies, weights, list(arrays))
-            arrays = aggregate_lora(replies, weights, averaged, mode=mode).arrays
-            for layer, weight in enumerate(acting(client_model.prepare(arrays, CPU))):
-                expected = sum(share / 9 * end[layer] for share, end in zip(weights, ends, strict=True))
-                furthest = max(furthest, float((weight - expected).abs().max()))
-        return furthest
-
-    assert distance("project") < 0.9 * distance("mean")
-
-
-def _product(layer):
-    a, b = layer.lora_A["default"].weight.detach().double(), layer.lora_B["default"].weight.detach().double()
-    return layer.scaling["default"] * b @ a
-
-
-def _train_on_own_data(model, client_id):
-    generator = torch.Generator().manual_seed(client_id)
-    inputs, targets = torch.randn(32, 12, generator=generator), torch.randn(32, 4, generator=generator)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.3)
-    for _ in range(10):
-        optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optimizer.step()
 
 
 def test_frozen_a_is_told_for_the_disk(base, tmp_path) -> None:

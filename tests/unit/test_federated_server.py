@@ -15,8 +15,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
-from safetensors.torch import load_file
+from flwr.serverapp.strategy import FedAvg
 
 import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
@@ -24,7 +23,6 @@ from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
-from unsloth_multigpu.federated.reply import judge
 from unsloth_multigpu.federated.training import Training
 
 
@@ -266,42 +264,6 @@ def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
             run(make_plan(other), **options | {"num_rounds": 2, "resume": "auto"})
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> None:
-    class Slower(FedAvg):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.rate = rate
-
-        def configure_train(self, *args: Any) -> Iterable[Message]:
-            self.rate *= 0.5
-            return super().configure_train(*args)
-
-    options = {"output_dir": str(tmp_path), "resume": "auto", "config": {"keys": [b"a", b"b"], "step": 2.0}}
-    strategy = Slower(8.0)
-    plan = make_plan(strategy=strategy)
-    run(plan, num_rounds=2, **options)
-    for again, its in ((plan, strategy), (make_plan(strategy=(fresh := Slower(8.0))), fresh)):
-        run(again, num_rounds=3, **options)
-        assert its.rate == 1.0
-    with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
-        run(make_plan(strategy=Slower(4.0)), num_rounds=3, **options)
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_transposed_weights_are_saved_and_resumed(tmp_path: Path) -> None:
-    def transposed() -> nn.Module:
-        model = nn.Module()
-        model.register_parameter("weight", nn.Parameter(torch.arange(6.0).view(3, 2).t()))
-        return model
-
-    for num_rounds in (1, 2):
-        _, trained = run(make_plan(transposed), num_rounds=num_rounds, output_dir=str(tmp_path), resume="auto")
-        training.save_model(trained, tmp_path)
-        found = load_file(tmp_path / "model.safetensors")["weight"]
-        torch.testing.assert_close(found, torch.arange(6.0).view(3, 2).t() + 1.5 * num_rounds)
-
-
 class Embedding(nn.Module):
     """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
 
@@ -334,24 +296,12 @@ def test_client_of_another_vocabulary_is_left_out_although_its_adapter_fits() ->
 
 
 @pytest.mark.usefixtures("may_make_messages")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": "fedavg"},
-        {"strategy": "fedadam"},
-        {"strategy": "qfedavg", "strategy_kwargs": {"client_learning_rate": 0.5, "train_loss_key": "train_loss"}},
-        {"strategy": DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 1.0, 4)},
-    ],
-    ids=["mean", "optimizer", "differences", "clipped"],
-)
-def test_truth_values_are_aggregated(options: dict[str, Any]) -> None:
-    _, trained = run(make_plan(lambda: Embedding(), see, **options), 4, num_rounds=2)
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_truth_values_are_aggregated(strategy: str) -> None:
+    _, trained = run(make_plan(lambda: Embedding(), see, strategy=strategy), 4, num_rounds=2)
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool
-    # Clipped updates may be too small to turn one.
-    assert seen.tolist()[4:] == [False] * 4
-    if options["strategy"] in ("fedavg", "fedadam"):
-        assert seen.tolist()[:4] == [True] * 4
+    assert seen.tolist() == [True] * 4 + [False] * 4
 
 
 def reply(client_id: int, reason: str = "") -> Message:
@@ -359,21 +309,3 @@ def reply(client_id: int, reason: str = "") -> Message:
     if reason:
         return Message(Error(2, reason), reply_to=asked)
     return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=asked)
-
-
-@pytest.mark.usefixtures("may_make_messages")
-@pytest.mark.parametrize(("share", "num_asked"), [(0.35, 20), (0.07, 100), (1.0, 3)])
-def test_share_that_must_succeed_is_met_exactly(share: float, num_asked: int) -> None:
-    def succeed(num_good: int) -> list[str]:
-        why = "client {0} (round 1, train) on slot 1, cpu:1: ValueError: x"
-        replies = [reply(n, "" if n < num_good else why.format(n)) for n in range(num_asked)]
-        return judge(replies, "train", 1, min_success=share, weight_key="num-examples")[1]
-
-    num_good = round(share * num_asked)
-    # A failure names its client once.
-    assert (
-        succeed(num_good)[:1]
-        == [f"client {num_good}: left out of train: on slot 1, cpu:1: ValueError: x"][: num_asked - num_good]
-    )
-    with pytest.raises(FederatedError, match=f"{num_good - 1} of {num_asked} clients succeeded in train"):
-        succeed(num_good - 1)

@@ -119,8 +119,3 @@ def test_log_folder_that_cannot_be_made_is_an_error(
     with pytest.raises(LaunchError, match=f"log_dir='{tmp_path / inside}' cannot be written: ") as error:
         exclusive_log_dir(Path(inside), 2).__enter__()
     assert "Hint: Set log_dir to another folder." in str(error.value)
-
-
-def test_error_of_the_run_itself_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"data\.json"), exclusive_log_dir(tmp_path, 2):
-        (tmp_path.parent / "data.json").read_text()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.notebook_shape import notebook_shapes
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.completions import _lengths, _taken, deal_completions, unknown_inputs
+from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
 from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.generation import (
     GenerationShape,
@@ -21,15 +21,6 @@ from unsloth_multigpu.step.generation import (
 )
 
 SMALL = st.integers(1, 12)
-
-
-@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_eight_completions_are_shared_by_up_to_eight_ranks(batch, accumulation, world_size):
-    mine = divide_generation(GenerationShape(batch, accumulation, accumulation), world_size)
-    assert world_size * mine.batch * mine.accumulation == 8
-    assert mine.accumulation == mine.generation_steps
-    assert mine.batch == min(batch, 8 // world_size)
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
@@ -137,26 +128,6 @@ def test_dealt_completions_keep_all_shapes_and_pad_no_more_than_the_longest(data
     assert padded(lengths, every) <= padded(lengths, [list(range(count))])
     costs = [[padded(lengths, [rows]) for rows in share] for share in plan]
     assert all(share == sorted(share) for share in costs)
-
-
-def test_the_longest_completions_share_a_micro_batch_and_ranks_have_similar_work():
-    lengths = [(4, n) for n in (100, 1, 90, 2, 50, 3, 45, 4)]
-    assert deal_completions(lengths, 2, 2) == [[[1, 3], [2, 0]], [[5, 7], [6, 4]]]
-
-
-def test_a_row_keeps_what_belongs_to_it_and_loses_columns_of_padding_alone():
-    rows = {
-        "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1], [1, 1, 1]]),
-        "completion_mask": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]),
-        "advantages": torch.tensor([1.0, 2.0, 3.0]),
-    }
-    assert _lengths(rows) == [(1, 2), (2, 1), (3, 0)]
-    taken = _taken(rows, [1, 0], 2, 2)
-    assert {name: value.tolist() for name, value in taken.items()} == {
-        "prompt_mask": [[1, 1], [0, 1]],
-        "completion_mask": [[1, 0], [1, 1]],
-        "advantages": [2.0, 1.0],
-    }
 
 
 def micro_batch(**more):

@@ -13,22 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import kit, page
+from tests.gpu import kit
 from tests.gpu.place import place_ranks
 from tests.gpu.step import (
     FP32_BOUND,
     PART_LIMIT_S,
     PARTS,
-    PYTEST,
     TESTS,
     Step,
     judge_arms,
-    judge_device,
-    judge_failure,
-    judge_fp16,
-    judge_line,
-    judge_recompiled,
-    judge_waits,
     steps_of,
 )
 from unsloth_multigpu.cli import main
@@ -115,58 +108,6 @@ def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem:
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
 
 
-def test_line_may_cost_a_hundredth_of_a_step() -> None:
-    assert judge_line(False)({"ratios": {"line_one": 1.009, "guarded_one": 1.02}}) == [
-        "guarded_one costs 2.0% of a step"
-    ]
-    rank = {"launcher": "unsloth_multigpu", "backend": "nccl", "sum": 8.0, "is_expandable": False, "pending": ""}
-    assert judge_device(True)({"rank": rank}) == [
-        "is_expandable: False, not True",
-        "pending: '', not 'all_reduce [1234]'",
-    ]
-
-
-def waits(**per_step: float) -> dict[str, Any]:
-    lines = {"own": "unsloth_multigpu/train/check.py:9", "other": "site-packages/transformers/trainer.py:9"}
-    return {"is_counted": True, "per_step": {lines[name]: count for name, count in per_step.items()}}
-
-
-def test_waits_of_a_step_have_a_bound() -> None:
-    judge = judge_waits(True)
-    assert judge({"host_waits": {"without": waits(other=28.0), "ours": waits(own=1.7, other=9.0)}}) == []
-    assert judge({"host_waits": {"without": waits(other=9.0), "ours": waits(own=3.0, other=7.0)}}) == [
-        "3 waits in a step begin in our lines, bound 2",
-        "10 waits in a step, 9 without the line",
-    ]
-    assert judge({"host_waits": {"without": {"is_counted": False}, "ours": waits()}}) == ["waits were not counted"]
-
-
-def test_fp16_has_to_skip_the_steps_of_one_process() -> None:
-    one = {"scales": [8.0, 4.0, 4.0], "norms": ["0.5", "nan", "0.25"]}
-    # The same steps, but at another scale.
-    assert judge_fp16({"loss_scale": {"one_process": one, "ours": {**one, "scales": [4.0, 2.0, 2.0]}}}) != []
-    ours = {"scales": [8.0, 4.0, 2.0], "norms": ["0.5", "nan", "inf"]}
-    problems = judge_fp16({"loss_scale": {"one_process": one, "ours": ours}})
-    assert [problem.partition(":")[0] for problem in problems] == ["scales", "norms"]
-    # Rows of any number use what is compiled for the first.
-    found = {"4": 1, "8": 0, "1": 1}
-    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == []
-    assert judge_recompiled({"recompiled": {"rows that are free": {**found, "2": 1}}}) == [
-        "compiled again: 2 graphs behind 1 of the first shape"
-    ]
-
-
-def test_failure_has_to_be_explained() -> None:
-    judge = judge_failure("fault", ("device-side assert",))
-    message = "rank 1 failed after step 2: AcceleratorError: CUDA error: device-side assert triggered"
-    assert judge({"fault": {"code": 1, "message": message}}) == []
-    assert judge({"fault": {"code": 0, "message": "rank 0 was killed by SIGABRT after step 2"}}) == [
-        "it ended well",
-        "its message lacks 'rank 1 '",
-        "its message lacks the reason: 'device-side assert'",
-    ]
-
-
 def options(tmp_path: Path) -> argparse.Namespace:
     return kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
 
@@ -187,20 +128,6 @@ def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path: Path) 
     printed = run(tmp_path, "print('noise'); print('{\"ready\": true}')", prints=True)
     assert printed["result"] == {"ready": True}
     assert not kit.has_passed(None)
-
-
-def test_step_whose_tests_are_all_skipped_has_not_passed(tmp_path: Path) -> None:
-    def tested(code: str) -> dict[str, Any]:
-        file = tmp_path / "test_some.py"
-        file.write_text(f"import pytest\n{code}")
-        return kit.run_step(Step("some", 1, "", 60, (*PYTEST, str(file))), options(tmp_path), math.inf)
-
-    skips = "@pytest.mark.skip(reason='needs 2 GPUs')\ndef test_{}(): pass\n"
-    outcome = tested(skips.format("a") + skips.format("b"))
-    assert outcome == {"skipped": "all tests skipped: needs 2 GPUs"}
-    assert kit.said(outcome) == "left out: all tests skipped: needs 2 GPUs"
-    some = tested(skips.format("a") + "def test_b(): pass\n")
-    assert ("skipped" in some, kit.has_passed(some), some["rc"]) == (False, True, 0)
 
 
 def test_step_beyond_its_limit_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,20 +169,3 @@ def test_part_goes_on_and_names_what_is_missing(
     machine["cards"] = ["another"]
     with pytest.raises(SystemExit, match=r"Give another --out"):
         kit.main(arguments)
-
-
-def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert page.section([]) == page.NOTHING
-    shown = page.PAGE.read_text(encoding="utf-8")
-    inside = shown.partition(page.BEGIN)[2].partition(page.END)[0].strip()
-    assert inside == page.NOTHING or inside.startswith("### ")
-    assert (
-        page.with_section(f"a\n{page.BEGIN}\nold\n{page.END}\nb\n", "new") == f"a\n{page.BEGIN}\nnew\n{page.END}\nb\n"
-    )
-    with pytest.raises(SystemExit, match="lacks its markers"):
-        page.with_section("no markers", "new")
-    file = tmp_path / "tiny.json"
-    file.write_text(json.dumps({"machine": {"is_tiny": True}}))
-    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    with pytest.raises(SystemExit, match="rehearsal"):
-        page.main([str(file)])

@@ -1,60 +1,19 @@
 """Gradients that are no finite numbers, and the check of each step that finds them, without ranks."""
 
-import logging
 import math
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import NonFiniteGradientError, RankTimeoutError
-from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.errors import NonFiniteGradientError
 from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.check import (
     MAX_SKIPPED_IN_A_ROW,
-    BatchCount,
     StepCheck,
-    describe,
-    not_finite_losses,
-    not_finite_parameters,
-    total_norm,
 )
 from unsloth_multigpu.train.loop import Loop
-
-
-@pytest.mark.parametrize(
-    ("losses", "parameters", "rest"),
-    [
-        ({0: [], 1: [(0, "nan")]}, (), "loss of rank 1, micro-batch 0, was nan"),
-        (
-            {0: [(2, "inf")], 1: [(0, "nan")]},
-            (),
-            "loss of rank 0, micro-batch 2, was inf; loss of rank 1, micro-batch 0, was nan",
-        ),
-        ({0: [], 1: []}, ("a.weight", "b"), "all losses were finite, not so the gradient of a.weight, b"),
-        ({0: [], 1: []}, tuple("abcde"), "all losses were finite, not so the gradient of a, b, c and 2 more"),
-        ({1: []}, (), "the losses of rank 1 were finite"),
-    ],
-)
-def test_description_names_ranks_or_parameters(losses, parameters, rest):
-    assert describe(12, math.nan, losses, parameters) == f"step 12: gradient norm is nan; {rest}"
-
-
-def test_losses_and_gradients_that_are_not_finite_are_found():
-    losses = [torch.tensor(x) for x in (1.0, math.nan, -math.inf)]
-    assert not_finite_losses(losses) == [(1, "nan"), (2, "-inf")]
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(3, 2, sparse=True))
-    model[1](torch.tensor([1, 1, 2])).sum().backward()
-    model[0](torch.ones(1, 2)).sum().backward()
-    assert float(total_norm(model.parameters())) == pytest.approx(math.sqrt(6 + 2 * 4 + 2 * 1))
-    assert not_finite_parameters(model) == []
-    model[0].bias.grad[1] = math.nan
-    assert not_finite_parameters(model) == ["0.bias"]
-    assert math.isnan(total_norm(model.parameters()))
 
 
 class OneRank(FakeTrainer):
@@ -114,27 +73,6 @@ def test_gradient_that_is_not_finite_raises_before_the_optimizer_steps(clips):
     assert torch.equal(rank.model.weight, before)
     assert not rank.callback_handler.callbacks
     assert "compute_loss" not in vars(rank)
-
-
-@pytest.mark.parametrize("clips", [True, False])
-def test_skipped_step_leaves_weights_and_optimizer_alone(clips, caplog):
-    caplog.set_level(logging.WARNING, "unsloth_multigpu")
-    skips, other = OneRank("skip", clips=clips), OneRank("skip", clips=clips)
-    other.model.load_state_dict(skips.model.state_dict())
-    with skips.checked(), other.checked():
-        for _ in range(MAX_SKIPPED_IN_A_ROW + 2):  # Never many in a row.
-            skips.step(1.0)
-            norm = skips.step(math.nan)
-            other.step(1.0)
-    assert set(skips.gathered) == {'[[0, "nan"]]'}
-    assert not clips or not math.isfinite(norm)
-    assert torch.equal(skips.model.weight, other.model.weight)
-    assert int(skips.optimizer.state[skips.model.weight]["step"]) == MAX_SKIPPED_IN_A_ROW + 2
-    warnings = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
-    assert len(warnings) == MAX_SKIPPED_IN_A_ROW + 2
-    assert warnings[-1] == (
-        "step 24: gradient norm is nan; loss of rank 0, micro-batch 0, was nan: left out on all ranks (12 so far)"
-    )
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -198,41 +136,3 @@ def _raising(error):
             raise error
 
     return Inputs(ids=torch.ones(5, 9, dtype=torch.int64), mask=torch.ones(5, 3))
-
-
-@contextmanager
-def batch_counts(*, one_order=False):
-    """Two ranks' counts over one store."""
-    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05)
-    counts = []
-    for rank in range(2):
-        manager = manager_of(store, rank, 2, config)
-        trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
-        counts.append(BatchCount(trainer, manager, SimpleNamespace(has_one_order=one_order)))
-        counts[-1].begin()
-    yield counts
-
-
-def draw(count, iterator):
-    return count.batch_samples(lambda batches: next(batches, None), iterator)
-
-
-def test_ranks_with_as_many_batches_pass_to_the_next_epoch():
-    with batch_counts() as (first, second):
-        for _ in range(2):
-            mine, its = iter(range(2)), iter(range(2))
-            for _ in range(2):
-                assert draw(first, mine) == draw(second, its)
-            # It waits for the other one, no longer than it may.
-            with pytest.raises(
-                RankTimeoutError, match=r"rank 0 waited 0.05 seconds for rank 1 to have no more batches"
-            ):
-                draw(first, mine)
-            assert draw(second, its) is None
-            assert draw(first, mine) is None
-
-
-def test_one_order_for_all_ranks_is_not_counted():
-    with batch_counts(one_order=True) as (first, _):
-        batches = iter(range(1))
-        assert [draw(first, batches) for _ in range(3)] == [0, None, None]

@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,11 +239,6 @@ def run_tool(*arguments: str, stdin: str | None = None) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_respects_the_layers(path: Path) -> None:
-    assert layer_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
-
-
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -309,15 +304,9 @@ RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|RUN|ATTEMPT|TOOL)\b")
 READERS = {"options", "wire.context"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_run_is_known_from_its_context_alone(path: Path) -> None:
-    is_reader = RUN_VARIABLES.search(path.read_text(encoding="utf-8")) is not None
-    assert not is_reader or module_name(path) in READERS
-
-
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_keeps_the_style(path: Path) -> None:
-    assert style_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+def run_violations(source: str, module: str) -> list[str]:
+    """All others know the run from its context."""
+    return [f"{module}: {name}" for name in RUN_VARIABLES.findall(source) if module not in READERS]
 
 
 @pytest.mark.parametrize(
@@ -344,11 +333,6 @@ def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None
 )
 def test_style_check_lets_the_allowed_pass(source: str) -> None:
     assert style_violations(source, "plugin") == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_names_no_other_tool(path: Path) -> None:
-    assert tool_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
 
 
 @pytest.mark.parametrize(
@@ -392,11 +376,6 @@ def accelerator_violations(source: str, module: str) -> list[str]:
     return [f"{module}:{n.lineno}: {n.value}" for n in texts if n.value in OF_ACCELERATORS and module != "accelerator"]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_module_asks_what_accelerators_there_are(path: Path) -> None:
-    assert accelerator_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -409,6 +388,16 @@ def test_module_asks_what_accelerators_there_are(path: Path) -> None:
 def test_accelerator_check_catches_a_planted_violation(source: str) -> None:
     assert len(accelerator_violations(source, "launch.rank")) == 1
     assert accelerator_violations(source, "accelerator") == []
+
+
+@pytest.mark.parametrize(
+    "violations",
+    [layer_violations, run_violations, style_violations, tool_violations, accelerator_violations],
+    ids=lambda check: check.__name__,
+)
+def test_modules_keep_the_rule(violations: Callable[[str, str], list[str]]) -> None:
+    assert len(MODULES) > 100
+    assert [fact for path in MODULES for fact in violations(path.read_text(encoding="utf-8"), module_name(path))] == []
 
 
 def test_no_two_files_have_one_name() -> None:

@@ -2,9 +2,7 @@
 
 import os
 import resource
-import signal
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +16,9 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
-from unsloth_multigpu.tools.chaos.chaos_command import Judge, Options
-from unsloth_multigpu.tools.chaos.chaos_result import FaultRow, RunTrace, compare_samples
-from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
+from unsloth_multigpu.tools.chaos.chaos_command import Options
+from unsloth_multigpu.tools.chaos.chaos_run import Scene
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.inject import _ACTIONS
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.process import is_alive
@@ -80,23 +76,6 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, ran
     assert sum(records(tmp_path, rank, "step")[0]["samples"].values()) == 2
 
 
-def test_fault_waits_for_its_phase(trainer, tmp_path):
-    fault = Fault("raise", 0, 1, phase="save")
-    with inject(trainer, tmp_path, fault, Fault("raise", 0, 1, phase="evaluate")):
-        trainer.step()
-        trainer.save_model("final")  # The script's own save is no checkpoint.
-        with pytest.raises(RuntimeError):
-            trainer._save_checkpoint(None, None)
-        trainer._save_checkpoint(None, None)
-        with pytest.raises(RuntimeError):
-            trainer.event("on_prediction_step")
-
-
-def test_loss_of_one_step_is_no_number(trainer, tmp_path):
-    with inject(trainer, tmp_path, Fault("nan", 0, 2)):
-        assert [trainer.step() for _ in range(3)] == pytest.approx([1.0, float("nan"), 1.0], nan_ok=True)
-
-
 def test_full_disk_is_full_for_one_checkpoint(trainer, tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer.step()
@@ -114,21 +93,6 @@ def test_memory_runs_out_in_one_step(trainer, tmp_path):
             trainer.step()
         assert resource.getrlimit(resource.RLIMIT_AS) == limit
         trainer.step()
-
-
-def test_largest_file_of_the_newest_checkpoint_is_torn(tmp_path, monkeypatch):
-    for step in (2, 10):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "small").write_bytes(b"abc")
-        (folder / "large").write_bytes(bytes(range(100)))
-    killed = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
-    _ACTIONS["corrupt"](0, str(tmp_path))
-    assert killed == [(os.getpid(), signal.SIGKILL)]
-    sizes = {str(path.relative_to(tmp_path)): path.stat().st_size for path in tmp_path.glob("checkpoint-*/*")}
-    old = {"checkpoint-2/small": 3, "checkpoint-2/large": 100}
-    assert sizes == {**old, "checkpoint-10/small": 3, "checkpoint-10/large": 50}
 
 
 def test_faults_are_written_as_text():
@@ -164,23 +128,6 @@ def test_wrong_options_are_errors(tmp_path, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def step_record(time_s, pid, step, samples, rank=0):
-    place = {"event": "step", "time_s": time_s, "pid": pid, "training": 0, "rank": rank, "attempt": 0}
-    return {**place, "step": step, "samples": samples}
-
-
-def test_samples_of_a_step_that_was_made_again_count_once():
-    first = [step_record(1, 1, 1, {"a": 1}), step_record(1, 2, 1, {"b": 1}, rank=1)]
-    whole = RunTrace([*first, step_record(2, 1, 2, {"c": 2})])
-    again = RunTrace([*whole.records, step_record(9, 3, 2, {"c": 2})])
-    assert compare_samples(whole, again) == (0, 0)
-    assert again.first_step_s(2.0) == 9
-    assert again.first_step_s(9.0) is None
-    assert compare_samples(whole, RunTrace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
-    assert compare_samples(whole, RunTrace(first)) == (2, 0)
-    assert whole.samples()[0, 1] == Counter(a=1, b=1)
-
-
 def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     work = tmp_path / "work"
@@ -207,21 +154,6 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     plain.adjust_arguments(left)
     assert (left.output_dir, left.push_to_hub) == ("out", True)
     assert plain.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == "mine"
-
-
-def test_run_that_ends_too_late_or_leaves_orphans_is_named(tmp_path):
-    fault = {"event": "planted", "kind": "stop", "time_s": 100.0, "pid": 1, "rank": 1, "step": 9}
-    whole = RunTrace([{"event": "begin", "config": {"grace_s": 30.0}, "time_s": 0.0, "pid": 9}])
-    judge = Judge(tmp_path, Scene(tmp_path, [], {}, 600.0), whole, 10.0, {"hang_timeout_s": 10.0})
-    for end_s, num_orphans, reasons in ((114.9, 0, []), (115.1, 1, ["1 processes", "ended after 15.1 s; at most 15"])):
-        row = FaultRow("stop@1:9", num_orphans=num_orphans)
-        judge._judge_end(row, Ended(124, 0.0, end_s, num_orphans, "", ""), RunTrace([fault]))
-        assert [reason.startswith(start) for reason, start in zip(row.reasons, reasons, strict=True)] == [True] * len(
-            reasons
-        )
-    again = RunTrace([fault, step_record(190.0, 2, 9, {})])
-    judge._judge_end(row, Ended(0, 0.0, 200.0, 0, "", ""), again)
-    assert row.new_step_s == 90.0
 
 
 def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unsloth_multigpu.logs import RankFilter, get_logger
+from unsloth_multigpu.logs import get_logger
 
 _numbers = itertools.count()
 Say = Callable[[str, int], list[str]]
@@ -43,27 +43,3 @@ def test_other_ranks_keep_their_facts_to_themselves(say: Say, level: int) -> Non
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR, logging.CRITICAL])
 def test_warnings_of_other_ranks_have_their_number(say: Say, level: int) -> None:
     assert say("3", level) == ["[rank 3] loss=1.5 share=50%"]
-
-
-def test_number_of_a_machine_is_no_rank(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    say("3", logging.INFO)
-    monkeypatch.delenv("LOCAL_RANK")
-    record = logging.LogRecord("x", logging.INFO, __file__, 1, "text", None, None)
-    assert RankFilter().filter(record)
-
-
-def test_record_that_passes_two_filters_is_numbered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    record = logging.LogRecord("x", logging.WARNING, __file__, 1, "text", None, None)
-    assert RankFilter().filter(record)
-    assert RankFilter().filter(record)
-    assert record.getMessage() == "[rank 2] text"
-
-
-def test_logger_gets_one_filter_and_neither_handler_nor_level() -> None:
-    name = f"stub_logger_{next(_numbers)}"
-    assert get_logger(name) is get_logger(name)
-    logger = logging.getLogger(name)
-    assert [type(f) for f in logger.filters] == [RankFilter]
-    assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)

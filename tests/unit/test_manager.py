@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,23 +91,6 @@ def test_ranks_that_hash_strings_differently_are_told_why_they_may_differ(
         manager.check_same({"seed": 1})
     assert "seed: rank 0 has 1, rank 1 has 2." in str(caught.value)
     assert ("PYTHONHASHSEED=0" in str(caught.value)) == is_hinted
-
-
-def test_ranks_draw_as_the_first_one_to_come(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    with torch.random.fork_rng():
-        state, numpys = random.getstate(), numpy.random.get_state()
-        # Two ranks, one of them twice: torchrun starts them again and keeps the store.
-        for attempt, rank in (("0", 0), ("0", 1), ("1", 1)):
-            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-            torch.seed()
-            random.seed()
-            numpy.random.seed()
-            DDPManager(dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), MultiGPUConfig()).agree_on_draws()
-            drawn.append([float(torch.rand(())), random.random(), float(numpy.random.rand()), torch.initial_seed()])
-        random.setstate(state)
-        numpy.random.set_state(numpys)
-    assert drawn == [drawn[0]] * 3
 
 
 def test_accelerator_is_found_as_torch_2_6_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,3 @@ def test_there_is_no_lap_without_the_gradient():
         assert step(model, watch) is not None
         # The step before must not be taken for this one.
         assert step(model, watch, uses_first=False) is None
-
-
-def test_model_is_left_alone_afterwards():
-    model = Model()
-    watch = Stopwatch(lambda: model, CPU)
-    with watch.on_model():
-        pass
-    assert step(model, watch) is None

@@ -7,9 +7,6 @@ import linecache
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +21,6 @@ from unsloth_multigpu.errors import (
     SetupError,
 )
 from unsloth_multigpu.notebook import worker_process as process
-from unsloth_multigpu.notebook.group import _connections, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.kernel_refusal import KernelState, line_of_cell, refuse
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
@@ -33,15 +29,6 @@ from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.notebook.worker_process import Channel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
-
-
-def test_reader_that_does_not_read_ends_the_wait():
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, 0.05)
-    with theirs, pytest.raises(TimeoutError):
-        channel.send("cell", source="x" * 10**7)
-    channel.close()
-
 
 PROGRAM = """
 import os, socket, struct, json, sys, time
@@ -107,24 +94,6 @@ def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
     assert "hello from the worker" in worker.describe_death()
 
 
-def test_worker_that_reads_nothing_is_killed_and_said_so(start_worker, monkeypatch):
-    monkeypatch.setattr(process, "_SEND_LIMIT_S", 0.05)
-    worker = start_worker()
-    worker.channel.receive()
-    os.kill(worker.pid, signal.SIGSTOP)
-    worker.send("cell", source="x" * 10**7)
-    worker.collect()
-    assert "was killed, because it has read nothing for 0.05 seconds" in worker.describe_death()
-
-
-def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("unsloth_multigpu.wire.child._BY_SHELL", ("/no/shell",))
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError):
-        process.WorkerProcess(1, tmp_path / "log", {})
-    assert set(os.listdir("/proc/self/fd")) <= before
-
-
 def test_wait_for_a_worker_has_a_limit(watched):
     kernel = watched("pass")
     with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
@@ -147,40 +116,6 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     assert reached == ["the end"]
     kernel.workers[0].kill()
     kernel.finish(KeyboardInterrupt())
-
-
-def test_monitor_gives_the_signals_back(watched, start_worker, tmp_path):
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    before = signal.set_wakeup_fd(write_end)
-    handler, threads = signal.getsignal(RAISE_SIGNAL), set(threading.enumerate())
-    monitor = Monitor(Kernel([], lambda: -1), tmp_path, 0.0, lambda: None)
-    os.kill(os.getpid(), signal.SIGWINCH) if signal.getsignal(signal.SIGWINCH) else None
-    monitor.close()
-    assert signal.set_wakeup_fd(before) == write_end
-    assert signal.getsignal(RAISE_SIGNAL) == handler
-    assert set(threading.enumerate()) <= threads
-    os.close(read_end)
-    os.close(write_end)
-
-
-def test_forked_child_holds_no_end_and_acts_on_no_worker(watched):
-    kernel = watched()
-    kernel.begin("x = 1", {})
-    kernel.finish(None)
-    held = [kernel.workers[0].channel.fileno(), kernel.workers[0].pid_descriptor]
-    read_end, write_end = os.pipe()
-    if (pid := os.fork()) == 0:
-        still_open = [fd for fd in held if Path(f"/proc/self/fd/{fd}").exists()]
-        kernel.send("exit")
-        os.write(write_end, f"{still_open} {signal.set_wakeup_fd(-1)} {kernel.current}".encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(read_end, 1000) == b"[] -1 None"
-    os.close(read_end)
-    os.close(write_end)
-    kernel.begin("x = 2", {})
-    assert kernel.finish(None) is None
 
 
 def outcome(error: BaseException | None = None, *messages: str, own: int = 4, **fields) -> BaseException | None:
@@ -256,45 +191,6 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)
         worker.channel.close()
-
-
-def test_connection_that_is_closed_meanwhile_is_passed_over():
-    """gloo closes its end while this process lists it; another file may have the descriptor by then."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        other = socket.create_connection(server.getsockname())
-        one, _ = server.accept()
-    here, there = one.getsockname(), one.getpeername()
-    descriptor = one.detach()
-    listed = _connections(os.getpid())
-    assert {(descriptor, here, there), (other.fileno(), there, here)} <= set(listed)
-    _shut(descriptor, here, ("127.0.0.1", 1))  # The descriptor is another connection's: that one stays open.
-    other.sendall(b"x")
-    assert os.read(descriptor, 1) == b"x"
-    _shut(descriptor, here, there)
-    assert other.recv(1) == b""
-    os.close(descriptor)
-    _shut(descriptor, here, there)  # Nothing has the descriptor any more.
-    with Path(os.devnull).open() as file:
-        _shut(file.fileno(), here, there)  # A file has it.
-        assert file.read() == ""
-    other.close()
-
-
-def test_worker_that_cannot_listen_ends():
-    """Its main thread would wait for orders forever, and the kernel for the end of the cell."""
-    code = (
-        "import socket, sys\n"
-        "from unsloth_multigpu.notebook.worker_process import Channel\n"
-        "from unsloth_multigpu.notebook.value import Receiver\n"
-        "from unsloth_multigpu.notebook.worker import Worker\n"
-        "ours, theirs = socket.socketpair()\n"
-        "Channel(theirs).send('abort', cell_number=0)\n"  # Without the processes that it is to be cut off from.
-        "channel = Channel(ours)\n"
-        "Worker(channel, Receiver(channel.send), None, None)._listen()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert "KeyError: 'pids'" in ended.stderr
 
 
 def test_line_outside_a_cell_is_refused():

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import json
-import multiprocessing
-import random
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import DistributedError, DivergenceError
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
-from unsloth_multigpu.notebook.group import store_of_group
-from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
-from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.notebook.recovery import Trainings
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import Steered
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.identity import RankIdentity
-
-LIMIT_S = 60.0
 
 
 class Stepping(FakeTrainer):
@@ -148,118 +134,3 @@ def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -
         wrapper(torch.ones(1, 2))
     model(torch.ones(1, 2)).sum().backward()
     assert not trainings, "it is no Trainer"
-
-
-def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
-    trainings, first, second = Trainings(), Stepping(), Stepping()
-    assert not trainings
-    for number, trainer in enumerate((first, second, first)):
-        note_ended(trainings, number, trainer)
-    assert sorted(trainings._noted) == [1, 2]
-    del second, trainer
-    gc.collect()
-    note_ended(trainings, 3, first)
-    assert sorted(trainings._noted) == [3]
-
-
-def _send_models_that_differ(rank: int, store: Path) -> DistributedError | None:
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
-    manager = DDPManager(RankIdentity(rank, rank, 2, 2, "notebook"), MultiGPUConfig(timeout_s=LIMIT_S, device="cpu"))
-    manager.connect_store = store_of_group
-    trainer, trainings = Stepping(nn.Linear(2, 2 + rank)), Trainings()
-    note_ended(trainings, 0, trainer)
-    try:
-        trainings.send_weights(manager, is_broken=True)
-    except DistributedError as error:
-        return error
-    finally:
-        dist.destroy_process_group()
-    return None
-
-
-@pytest.mark.thorough
-def test_models_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = [pool.apply_async(_send_models_that_differ, (rank, tmp_path / "store")) for rank in range(2)]
-        for error in [result.get(LIMIT_S) for result in results]:
-            assert isinstance(error, DivergenceError)
-            assert "training number 1 of this notebook has other weights" in str(error)
-
-
-def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        become_one_process()
-        assert not PartialState._shared_state, "where nobody asked for accelerate, nothing is made"
-        state = Accelerator(mixed_precision="bf16", cpu=True).state
-        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
-            shared.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
-        # A kernel that was started as a group of one.
-        for name, value in RankIdentity(0, 0, 1, 1, "none", master_addr="192.0.2.1").variables().items():
-            monkeypatch.setenv(name, value)
-        become_one_process()
-        assert not dist.is_initialized()
-        assert (state.num_processes, state.process_index) == (1, 0)
-        assert state.distributed_type == PartialState().distributed_type == DistributedType.NO
-        assert state.mixed_precision == "bf16"
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _manager() -> DDPManager:
-    return DDPManager(RankIdentity(1, 1, 2, 2, "notebook"), MultiGPUConfig(device="cpu"))
-
-
-@pytest.fixture
-def one_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr("unsloth_multigpu.group.manager._connect_store", lambda *_: store)
-
-
-def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None:
-    manager = _manager()
-    manager.publish("there", "value")
-    manager.is_abandoned = lambda: True
-    assert manager.wait_for("there", "what is there", timeout_s=LIMIT_S) == "value"
-    with pytest.raises(DistributedError, match="rank 1 waits for a file, and rank 0 has left the cell"):
-        manager.wait_for("file", "a file", timeout_s=LIMIT_S)
-
-
-def _draws() -> list[float]:
-    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
-
-
-def test_random_state_goes_through_a_message_and_back() -> None:
-    numpy.random.standard_normal()  # One of a pair: the other waits in the state.
-    message = json.dumps(read_random_state())
-    first = _draws()
-    assert _draws() != first
-    write_random_state(json.loads(message))
-    assert _draws() == first
-
-
-def test_random_state_of_a_device_in_use_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_in_use() == "cpu"
-    written: list[list[int]] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2, 3], dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: written.append(state.tolist()))
-    assert device_in_use() == "cuda"
-    write_random_state(json.loads(json.dumps(read_random_state(device_in_use()))))
-    assert written == [[1, 2, 3]]
-
-
-def test_random_state_is_kept_while_something_draws() -> None:
-    with kept_random_state():
-        first = _draws()
-    with contextlib.suppress(ZeroDivisionError), kept_random_state():
-        assert _draws() == first
-        raise ZeroDivisionError
-    assert _draws() == first

@@ -25,7 +25,6 @@ from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
-from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, read_run, write_run
@@ -62,19 +61,6 @@ def pages(run: Run, *figures: Figures) -> list[HeartbeatPage]:
         page.note(found)
         page.mark(Phase.COMPUTE, step=10)
     return made
-
-
-def test_figures_of_a_page_are_read_as_they_were_written(tmp_path: Path) -> None:
-    page = HeartbeatPage(tmp_path, 3)
-    assert read_beats(tmp_path)[3].figures == Figures()
-    page.note(TEN_STEPS)
-    page.name_device("NVIDIA H100 80GB HBM3", "e2f6c4b0-0000-0000-0000-000000000001")
-    beat = read_beats(tmp_path)[3]
-    assert (beat.figures, beat.pid, beat.device) == (TEN_STEPS, os.getpid(), "NVIDIA H100 80GB HBM3")
-    assert beat.device_id == "e2f6c4b0-0000-0000-0000-000000000001"
-    page.note(dataclasses.replace(TEN_STEPS, num_tokens=None, waiting_s=None))
-    found = read_beats(tmp_path)[3].figures
-    assert (found.num_tokens, found.waiting_s, found.num_samples) == (None, None, 80)
 
 
 def test_result_of_the_first_step_stands_in_the_first_line(run: Run) -> None:
@@ -121,21 +107,6 @@ def test_look_adds_up_the_ranks(run: Run) -> None:
     assert not {"GPU", "temp.", "log"} & table.keys()
     assert "step 10 of 40, 15 s left, 32 samples/s, 300 tokens/s" in headline(look)
     json.dumps(values)
-
-
-def test_rates_are_those_of_the_last_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [time.monotonic()]
-    monkeypatch.setattr(overview.time, "monotonic", lambda: clock[0])
-    (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
-    watched = Overview(dataclasses.replace(run, num_ranks=1))
-    Path(run.folder, "beat_rank_1").unlink()
-    assert watched.look().rates.tokens_per_s == 180.0
-    clock[0] += 11.0
-    page.note(dataclasses.replace(TEN_STEPS, num_steps=20, num_tokens=2900, loop_s=15.0))
-    assert watched.look().rates.tokens_per_s == 200.0
-    # Another training.
-    page.note(dataclasses.replace(TEN_STEPS, num_steps=1, num_tokens=10, loop_s=1.0))
-    assert watched.look().rates.tokens_per_s == 10.0
 
 
 def test_rank_that_is_stuck_is_marked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,54 +204,6 @@ def test_top_names_what_there_is(
     assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
 
 
-def test_table_in_a_pipe_has_every_column_whole_and_no_colour(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pages(run, TEN_STEPS, TEN_STEPS)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    (Path(run.log_dir) / "rank_1.log").write_text("a long line of a log " * 20)
-    assert main(["top", "--once", str(run.pid)]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert {"doing", "samples/s", "tokens/s", "waiting", "memory", "log"} <= set(out.split())
-    assert "10 / 40" in out
-
-
-def test_missing_waiting_of_shards_is_said(run: Run) -> None:
-    sharded = dataclasses.replace(TEN_STEPS, waiting_s=None)
-    first, second = pages(run, sharded, sharded)
-    look = Overview(run).look()
-    assert headline(look).endswith(", waiting is not measured where ranks hold parts of the weights")
-    assert "waiting" not in dict(columns_of(look))
-    second.note(TEN_STEPS)
-    assert "not measured" not in headline(Overview(run).look())
-    for page in (first, second):
-        page.note(Figures())  # Before the first step nothing is known of anything.
-    assert "not measured" not in headline(Overview(run).look())
-
-
-def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
-    before = {0: TEN_STEPS, 1: dataclasses.replace(TEN_STEPS, waiting_s=0.0)}
-    later = {"num_steps": 20, "num_tokens": 1900, "num_padding_tokens": 200, "loop_s": 10.0}
-    now = {
-        0: dataclasses.replace(before[0], **later, waiting_s=3.0),
-        1: dataclasses.replace(before[1], **later, waiting_s=0.5, peak_bytes=4 * 2**30),
-    }
-    assert numbers_between(before, now, 0) == {
-        "multigpu/tokens_per_s": 400.0,
-        "multigpu/padding": pytest.approx(200 / 2200, abs=1e-5),
-        "multigpu/waiting": 0.25,
-        "multigpu/slowest_rank": 1,
-        "multigpu/peak_memory_gib": 4.0,
-    }
-    # One process sees itself alone; a sharded one does not know how long it waits.
-    assert numbers_between({}, {0: dataclasses.replace(TEN_STEPS, waiting_s=None)}, 0).keys() == {
-        "multigpu/tokens_per_s",
-        "multigpu/padding",
-        "multigpu/peak_memory_gib",
-    }
-
-
 class Shown:
     """A front end: what was displayed, and each update of it."""
 
@@ -313,15 +236,3 @@ def test_panel_is_updated_while_it_trains_and_stays(run: Run, monkeypatch: pytes
     assert "40 / 40" in shown.bundles[-1]["text/plain"]
     assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in shown.bundles[-1]["text/html"]
     assert "10 / 40" in shown.bundles[0]["text/plain"]
-
-
-def test_panel_ends_with_its_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
-    pages(run, TEN_STEPS)
-    shown, is_in_cell = Shown(), [True]
-    table = Panel(run, shown.display)
-    table.begin(lambda: is_in_cell[0])
-    wait_until(lambda: bool(shown.bundles), 60, "a table")
-    is_in_cell[0] = False
-    wait_until(lambda: not [t for t in threading.enumerate() if "panel" in t.name], 60, "the end of the thread")
-    table.end()

@@ -110,20 +110,6 @@ def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
     assert "Open in" not in shown  # Colab and Kaggle take notebooks from GitHub.
 
 
-def test_notebooks_of_a_repository_on_github_have_badges(build: ModuleType) -> None:
-    shown = build.absolute_links(README, "https://github.com/a/b")
-    page = "https://github.com/a/b/blob/main/examples/notebook_kaggle.ipynb"
-    assert (
-        "[notebook_kaggle.ipynb](https://github.com/a/b/blob/HEAD/examples/notebook_kaggle.ipynb) [![Open in Colab]"
-        "(https://colab.research.google.com/assets/colab-badge.svg)]"
-        "(https://colab.research.google.com/github/a/b/blob/main/examples/notebook_kaggle.ipynb) [![Open in Kaggle]"
-        f"(https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={page})"
-    ) in shown
-    assert shown.count("[![Open in ") == 2 * 2
-    assert build.openers("docs/start.md", "https://github.com/a/b") == []
-    assert build.openers("examples/notebook.ipynb", "") == []
-
-
 def test_site_shows_each_recipe_as_it_is(site: ModuleType) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="cluster.md"))
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -155,19 +141,6 @@ def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     monkeypatch.setattr(site.hatch_build, "_origin", lambda _: "")
     assert shown("") == 'n t\n```\npip install "git+<its address>"\n```\n'
-
-
-def test_commands_that_clone_or_install_get_the_address(build: ModuleType) -> None:
-    text = 'git clone <its address> x; pip install "git+<its address>"; <its address>'
-    address = "https://host.org/a/b"
-    assert build.with_address(text, address) == f'git clone {address} x; pip install "git+{address}"; <its address>'
-    assert build.with_address(text, "") == text
-
-
-def test_readme_of_a_package_without_an_address_has_texts_only(build: ModuleType) -> None:
-    shown = build.absolute_links(README, "")
-    assert re.findall(r"\]\((?!https://)", shown) == []
-    assert "Next: docs/start.md." in shown
 
 
 def test_version_is_the_same_in_every_place() -> None:

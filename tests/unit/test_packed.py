@@ -27,22 +27,6 @@ class Layer(torch.nn.Module):
         self.weight = packed
 
 
-@pytest.mark.parametrize(("num_rows", "num_ranks"), [(16, 2), (10, 3), (3, 4)])
-def test_ranks_have_the_rows_of_fsdp2_between_them(num_rows: int, num_ranks: int) -> None:
-    whole = torch.arange(2 * num_rows, dtype=torch.uint8).view(torch.bfloat16)[:, None]
-    parts = torch.chunk(whole, num_ranks)
-    for rank in range(num_ranks):
-        weight = keep_rows(Layer(2 * num_rows).weight, torch.bfloat16, CPU, rank, num_ranks)
-        assert (weight.dtype, weight.shape) == (torch.bfloat16, whole.shape)
-        start = min(rank * len(parts[0]), num_rows)
-        mine = parts[rank] if rank < len(parts) else whole[:0]
-        # As bytes: some of them are NaN.
-        found = weight.data.clone().view(torch.int16)
-        assert torch.equal(found[start : start + len(mine)], mine.view(torch.int16))
-        found[start : start + len(mine)] = 0
-        assert not found.any()
-
-
 def test_nothing_computes_with_missing_rows_until_they_are_given_back() -> None:
     layer = Layer(16)
     state = layer.quant_state

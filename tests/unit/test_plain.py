@@ -16,11 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.launch.rank import leave_group
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader
-from unsloth_multigpu.plain.wrap import wrap_model
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_lone_steps
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
@@ -68,13 +65,6 @@ def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
     (name,) = options
     with pytest.raises(SetupError, match=f"{name}=.* needs a transformers.Trainer"):
         ump.wrap_model_multi_gpu(net())
-
-
-@pytest.mark.parametrize("options", [{"verify_every": 0}, {"on_nan": "off"}, {"inexact": "warn"}])
-def test_value_that_asks_for_nothing_is_taken_in_a_plain_loop(options, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS, console=None))
-    model = net()
-    assert ump.wrap_model_multi_gpu(model) is model
 
 
 def test_rank_gets_ddp_once(lone_group, monkeypatch):
@@ -138,15 +128,6 @@ def test_weights_with_any_prefix_are_read_into_any_wrapper(prefix, wrap, tmp_pat
     assert same(model, net(1))
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
-def test_child_that_is_called_module_survives(prefix, tmp_path):
-    saved = Named()
-    torch.save({prefix + name: value for name, value in saved.state_dict().items()}, tmp_path / "w.pt")
-    model = Named()
-    ump.load_state_dict(DataParallel(model), tmp_path / "w.pt")
-    assert same(model, saved)
-
-
 def renamed(state):
     state["3.weight"] = state.pop("2.weight")
 
@@ -179,15 +160,6 @@ def test_file_without_weights_is_named(tmp_path):
         ump.load_state_dict(net(), tmp_path / "w.pt")
 
 
-def test_group_is_ended_with_the_process_unless_others_may_be_gone(monkeypatch):
-    ended = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
-    leave_group(lambda: False)
-    leave_group(lambda: True)
-    assert ended == [True]
-
-
 def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, caplog):
     for has_group, num_told in [(False, 1), (True, 0)]:
         monkeypatch.setattr(dist, "is_initialized", lambda has_group=has_group: has_group)
@@ -197,13 +169,6 @@ def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, ca
         optimizer.step()
         optimizer.step()
         assert ["nothing is shared" in line for line in caplog.messages] == [True] * num_told
-
-
-def test_model_that_cannot_be_moved_is_told_its_place():
-    model = nn.Linear(2, 2, device="meta")
-    model.hf_device_map = {"": 1}
-    with pytest.raises(SetupError, match="lies on meta and belongs on cpu, but its device map has placed it"):
-        wrap_model(model, DDPManager(SINGLE_PROCESS, MultiGPUConfig(device="cpu")))
 
 
 def test_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
@@ -273,35 +238,6 @@ def test_each_sample_is_in_one_step_of_one_rank(world_size):
             assert sizes[-1] < batch_size + world_size
             for i in range(plan.num_steps):
                 assert sum(plan.loss_weight(i, rank) for rank in range(world_size)) == pytest.approx(world_size)
-
-
-def test_left_over_samples_join_the_last_step():
-    # One process would do 8 + 8 + 1.
-    plan = EpochPlan(17, 8, 3)
-    assert [[len(plan.share(i, r)) for r in range(3)] for i in range(plan.num_steps)] == [[2, 3, 3], [3, 3, 3]]
-
-
-def test_loss_weight_gives_the_gradient_of_one_process():
-    torch.manual_seed(0)
-    samples, weight = torch.randn(11, 4), torch.randn(4, requires_grad=True)
-    plan = EpochPlan(11, 6, 4)
-
-    def gradient(rows):
-        return torch.autograd.grad((samples[list(rows)] @ weight).square().mean(), weight)[0]
-
-    for step in range(plan.num_steps):
-        shares = [plan.share(step, rank) for rank in range(4)]
-        assert len(set(map(len, shares))) == 2
-        averaged = sum(plan.loss_weight(step, r) * gradient(share) for r, share in enumerate(shares)) / 4
-        torch.testing.assert_close(averaged, gradient([i for share in shares for i in share]))
-
-
-def test_ranks_share_the_steps_of_one_process():
-    (alone,) = loaders(22, 6, 1)
-    ranks = loaders(22, 6, 2)
-    assert [len(r) for r in ranks] == [len(alone)] * 2 == [4, 4]
-    for _ in range(2):
-        assert [a + b for a, b in zip(*ranks, strict=True)] == list(alone)
 
 
 def test_every_iteration_is_the_next_epoch():

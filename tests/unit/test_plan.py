@@ -52,19 +52,15 @@ def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
 
 
 @given(steps(), SPEEDS, COSTS)
-def test_plan_is_a_partition_with_a_piece_for_every_rank(step, speeds, cost) -> None:
+def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_samples_are_too_few(
+    step, speeds, cost
+) -> None:
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
     assert len(plan) == len(speeds)
     assert all(piece.positions for share in plan for piece in share)
     assert all(share for share in plan)
-
-
-@given(steps(), SPEEDS, COSTS)
-def test_rank_has_a_filler_only_where_samples_are_too_few(step, speeds, cost) -> None:
-    lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     fillers = [piece for share in plan for piece in share if piece.is_filler]
     assert len(fillers) == max(0, len(speeds) - len(lengths))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
@@ -110,15 +106,6 @@ def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) 
         assert len(part) == 1 or cost.tokens([lengths[i] for i in part]) <= limit
 
 
-@given(steps(), COSTS)
-def test_piece_knows_its_work(step, cost) -> None:
-    lengths, sizes = step
-    for share in balance_step(lengths, sizes, Balance(cost, (1.0, 1.0)), regroup=True):
-        for piece in share:
-            expected = 0 if piece.is_filler else cost.work([lengths[p] for p in piece.positions])
-            assert piece.work == expected
-
-
 def ragged(count: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [min(1024, max(8, round(rng.lognormvariate(5.0, 0.9)))) for _ in range(count)]
@@ -149,15 +136,6 @@ def test_slow_rank_gets_less() -> None:
     assert fast / slow == pytest.approx(2.0, rel=0.03)
     # The last backward pass hides the exchange of gradients.
     assert all(share[-1] == max(share) > min(share) for share in costs)
-
-
-def test_overhead_makes_micro_batches_fewer() -> None:
-    lengths = ragged(64, 5)
-    numbers = [
-        sum(len(share) for share in plan_step(lengths, (1.0, 1.0), CostModel(overhead, floor), 8 * max(lengths)))
-        for overhead, floor in ((0.0, 0.0), (64.0, 0.0), (64.0, 2000.0))
-    ]
-    assert numbers[0] > numbers[1] > numbers[2]
 
 
 # Ranks that hold shards of the weights.

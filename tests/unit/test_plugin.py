@@ -7,21 +7,16 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import errors, plugin, session, start, versions
-from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.wire.identity import RankIdentity
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -40,12 +35,6 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(start, "supervise", lambda *_, **__: pytest.fail("ranks were to be started"))
     yield
     ump.disable_multi_gpu()
-
-
-def test_status_before_is_that_of_a_plain_process() -> None:
-    assert not ump.is_multi_gpu_enabled()
-    assert ump.get_active_config() is None
-    assert ump.get_multi_gpu_status() == ump.MultiGPUStatus(is_enabled=False)
 
 
 def test_status_shows_one_process_and_its_patches() -> None:
@@ -93,11 +82,6 @@ def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], bef
     assert (config.num_gpus, config.global_batch) == (1, "keep")
 
 
-def test_numbers_of_numpy_and_paths_are_taken() -> None:
-    ump.enable_multi_gpu(num_gpus=numpy.int64(1), log_dir=Path("l"))  # type: ignore[arg-type]
-    assert ump.get_active_config() == ump.MultiGPUConfig(num_gpus=1, log_dir="l")
-
-
 def package_logger() -> tuple[object, ...]:
     package = logging.getLogger("unsloth_multigpu")
     return package.level, package.propagate, list(package.handlers)
@@ -127,15 +111,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
 
     monkeypatch.setattr(session, "_patches", patches)
     return lambda: {**vars(module.Trainer), **vars(module.TrainingArguments)}
-
-
-def test_training_in_one_process_is_the_original(stub: Callable[[], dict[str, Any]]) -> None:
-    ump.enable_multi_gpu(num_gpus=1)
-    assert {row.state for row in ump.get_multi_gpu_status().patches} == {"landed"}
-    trainer = sys.modules["stub_trainer"].Trainer()
-    trainer.args, trainer.is_fsdp_enabled = SimpleNamespace(device=SimpleNamespace(type="cpu"), n_gpu=0), False
-    assert trainer.train("checkpoint") == ("original", "checkpoint")
-    assert ump.get_multi_gpu_status().report is None
 
 
 def test_disable_gives_everything_back(stub: Callable[[], dict[str, Any]]) -> None:
@@ -181,30 +156,6 @@ def test_library_newer_than_tested_is_told_once(
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
-@pytest.mark.parametrize("is_compared", [True, False])
-def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
-    tool = "unsloth_multigpu.tools.verify.verify_recorder:Verify"
-    asked = StepsRequest("none", num_steps=1, num_gpus=2).variables(tool) if is_compared else {}
-    for name, value in asked.items():
-        monkeypatch.setenv(name, value)
-    started: list[bool] = []
-
-    class Begun(BaseException):
-        pass
-
-    def begin(_config: Any, _num_ranks: int, *, saves_when_stopped: bool) -> None:
-        started.append(saves_when_stopped)
-        raise Begun
-
-    monkeypatch.setattr(plugin, "start_this_command", begin)
-    monkeypatch.setattr(plugin, "this_command", list)
-    for name, value in HIDDEN.items():
-        monkeypatch.setenv(name, value)  # As `device="cpu"` sets it.
-    with pytest.raises(Begun):
-        ump.enable_multi_gpu(num_gpus=2, device="cpu")
-    assert started == [not is_compared]
-
-
 @pytest.mark.parametrize(("variables", "is_main"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)])
 def test_main_process_is_rank_0_with_and_without_the_line(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_main: bool
@@ -225,12 +176,6 @@ def test_main_process_is_rank_0_with_and_without_the_line(
     assert note(2, factor=3) == (6 if is_main else None)
     assert calls == ([2] if is_main else [])
     assert (note.__name__, note.__doc__) == ("note", "Its text.")
-
-
-def test_wrong_option_shows_the_users_line_and_this_call_only() -> None:
-    with pytest.raises(ConfigError, match="num_gpus='two'") as raised:
-        ump.enable_multi_gpu(num_gpus="two")  # type: ignore[arg-type]
-    assert [entry.name for entry in raised.traceback][1:] == ["enable_multi_gpu"]
 
 
 def test_interrupt_before_ranks_are_started_ends_the_process_by_it(

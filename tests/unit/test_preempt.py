@@ -2,10 +2,8 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -20,30 +18,9 @@ from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
-NOBODY = 10**6
-
 
 def preemption_of(trainer, manager, events=None, may_stop=lambda: True):
     return Preemption(trainer, manager, events, Lead(manager, HeartbeatPage(None, 0)), may_stop)
-
-
-def test_rank_ends_after_the_first_one_of_its_machine(monkeypatch):
-    handlers, store = [], HashStore()
-    at_exit = SimpleNamespace(register=lambda *call: handlers.append(call))
-    monkeypatch.setattr("unsloth_multigpu.train.preempt.atexit", at_exit)
-    ranks = [preemption_of(FakeTrainer(), manager_of(store, rank, 2)) for rank in range(2)]
-    assert not ranks[1]._wait_for_all(time.monotonic() + 0.05)
-    with subprocess.Popen(["sleep", "100"]) as first:
-        ranks[0]._manager.publish("lead/0/left/0", str(first.pid))
-        has_left = ranks[1]._wait_for_all(time.monotonic() + 5.0)
-        was_alive = [not has_ended() for _, has_ended, _ in handlers]
-        first.kill()
-    assert (has_left, was_alive) == (True, [True])
-    ((wait, has_ended, deadline_s),) = handlers
-    wait(has_ended, deadline_s)
-    assert has_ended()
-    assert ranks[0]._wait_for_all(time.monotonic() + 5.0)
-    assert len(handlers) == 1
 
 
 def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(tmp_path):
@@ -189,12 +166,6 @@ def test_step_that_is_saved_already_is_not_saved_again(tmp_path):
     with pytest.raises(SystemExit), Loop(trainer, [preemption(trainer, tmp_path)]).steering():
         trainer.steps(8, on_step=on_step)
     assert trainer.saved == [8]
-
-
-def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path):
-    trainer = Saving()
-    run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, NOBODY)
-    assert (trainer.state.global_step, trainer.saved) == (8, [])
 
 
 def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path):

@@ -19,12 +19,10 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.launch import pulse
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.process import (
-    find_marked,
     is_alive,
-    kill_marked,
     read_state,
 )
-from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
+from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 RANK = """
 import sys, threading, time
@@ -89,12 +87,6 @@ def test_innermost_line_of_the_users_own_is_named() -> None:
     assert place_of(frames) == 'my "model".py:41 in forward'
     assert place_of(frames[:4]) == ""
     assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
-
-
-def test_stacks_are_written_once_the_main_thread_is_there() -> None:
-    lines = TEXT.splitlines()
-    whole = lines.index('  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed') + 1
-    assert [is_written("\n".join(lines[:number])) for number in (0, 3, whole - 1, whole)] == [False, False, False, True]
 
 
 class Page:
@@ -176,17 +168,3 @@ def test_recorder_is_that_of_the_groups_backend(
     }
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
     assert pulse.pending_operation() == named
-
-
-def test_command_is_found_by_a_variable_that_its_processes_inherit(tmp_path: Path) -> None:
-    marker = f"mark={tmp_path}"
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], start_new_session=True)"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, env={"A": "b", "mark": str(tmp_path)}
-    ) as own:
-        deadline_s = time.monotonic() + 20.0
-        while len(found := find_marked(marker)) < 2:
-            assert time.monotonic() < deadline_s
-        assert own.pid in found
-        assert kill_marked(marker) == []
-    assert find_marked(marker) == []

@@ -44,19 +44,6 @@ def on_both(tmp_path: Path, program: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def test_answers_reach_the_other_rank_in_the_order_of_questions(tmp_path: Path, typed: list[Any]) -> None:
-    typed += ["alone", "a", "b", "s3cret"]
-
-    def program(rank: int) -> list[str]:
-        if rank == 0:
-            assert input("name? ") == "alone"  # The same text at another place.
-        return [*(input(f"[rank {rank}] name? ") for _ in range(2)), getpass.getpass("token: ")]
-
-    assert on_both(tmp_path, program) == [["a", "b", "s3cret"]] * 2
-    assert typed == []
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-
-
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [(KeyboardInterrupt(), KeyboardInterrupt), (EOFError("x"), EOFError), (OSError("x"), RuntimeError)],

@@ -67,21 +67,6 @@ def test_fingerprint_parts_rows_without_padding_also_in_the_middle_of_a_sample()
     assert packed([5, 6], [3, 4]) != packed([5, 9], [3, 4])
 
 
-def test_fingerprint_covers_every_text_of_a_row_and_other_inputs():
-    def pair(chosen, rejected, names=("chosen", "rejected")):
-        texts = {names[0]: padded(chosen), names[1]: padded(rejected, left=True)}
-        return {f"{name}_{key}": value for name, text in texts.items() for key, value in text.items()}
-
-    assert fingerprints(pair(ROWS, ROWS[::-1])) != fingerprints(pair(ROWS, ROWS))
-    assert fingerprints(pair(ROWS[:2], ROWS[2:])).total() == 2
-    # Of KTO the text beside a sample is drawn.
-    beside = [{**padded([text]), **pair([[1]], [other], ("", "KL"))} for text, other in (([5, 6], [7]), ([5, 6], [8]))]
-    assert fingerprints(beside[0]) == fingerprints(beside[1])
-    images = torch.rand(3, 2, 2).to(torch.bfloat16)
-    assert fingerprints({"pixel_values": images}) == fingerprints({"pixel_values": images[[2, 0, 1]]})
-    assert fingerprints([{"prompt": "a"}, {"prompt": "b"}]).total() == 2
-
-
 def reasons(model=None, precision="no", options=None, **arguments):
     defaults = {"optim": "adamw_torch", "device": torch.device("cpu")}
     trainer = SimpleNamespace(
@@ -92,25 +77,7 @@ def reasons(model=None, precision="no", options=None, **arguments):
     return {name for name, *_ in receipt.find_reasons(trainer, MultiGPUConfig(**(options or {})))}
 
 
-def test_reasons_for_differences_that_options_tell_are_found():
-    assert reasons() == set()
-    assert reasons(steps_per_generation=4) == {"sampling"}
-    assert reasons(optim="paged_adamw_8bit") == {"8-bit optimizer"}
-    assert reasons(nn.Linear(2, 2, dtype=torch.bfloat16)) == reasons(precision="fp16") == {"precision"}
-    assert reasons(options={"global_batch": "scale"}) == reasons(options={"batch_size_per_gpu": 3}) == {"larger steps"}
-    assert reasons(options={"strategy": "ddp:grad_compression=fp16"}) == {"compression"}
-    assert reasons(options={"strategy": "diloco"}) == {"local steps"}
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert reasons(device=torch.device("cuda")) == {"kernels", "precision"}
-        assert reasons() == set()
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 STEPS = [(2.5, 0.7, {"a": 1, "b": 2}), (2.25, 0.5, {"c": 3})]
-BOUNDS = comparison.bounds_for(FINE, "adamw_torch")
 EQUAL = {"is_exact": True, "not_compared": "", "difference": 8e-8, "bound": 1e-5, "one_process_s": 2.0, "dealt_s": 1.0}
 
 
@@ -244,30 +211,6 @@ def test_updates_are_compared_tensor_by_tensor():
     assert not found["agree"]
 
 
-@pytest.mark.parametrize(
-    ("num_moved", "num_elements", "counts"),
-    [(0, 4, False), (3, 40, False), (39, 40, True), (499, 4096, False), (500, 4096, True)],
-)
-def test_update_counts_where_rounding_did_not_choose_what_moved(num_moved, num_elements, counts):
-    update = torch.zeros(num_elements)
-    update[:num_moved] = 1
-    assert receipt._moved(update) is counts
-
-
-def test_bounds_follow_precision_and_optimizer():
-    fine, coarse = comparison.bounds_for(1e-5, "adamw_8bit"), comparison.bounds_for(5e-2, "adamw_torch")
-    assert BOUNDS["grad_norm"] == fine["grad_norm"] < coarse["grad_norm"]
-    assert BOUNDS["weights"] < fine["weights"] == coarse["weights"]
-
-
-def test_samples_of_all_ranks_are_put_together():
-    records = [
-        {"rank": rank, "steps": [{"step": 1, "loss": 2.0 + rank, "samples": samples}]}
-        for rank, samples in enumerate(({"a": 1}, {"a": 2, "b": 1}))
-    ]
-    assert comparison.merged(records)["steps"] == [{"step": 1, "loss": 2.0, "samples": Counter(a=3, b=1)}]
-
-
 class Tracker(TrainerCallback):
     __module__ = "transformers.integrations.some_tracker"
 
@@ -356,33 +299,6 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     assert trainer.callback_handler.callbacks == callbacks
     assert not {"training_step", "save_model", "save_pretrained"} & {*vars(trainer), *vars(trainer.model)}
     assert (trainer.args.logging_nan_inf_filter, trainer.args.logging_steps) == (True, 4)
-
-
-def test_recorder_names_what_the_comparison_found_and_counts_no_filler(trainer, tmp_path):
-    plain(trainer)
-
-    class Steps:
-        """What deals the samples: the second step has none for this rank."""
-
-        inexact = None
-
-        @property
-        def passes(self):
-            piece = SimpleNamespace(is_filler=trainer.state.global_step == 1)
-            return SimpleNamespace(current=SimpleNamespace(piece=piece))
-
-        @property
-        def proof(self):
-            values = {**EQUAL, "draws": ["dropout", "the collator"]}
-            return SimpleNamespace(last=SimpleNamespace(step=1, values=lambda: values))
-
-    found = record(trainer, tmp_path / "receipt", Steps())
-    assert [s["name"] for s in found["sources"]] == ["dropout", "the collator"]
-    assert [sum(step["samples"].values()) for step in found["steps"]] == [2, 0]
-    # That of the first step is not the second one's.
-    assert [bool(step["compared"]) for step in found["steps"]] == [True, False]
-    found = record(trainer, tmp_path / "without", Steps(), dropout=False)
-    assert [s["name"] for s in found["sources"]] == ["the collator"]
 
 
 def plain(trainer):

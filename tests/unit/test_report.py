@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -27,13 +25,6 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
     ]
     assert events[2].facts == {"error": "ValueError: \ud800 \u00e9", "traceback": "a\nb\n", "exit_code": 1}
     assert events[0].time_s <= events[1].time_s <= events[2].time_s
-
-
-def test_events_of_other_attempts_are_left_out(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
-    EventWriter(tmp_path, 0, 1, HeartbeatPage(None, 0)).write("started", pid=2)
-    assert [e.facts["pid"] for e in read_events(tmp_path, attempt=1)] == [2]
-    assert read_events(tmp_path, attempt=2) == []
 
 
 def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
@@ -57,23 +48,6 @@ def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) ->
     assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started", "exception", "exiting"]
 
 
-def test_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "events_rank_0.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: '.*events_rank_0\.jsonl'"):
-        EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
-
-
-def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    writer = EventWriter(run_dir, 0, 0, HeartbeatPage(None, 0))
-    for path in run_dir.iterdir():
-        path.unlink()
-    run_dir.rmdir()
-    with pytest.raises(OSError, match="No such file"):
-        writer.write("trained")
-
-
 def test_run_report_says_the_training_in_a_sentence() -> None:
     ranks = (RankReport(0, 15, 109, 10, 4.34), RankReport(1, 15, 131, 10, 5.0))
     report = RunReport(ranks)
@@ -87,21 +61,3 @@ def test_run_report_says_the_training_in_a_sentence() -> None:
     unknown = dataclasses.replace(timed[0], num_samples=0)
     assert RunReport((unknown,)).summary() == "trained 15 steps in 2.5 s, set-up 0.9 s"
     assert line == "trained 1 step, 1 sample in 2.5 s (0.4 samples/s), set-up 0.9 s, moved 2.5 MB"
-
-
-def test_run_report_says_where_nothing_was_left_to_do() -> None:
-    rank = RankReport(0, 0, 0, 0, 1.0, runtime_s=0.01)
-    text = "is the end of this training (40 of 40 steps): nothing to do; another output_dir starts a new training"
-    assert RunReport((rank,), max_steps=40, resumed_step=40, resumed="last").summary() == f"last {text}"
-    assert RunReport((rank,), max_steps=40, resumed_step=40).summary() == f"checkpoint-40 {text}"
-    # Stopped before its first step.
-    assert RunReport((rank,), max_steps=40, resumed_step=20).summary().startswith("trained 0 steps")
-
-
-def test_run_report_adds_up_what_all_ranks_know() -> None:
-    known = RankReport(0, 5, 20, 10, 3.0, num_tokens=90, num_padding_tokens=10, waiting_s=0.5, loop_s=2.0)
-    other = dataclasses.replace(known, rank=1, num_tokens=150, num_padding_tokens=50, waiting_s=0.0)
-    report = RunReport((known, other))
-    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (240, 120.0, 0.2, 0.125)
-    report = RunReport((known, dataclasses.replace(other, num_tokens=None, waiting_s=None)))
-    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (None, None, None, None)

@@ -94,15 +94,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks()
 
 
-def test_ranks_that_made_different_numbers_of_saves_count_from_zero_with_a_new_store(ranks: Ranks) -> None:
-    for path in ("out", "out"):
-        ranks.saver(0)("model", path)  # Rank 1 was stopped before the first of them.
-    ranks.renew()
-    for rank in (0, 1):
-        ranks.saver(rank)("model", "out")
-    assert ranks.calls == [["save"] * 3, []]
-
-
 def test_rank_does_not_wait_for_rank_0_that_has_left_the_cell(ranks: Ranks) -> None:
     manager = ranks.managers[1]
     assert manager is not None
@@ -116,13 +107,6 @@ def test_rank_does_not_wait_for_rank_0_that_has_left_the_cell(ranks: Ranks) -> N
     manager.has_left = True
     ranks.saver(1)("model", "out")  # What it saved before it left is there.
     assert ranks.calls == [["save"], []]
-
-
-def test_savers_that_outlive_the_session_save(ranks: Ranks) -> None:
-    ranks.managers = [None, None]
-    for rank in (0, 1):
-        ranks.saver(rank)("model", "out")
-    assert ranks.calls == [["save"], ["save"]]
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -157,11 +141,6 @@ def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
     for rank in (0, 1):
         ranks.saver(rank)("model", **{name: "out"})
     assert ranks.calls == [["save"], []]
-
-
-@pytest.mark.parametrize("result", [None, "out/model.safetensors", 3, True, ("a.json", "b.json")])
-def test_other_rank_gets_the_result_of_rank_0(ranks: Ranks, result: object) -> None:
-    assert [ranks.saver(rank, result=result)("tokenizer", "out") for rank in (0, 1)] == [result, result]
 
 
 # Savers that call other savers.
@@ -242,27 +221,11 @@ def test_token_is_not_published(ranks: Ranks) -> None:
     assert "hf_secret" not in str(vars(manager))
 
 
-def test_folder_of_a_rank_of_its_own_is_written_there(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    # tempfile gives each rank another name.
-    for rank in (0, 1):
-        inner = ranks.saver(rank, "inner")
-        ranks.saver(rank, "outer", result=inner)("model", f"/tmp/own_{rank}")
-    assert ranks.calls == [["outer", "inner"], ["outer", "inner"]]
-    assert "outer('/tmp/own_1') is this rank's alone" in caplog.text
-    for rank in (0, 1):
-        ranks.saver(rank)("model", "out")
-    assert ranks.calls[1] == ["outer", "inner"]
-
-
 def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
     with pytest.raises(RankTimeoutError, match=rf"rank 1 waited {LIMIT_S} seconds for rank 0 in save") as error:
         ranks.saver(1)("model", "out")
     assert "Hint: Save on all ranks" in str(error.value)
     assert ranks.calls == [[], []]
-
-
-def test_gate_can_be_hashed_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(Ranks().gates[0])) == "SaveGate"
 
 
 # The meeting before a save.
@@ -302,22 +265,6 @@ def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks:
     for path in ("d", "e"):
         ranks.saver(0)("model", path)
     assert waits == [True] * 5
-
-
-def test_keys_of_saves_are_deleted_when_all_ranks_have_read_them(ranks: Ranks) -> None:
-    for path in ("a", "b", "c", "d"):
-        for rank in (0, 1):
-            ranks.saver(rank)("model", path)
-    assert set(ranks.store) == {"saves/at/0", "saves/at/1", "saves/3"}
-
-
-def test_file_that_a_late_rank_has_removed_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
-    for name in ("kept", "removed"):
-        ranks.saver(0, result=lambda model, path: path.touch())("model", tmp_path / name)
-    (tmp_path / "removed").unlink()
-    ranks.saver(1)("model", tmp_path / "kept")
-    with pytest.raises(DistributedError, match=r"removed is gone\. Rank 1 came to this save later"):
-        ranks.saver(1)("model", tmp_path / "removed")
 
 
 def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:

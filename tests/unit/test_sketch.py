@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from unsloth_multigpu.step.comparison import Comparison
 from unsloth_multigpu.step.sketch import NUM_PROJECTIONS, difference, mean_of, names_of, sketch
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -69,36 +68,3 @@ def test_mean_of_sketches_is_the_sketch_of_the_mean():
     mean = model_with([(a + b) / 2 for a, b in zip(gradients_of(one), gradients_of(other), strict=True)])
     expected, mine = mean_of([sketch(mean)] * 2), mean_of([sketch(one), sketch(other)])
     assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_parts_of_parameters_add_up():
-    one, other = model_with(seed=1), model_with(seed=2)
-    parts = difference([sketch(one), sketch(other)], [sketch(one), sketch(one)], NAMES)
-    alone = found(other, one)
-    assert parts.norm == pytest.approx(math.hypot(found(one, one).norm, alone.norm))
-    assert parts.off * parts.norm == pytest.approx(alone.off * alone.norm)
-
-
-@pytest.mark.parametrize(("mine", "theirs", "off"), [(1.0, math.nan, math.inf), (math.inf, math.nan, math.nan)])
-def test_gradients_that_are_not_finite(mine, theirs, off):
-    one, other = ([torch.full_like(p, value) for p in model_with().parameters()] for value in (mine, theirs))
-    result = found(model_with(one), model_with(other)).off
-    assert result == off or (math.isnan(result) and math.isnan(off))
-
-
-def test_line_says_what_was_measured():
-    model = model_with()
-    exact = Comparison(1, 2, 4, 4, found(model, model), 1e-5, 2.41, 1.27)
-    assert str(exact) == (
-        "first step: 2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast), equal gradient, differs by 0.0e+00"
-    )
-    assert exact.is_exact
-    assert "1.9 s on 2 ranks (1.90 times slower)," in str(Comparison(1, 2, 4, 4, found(model, model), 1e-5, 1.0, 1.9))
-    other = Comparison(8, 2, 1, 4, found(model, model_with(seed=5)), 1e-5, 2.0, 1.0)
-    assert str(other).startswith("step 8, 1 of 4 micro-batches: 2 s as one process, ")
-    assert ", the gradient differs by " in str(other)
-    assert not other.is_exact
-    assert other.values()["difference"] > 0.5
-    unproven = Comparison(1, 2, 4, 4, unproven="it rains")
-    assert str(unproven) == "first step: not compared with one process: it rains"
-    assert not unproven.is_exact

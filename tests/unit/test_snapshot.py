@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import numpy
 import torch
-from torch.nn import functional
 
-from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
+from unsloth_multigpu.step.snapshot import kept_objects, kept_training_state
 
 HISTORY = []
 
@@ -107,23 +106,3 @@ def test_a_pass_leaves_no_trace():
     with kept_objects(trainer.model):
         pass
     assert [b._version for b in trainer.model.buffers()] == again  # What is not written does not count as changed.
-
-
-def test_dropout_is_off_and_class_weights_are_seen():
-    x = torch.ones(4, 8)
-    attention = torch.nn.MultiheadAttention(8, 2, dropout=0.5)
-    with Still() as still:
-        assert torch.equal(torch.nn.Dropout(0.5)(x), x)
-        assert still.has_dropped
-    for call in (
-        lambda: functional.scaled_dot_product_attention(x, x, x, None, 0.9),
-        lambda: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.9),
-        lambda: attention(x, x, x)[0],
-    ):
-        with Still() as still:
-            assert torch.equal(call(), call())
-            assert still.has_dropped
-    with Still() as still:
-        functional.cross_entropy(x, torch.zeros(4, dtype=torch.int64), weight=torch.arange(8.0))
-        assert torch.equal(functional.dropout(x, 0.5, False), x)
-    assert (still.class_weights, still.has_dropped) == (tuple(map(float, range(8))), False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
@@ -219,18 +218,6 @@ def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch: pytest.Mo
     del trainer
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
-
-
-@pytest.mark.usefixtures("started")
-def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("unsloth", "transformers", "trl", "peft"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    cuda = SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
-    caplog.set_level(logging.DEBUG)
-    with pytest.raises(Ended):
-        start_this_command(MultiGPUConfig(num_gpus=2), 2)
-    assert caplog.messages == []
 
 
 def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:

@@ -1,17 +1,13 @@
 """Buckets, bytes, and which strategy the options name; in a group of one rank."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
@@ -19,8 +15,6 @@ from unsloth_multigpu.strategies.strategy_exchange import Exchange, make_sync
 from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.train.loop import Loop
-
-KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
 
 @pytest.fixture
@@ -30,31 +24,6 @@ def model(lone_group: None) -> nn.Module:
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(KINDS))), st.integers(0, 60))
-def test_buckets_hold_every_tensor_once_and_are_as_few_as_neighbours_allow(shapes, bucket_bytes):
-    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in shapes]
-    groups = list(buckets(tensors, bucket_bytes))
-    for dtype in KINDS:
-        same = [group for group in groups if group[0].dtype == dtype]
-        expected = [t for t in tensors if t.dtype == dtype and t.numel()]
-        assert [id(t) for group in same for t in group] == [id(t) for t in expected]
-        assert all(num_bytes(*group) <= bucket_bytes or len(group) == 1 for group in same)
-        assert all(num_bytes(*a, b[0]) > bucket_bytes for a, b in itertools.pairwise(same))
-
-
-def test_flat_tensor_goes_back_to_where_it_came_from():
-    tensors = [torch.randn(2, 3).T, torch.randn(()), torch.randn(4, requires_grad=True)]
-    flat = flatten(tensors)
-    before = [t.detach().clone() for t in tensors]
-    unflatten_into(tensors, flat * 2)
-    assert all(torch.equal(t, 2 * b) for t, b in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize(("world_size", "sent_bytes"), [(1, 0), (2, 1200), (4, 1800)])
-def test_ring_all_reduce_sends_almost_two_copies(world_size, sent_bytes):
-    assert all_reduce_bytes(1200, world_size) == sent_bytes
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,6 @@ def test_check_version_counts_local_and_prerelease_versions(
     assert (row.name, row.installed, row.ok, row.is_newer) == ("torch", installed, ok, is_newer)
 
 
-def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstalled) -> None:
-    fake_installed({})
-    assert versions.check_version("torch>=2.6") == versions.VersionRow("torch", None, ">=2.6", ok=False)
-
-
 def test_version_rows_let_only_optional_libraries_be_absent(fake_installed: FakeInstalled) -> None:
     fake_installed({})
     rows = versions.version_rows()

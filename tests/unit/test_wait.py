@@ -8,7 +8,6 @@ import time
 import pytest
 
 from unsloth_multigpu.group.random_state import draw_seed
-from unsloth_multigpu.wire.digest import digest_hex, digest_int64, digest_of
 from unsloth_multigpu.wire.wait import wait_until
 
 
@@ -21,14 +20,6 @@ def test_wait_ends_with_the_condition_with_the_deadline_or_with_an_error() -> No
     assert wait_until(lambda: True, 0.0)  # What is there already is there, however late it is.
     with pytest.raises(ZeroDivisionError):
         wait_until(lambda: bool(1 // 0), time.monotonic() + 5.0)
-
-
-def test_digest_is_the_same_as_text_and_as_a_number_that_a_tensor_holds() -> None:
-    for data in (b"", b"a", b"rank 0", bytes(1000)):
-        number = digest_int64(data)
-        assert -(2**63) <= number < 2**63
-        assert number.to_bytes(8, "little", signed=True).hex() == digest_hex(data)
-    assert digest_of([1, "a"]) == digest_hex(b"[1, 'a']")
 
 
 def test_seeds_of_places_stay_those_that_checkpoints_were_trained_with() -> None:

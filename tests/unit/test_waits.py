@@ -7,7 +7,6 @@ import torch
 
 from unsloth_multigpu.group import waits
 from unsloth_multigpu.group.waits import Waits
-from unsloth_multigpu.step import tokens
 from unsloth_multigpu.step.tokens import TokenCount
 
 CPU, CARD = torch.device("cpu"), torch.device("meta")
@@ -74,22 +73,6 @@ def ids(rows: int, columns: int) -> torch.Tensor:
     return torch.ones(rows, columns, dtype=torch.int64)
 
 
-def test_tokens_are_what_the_mask_leaves_in() -> None:
-    count = TokenCount()
-    assert (count.num_tokens, count.num_padding_tokens) == (None, None)
-    mask = torch.tensor([[1, 1, 1, 0], [1, 2, 0, 0]])
-    count.add(
-        {"input_ids": ids(2, 4), "attention_mask": mask, "labels": ids(2, 4), "position_ids": ids(2, 4)},
-        is_filler=False,
-    )
-    count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
-    # A rank's filler takes its time and holds nothing.
-    count.add({"input_ids": ids(2, 4), "attention_mask": mask}, is_filler=True)
-    count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (5, 11)
-
-
 @pytest.mark.parametrize(
     ("inputs", "expected"),
     [
@@ -115,44 +98,3 @@ def test_tokens_of_other_batches(inputs: object, expected: tuple[int | None, int
     count.add(inputs, is_filler=False)
     count.end_step()
     assert (count.num_tokens, count.num_padding_tokens) == expected
-
-
-def test_tokens_on_a_device_are_those_of_the_steps_that_it_has_done(
-    card: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OnCard:
-        """A number that lies on a device."""
-
-        device = CARD
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __add__(self, other: OnCard) -> OnCard:
-            return OnCard(self.number + other.number)
-
-    class OnHost:
-        def __init__(self) -> None:
-            self.number = 0
-
-        def copy_(self, other: OnCard, *, non_blocking: bool) -> None:
-            assert non_blocking
-            self.number = other.number
-
-        def __int__(self) -> int:
-            return self.number
-
-    monkeypatch.setattr(tokens.torch, "count_nonzero", lambda mask: OnCard(int(mask.sum())))
-    monkeypatch.setattr(tokens.torch, "empty", lambda *_, **__: OnHost())
-    count = TokenCount()
-    batch = {"input_ids": ids(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}
-    for _ in range(2):
-        count.add(batch, is_filler=False)
-        count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (None, None)
-    Event.clock = 1.0
-    count.add({"input_ids": ids(1, 3)}, is_filler=False)
-    count.end_step()
-    assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
-    count.settle()
-    assert (count.num_tokens, count.num_padding_tokens) == (13, 6)

@@ -90,20 +90,6 @@ def follow(watch: Watch, condition: Callable[[], object], limit_s: float = 60.0)
         time.sleep(0.05)
 
 
-def test_hung_rank_is_killed_and_named(ranks: Begin, tmp_path: Path) -> None:
-    watch, (hung, other) = ranks("sleep", "wait")
-    follow(watch, lambda: watch.has_failed)
-    cause = watch.cause()
-    assert (cause.rank, cause.exit_code) == (0, 124)
-    hangs = r"rank 0 hangs: no progress for \d+ s in step 3, computing \(rank\.py:\d+ in work\)"
-    assert re.fullmatch(hangs, cause.message)
-    assert f"Stacks of all threads: {tmp_path}/logs/stack_rank_N.txt\n" in cause.traceback
-    assert "rank.py" in (tmp_path / "logs" / "stack_rank_1.txt").read_text()
-    # The other one does not end by itself.
-    follow(watch, lambda: None not in (hung.poll(), other.poll()))
-    assert (hung.wait(), other.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
-
-
 def test_node_that_is_not_heard_ends_the_ranks(ranks: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_NEWS_S", 0.5)
     watch, processes = ranks("sleep", "sleep", unheard_s=lambda: {"node 1 (rank 2)": 60.0})

@@ -72,44 +72,6 @@ class OwnLoader(Trainer):
         return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
 
 
-class Divided(Trainer):
-    """An older recipe: the script divides by itself, because the Trainer does not where the model takes a count."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
-        loss = loss / self.args.gradient_accumulation_steps
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
-class SumOverCount(Trainer):
-    """The usual recipe of a script's own token-normalised loss; it forgets the ranks."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
-        flat = (logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
-        loss = torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
-class OldStep(Trainer):
-    """A step as it was written before transformers counted tokens."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-class PlainLoader(Trainer):
-    """A loader that accelerate has not prepared, with a sampler of the script's."""
-
-    def get_train_dataloader(self):
-        sampler = torch.utils.data.WeightedRandomSampler([1.0 + i for i in range(len(ROWS))], len(ROWS))
-        return torch.utils.data.DataLoader(ROWS, batch_size=3, sampler=sampler, collate_fn=collate)
-
-
 class OwnGenerator(Trainer):
     """A loader that shuffles by a generator of the script's, as it is."""
 
@@ -284,17 +246,6 @@ def collate_to_32(rows):
     return {n: torch.nn.functional.pad(v, (0, 32 - v.shape[1]), value=-100 * (n == "labels")) for n, v in batch.items()}
 
 
-class WithoutOptions(torch.nn.Module):
-    """A model of the script, which takes the arguments that it needs and no others."""
-
-    def __init__(self):
-        super().__init__()
-        self.llm = small_model()
-
-    def forward(self, input_ids, attention_mask, labels=None):
-        return self.llm(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-
-
 def small_model():
     torch.manual_seed(0)
     return tiny_llama(hidden_size=16, num_layers=1)
@@ -429,12 +380,6 @@ else:
 train("drop_last", build("drop_last", dataloader_drop_last=True))
 train("own_sampler", build("own_sampler", OwnLoader))
 train("mean_loss", build("mean_loss", MeanLoss))
-train("sum_over_count", build("sum_over_count", SumOverCount))
-divided = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "eval_data": ROWS[:6], "eval_strategy": "epoch"}
-train("divided", build("divided", Divided, **divided))
-accumulated = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "remove_unused_columns": False}
-train("old_step", build("old_step", OldStep, model=WithoutOptions, **accumulated))
-train("plain_loader", build("plain_loader", PlainLoader))
 train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
 if is_asked("evaluated"):

@@ -34,8 +34,6 @@ def fail(kind):
         os._exit(0)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "segv":
-        os.kill(os.getpid(), signal.SIGSEGV)
     if kind == "kill_supervisor":
         os.kill(os.getppid(), signal.SIGKILL)
     if kind == "sleep":

@@ -71,15 +71,6 @@ class Fault(TrainerCallback):
         num_steps = state.global_step
         if rank == 1 and state.global_step == STEP - 1 and kind == "spin":  # No hang: it makes a sample, say.
             time.sleep(3 * float(sys.argv[1]))
-        if rank == 1 and state.global_step == STEP and kind == "leave":
-            note()
-            control.should_training_stop = True
-        if state.global_step == STEP and kind == "desync":
-            note()
-            if rank == 1:
-                torch.distributed.barrier()
-            else:
-                torch.distributed.broadcast(torch.ones(7), src=1)
 
 
 Trainer(

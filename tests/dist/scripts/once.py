@@ -145,7 +145,6 @@ plt.plot([1, 2])
 plt.savefig("loss.png")
 note("plot_bytes", Path("loss.png").stat().st_size > 0)
 note("status", [ump.get_multi_gpu_status().rank, ump.get_multi_gpu_status().report.num_samples])
-note("not_landed", [r.target for r in ump.get_multi_gpu_status().patches if r.state != "landed"])
 note("wandb_mode", os.environ.get("WANDB_MODE"))
 note("breakpoint", os.environ.get("PYTHONBREAKPOINT"))
 

@@ -98,6 +98,7 @@ def run(job):
         "error": error,
         "first_step": dict(report.first_step) if report else {},
         "inexact": report.inexact if report else "",
+        "buffers": {name: float(buffer.double().sum()) for name, buffer in model.named_buffers()},
         "num_calls": getattr(trainer, "num_calls", 0) + getattr(collate, "num_calls", 0),
     }
     write_outcome(args.out, job, facts, model.named_parameters())

@@ -1,6 +1,6 @@
 """A user's script with the line, whose model has a configuration and no weights. The argument chooses what it does.
 
-Usage: plan_me.py MODEL lora|qlora|reads|own|killed|no_training
+Usage: plan_me.py MODEL lora|reads|killed|no_training
 """
 
 import os
@@ -14,29 +14,19 @@ ump.enable_multi_gpu(num_gpus=2)
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 path, what = sys.argv[1:]
-options = {}
-if what == "qlora":
-    options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-if what == "own":
-    model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_pretrained(path))
-else:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options).to("cpu")
+model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cpu")
 if what == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "reads":
     print(float(model.lm_head.weight.sum()))
-if "lora" in what:
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+if what == "lora":
+    from peft import LoraConfig, get_peft_model
 
-    if what == "qlora":
-        model = prepare_model_for_kbit_training(model)
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 

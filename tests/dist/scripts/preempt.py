@@ -15,7 +15,6 @@ parser.add_argument("--resume", default="off")
 parser.add_argument("--max-restarts", type=int, default=0)
 parser.add_argument("--save", default="no")
 parser.add_argument("--evaluate", action="store_true", help="after the second step, over many batches")
-parser.add_argument("--stuck", action="store_true", help="rank 1 does not come out of its second step")
 parser.add_argument("--catch", action="store_true")
 parser.add_argument("--strategy", default="ddp")
 args = parser.parse_args()
@@ -45,9 +44,6 @@ class Places(TrainerCallback):
         if state.global_step == 1 and "UNSLOTH_MULTIGPU_RUN_DIR" in os.environ:
             # As srun sends it to every process; what it means is the supervisor's to say.
             os.kill(os.getpid(), signal.SIGUSR1)
-        if args.stuck and rank == "1" and state.global_step == 2:
-            Path("stuck").touch()
-            time.sleep(3600)
 
     def on_prediction_step(self, training_args, state, control, **kwargs):
         Path("evaluating").touch()

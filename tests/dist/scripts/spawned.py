@@ -1,7 +1,7 @@
 """Ranks that torch.multiprocessing.spawn starts. Usage: spawned.py OUT WHERE [NUM_RANKS]
 
-WHERE is the place of the line: "inside" the function that is started, at the "top" of the script, or "early": inside,
-before the variables are set. NUM_RANKS=0 is one process without spawn.
+WHERE is the place of the line: "inside" the function that is started, or at the "top" of the script. NUM_RANKS=0 is one
+process without spawn.
 """
 
 import json
@@ -26,8 +26,6 @@ def help_out(path):
 
 
 def train(rank):
-    if where == "early":
-        ump.enable_multi_gpu(**LINE)
     if num_ranks:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if where == "inside":

@@ -3,7 +3,6 @@
 Writes ends_RANK.json.
 """
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -39,14 +38,6 @@ class EpochEndsEarly(TrainerCallback):
         control.should_epoch_stop = state.global_step == 7
 
 
-class Watch(TrainerCallback):
-    def __init__(self):
-        self.weights = []
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append(model.lm_head.weight.detach().clone())
-
-
 def tiny():
     torch.manual_seed(0)
     return tiny_llama(num_layers=1)
@@ -71,25 +62,6 @@ def difference_from_best(line):
     return max(float((own[name].detach() - saved).abs().max()) for name, saved in best.items() if name in own)
 
 
-def difference_by_hand():
-    """A rank that steps by itself, on ragged rows: steps of 4, 4 and 1 rows, the last of which rank 0 has none of."""
-    model, watch = tiny(), Watch()
-    by_hand, rows = copy.deepcopy(model), Rows(9)
-    line = {"strategy": ump.LocalSGD(every_steps=100)}
-    plain = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-    trainer_of(model, line, 9, [watch], num_train_epochs=1, **plain).train()
-    parts = [[[0, 1], [4, 5], []], [[2, 3], [6, 7], [8]]][rank]
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
-    differences = []
-    for part, seen in zip(parts, watch.weights, strict=True):
-        optimizer.zero_grad()
-        if part:
-            by_hand(**collate([rows[i] for i in part])).loss.backward()
-            optimizer.step()
-        differences.append(float((by_hand.lm_head.weight - seen).abs().max()))
-    return differences
-
-
 def error_of(train):
     try:
         train()
@@ -98,7 +70,7 @@ def error_of(train):
     return ""
 
 
-facts = {"best": difference_from_best(DILOCO), "by_hand": difference_by_hand()}
+facts = {"best": difference_from_best(DILOCO)}
 
 model = tiny()
 trainer_of(model, DILOCO, 16, max_steps=1).train()

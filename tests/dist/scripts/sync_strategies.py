@@ -137,7 +137,6 @@ def local() -> dict:
         "diloco_1": train(lambda m, o: DiLoCoSync(m, o, 1, learning_rate=1.0, momentum=0.0), sgd, clip=None),
         "diloco_4": train(lambda m, o: DiLoCoSync(m, o, every_steps=4), num_steps=12),
         "by_hand": diloco_by_hand(num_windows=3, every_steps=4, learning_rate=0.7, momentum=0.9),
-        "resumed": diloco_resumed(num_steps=12, at=8),
     }
 
 
@@ -168,35 +167,6 @@ def diloco_by_hand(num_windows: int, every_steps: int, learning_rate: float, mom
                     speed.mul_(momentum).add_(gradient)
                     weight.sub_(learning_rate * (gradient + momentum * speed))
     return facts_of(shared)
-
-
-def diloco_resumed(num_steps: int, at: int) -> dict:
-    """Saves after `at` steps, and resumes from the file with new objects."""
-    file = Path(f"diloco_{RANK}.pt")
-    saved = {}
-
-    def save(step, model, optimizer, sync) -> None:
-        if step + 1 == at:
-            sync.synchronize()
-            torch.save(sync.state_dict(), file)
-            saved.update(model=copy.deepcopy(model.state_dict()), optimizer=copy.deepcopy(optimizer.state_dict()))
-
-    whole = train(lambda m, o: DiLoCoSync(m, o, every_steps=4), num_steps=num_steps, at_step=save)
-    model = new_model(seed=50 + RANK)
-    model.load_state_dict(saved["model"])
-    optimizer = adamw(model)
-    optimizer.load_state_dict(saved["optimizer"])
-    sync = DiLoCoSync(model, optimizer, every_steps=4)
-    sync.begin()
-    sync.load_state_dict(torch.load(file, weights_only=True))
-    for step in range(at, num_steps):
-        for i in range(NUM_MICRO_BATCHES):
-            backward(model, step, i, RANK)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        sync.after_step()
-        optimizer.zero_grad()
-    return facts_of(model, whole=whole["hashes"])
 
 
 def half_precision() -> dict:

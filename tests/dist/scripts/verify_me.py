@@ -1,6 +1,6 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|learning_rate|one_rank|raise|no_training]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|one_rank|raise|no_training]
 """
 
 import argparse
@@ -28,11 +28,6 @@ class Fault(TrainerCallback):
     def on_step_begin(self, training_args, state, control, **kwargs):
         if args.fault == "raise" and rank == 1 and state.global_step == 1:
             raise ValueError("rank 1 fell")
-
-    def on_pre_optimizer_step(self, training_args, state, control, optimizer=None, **kwargs):
-        if args.fault == "learning_rate" and world_size > 1:
-            for group in optimizer.param_groups:
-                group["lr"] *= 1.5
 
     def on_step_end(self, training_args, state, control, model=None, **kwargs):
         if args.fault == "one_rank" and rank == 1:
