@@ -40,18 +40,11 @@ class Strategy:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """torch's DistributedDataParallel: averaged gradients, sent while the backward still runs. The default.
-
-    Args:
-        grad_compression: "bf16", "fp16" or "powersgd": smaller gradients on a slow link. They are no longer exact.
-            "bf16" and "powersgd" need NCCL, and "powersgd" does not go with fp16=True.
-    """
+    """torch's DistributedDataParallel: averaged gradients, sent while the backward still runs. The default."""
 
     name = "ddp"
     exchanges = "Averaged gradients, while the backward still runs. The gradients are those of one GPU."
     has_one_gradient = True
-
-    grad_compression: Annotated[str | None, Option(words=("bf16", "fp16", "powersgd"))] = None
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ HANDED_ON = (
         "batch_size_per_gpu": 5,
         "enable_ddp": True,
         "global_batch": "scale",
-        "strategy": "ddp:grad_compression=bf16",
+        "strategy": "allreduce:bucket_mb=4",
         "shard": "off",
         "balance": "off",
         "device": "cpu",

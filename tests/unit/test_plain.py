@@ -55,7 +55,6 @@ def test_one_process_with_one_device_gets_the_model_itself():
     [
         {"strategy": "local_sgd"},
         {"enable_ddp": False},
-        {"strategy": "ddp:grad_compression=fp16"},
         {"balance": "tokens"},
         {"max_tokens_per_micro_batch": 64},
         {"resume": "auto"},

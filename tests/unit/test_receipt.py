@@ -97,7 +97,6 @@ def test_reasons_for_differences_that_options_tell_are_found():
     assert reasons(optim="paged_adamw_8bit") == {"8-bit optimizer"}
     assert reasons(nn.Linear(2, 2, dtype=torch.bfloat16)) == reasons(precision="fp16") == {"precision"}
     assert reasons(options={"global_batch": "scale"}) == reasons(options={"batch_size_per_gpu": 3}) == {"larger steps"}
-    assert reasons(options={"strategy": "ddp:grad_compression=fp16"}) == {"compression"}
     assert reasons(options={"strategy": "diloco"}) == {"local steps"}
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
