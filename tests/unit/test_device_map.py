@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
     def told(device_map: Any, *, warns: bool = True) -> bool:
         (patch,) = (p for p in placement_patches("cuda", 1, warns=warns) if f":{target}." in p.target)
         caplog.clear()
-        assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+        assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
         return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text
 
     assert all(told(name) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth"))
@@ -83,15 +84,15 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
 def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="unsloth_multigpu")
     patch = placement_patches("cuda", 1, warns=False, num_ranks=4, shards=True)[0]
-    assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+    assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
     assert "FSDP2 divides each layer between the ranks" in caplog.text
     with pytest.raises(ConfigError):
-        patch.wrap(lambda **kwargs: kwargs)(device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
+        patch.wrap(lambda **kwargs: kwargs, device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
 
 
 def test_loader_gets_the_map_of_its_rank() -> None:
     patch = placement_patches("cuda", 1, warns=False)[0]
-    load = patch.wrap(lambda *args, **kwargs: (args, kwargs))
+    load = functools.partial(patch.wrap, lambda *args, **kwargs: (args, kwargs))
     assert load("model", device_map="auto", load_in_4bit=True) == (
         ("model",),
         {"device_map": HERE, "load_in_4bit": True},
@@ -106,9 +107,9 @@ def test_offloaded_weights_are_a_file_of_each_rank() -> None:
         return f"{temporary_location}/{name}.pt", f"/models/llama/{name}.pt"  # The second where the model is a folder.
 
     (first,), (second,) = offload_patches(0), offload_patches(1)
-    files = [patch.wrap(offload_to_disk)(1, 2, "input_embeddings") for patch in (first, second)]
+    files = [patch.wrap(offload_to_disk, 1, 2, "input_embeddings") for patch in (first, second)]
     assert files[0] == ("buffers/rank_0/input_embeddings_rank_0.pt", "/models/llama/input_embeddings_rank_0.pt")
     assert not {*files[0]} & {*files[1]}
-    assert second.wrap(offload_to_disk)(1, model=2, name="out", temporary_location="there")[0] == (
+    assert second.wrap(offload_to_disk, 1, model=2, name="out", temporary_location="there")[0] == (
         "there/rank_1/out_rank_1.pt"
     )
