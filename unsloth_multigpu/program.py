@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.logs import get_logger
@@ -62,7 +61,6 @@ class Program:
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
         if identity.world_size > 1:
-            _share_questions(session)
             session.on_close.enter_context(launchers_refused(self._has_begun))
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             session.on_close.callback(warn_of_lone_steps().remove)
@@ -143,16 +141,6 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         steer(subprocess.Popen, "__init__", 1)
         steer(os, "system", 0)
         yield
-
-
-def _share_questions(session: Session) -> None:
-    """What is asked on the terminal is asked once, on rank 0, where this package has started all ranks here."""
-    from unsloth_multigpu.launch.question import questions_shared
-
-    identity, context = session.identity, session.context
-    if context.run_dir is not None and identity.world_size == identity.local_world_size:
-        run_dir = Path(context.run_dir)
-        session.on_close.enter_context(questions_shared(run_dir, identity, context.attempt, session.beat))
 
 
 def _draw_alike(session: Session) -> None:

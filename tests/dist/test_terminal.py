@@ -1,4 +1,4 @@
-"""What a user meets at the terminal: questions, an error of all ranks, Ctrl-C in the first second."""
+"""What a user meets at the terminal: a question, an error of all ranks, Ctrl-C in the first second."""
 
 import json
 import os
@@ -35,22 +35,19 @@ def converse(master, process, answers):
     raise TimeoutError(shown)
 
 
-def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_path):
+def test_rank_0_has_the_terminal_and_an_error_of_all_ranks_is_told_once(tmp_path):
     master, slave = pty.openpty()
     process = start([SCRIPT, "missing.json"], tmp_path, BARE, stdin=slave, stdout=slave, stderr=slave)
     os.close(slave)
     try:
-        answers = [("only rank 0? ", "zero"), ("name? ", "my run"), ("token: ", "s3cret")]
-        shown = converse(master, process, answers)
+        shown = converse(master, process, [("only rank 0? ", "zero")])
     finally:
         os.close(master)
     assert process.wait(_LIMIT_S) == 1
     for rank in range(2):
-        told = json.loads((tmp_path / f"answers_{rank}.json").read_text())
-        assert told[:2] == ["my run", "s3cret"]
-        assert told[2].startswith(f"MultiGPUStatus(rank {rank} of 2; launcher unsloth_multigpu; num_gpus=2; logs ")
-    assert shown.count("name? ") == 1
-    assert "s3cret" not in shown + (tmp_path / "logs" / "rank_1.log").read_text()
+        told = json.loads((tmp_path / f"status_{rank}.json").read_text())
+        assert told.startswith(f"MultiGPUStatus(rank {rank} of 2; launcher unsloth_multigpu; num_gpus=2; logs ")
+    assert "alone: zero" in shown
     where = "no accelerator is visible: 2 ranks on the CPU, 1 thread each; ranks above 0 write to "
     assert f"unsloth_multigpu: warning: {where}" in shown
     end = shown.partition("Traceback")[2]
@@ -58,6 +55,20 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
     assert "Traceback" not in end
     assert "/unsloth_multigpu/" not in end
     assert "rank_N.log" not in end
+
+
+def test_question_on_all_ranks_is_refused_with_what_to_do(tmp_path):
+    master, slave = pty.openpty()
+    process = start([SCRIPT, "ask"], tmp_path, BARE, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    try:
+        shown = converse(master, process, [("only rank 0? ", "zero")])
+    finally:
+        os.close(master)
+    assert process.wait(_LIMIT_S) == 1
+    assert "rank 1 failed" in shown
+    assert "EOFError" in shown
+    assert "Hint: Ranks above 0 have no terminal." in shown
 
 
 @pytest.mark.parametrize("moment", [pytest.param("no rank yet", marks=pytest.mark.thorough), "ranks begin"])

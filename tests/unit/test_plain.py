@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,68 +114,6 @@ def test_unwrap_takes_wrappers_off_in_any_order(lone_group):
     assert ump.unwrap_model(named) is named
 
 
-def test_saved_names_are_those_of_the_model(tmp_path, lone_group):
-    model = net()
-    model[0] = torch.compile(model[0])
-    wrappers = [lambda m: m, DataParallel, torch.compile, lambda m: torch.compile(DistributedDataParallel(m))]
-    for i, wrap in enumerate(wrappers):
-        ump.save_state_dict(wrap(model), tmp_path / f"{i}.pt")
-        stored = torch.load(tmp_path / f"{i}.pt", weights_only=True)
-        assert list(stored) == list(net().state_dict())
-    ump.save_state_dict(DataParallel(Named()), tmp_path / "named.pt")
-    assert sorted(torch.load(tmp_path / "named.pt", weights_only=True)) == ["module.bias", "module.weight"]
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-@pytest.mark.parametrize("wrap", [lambda m: m, DataParallel, torch.compile], ids=["bare", "parallel", "compiled"])
-def test_weights_with_any_prefix_are_read_into_any_wrapper(prefix, wrap, tmp_path):
-    torch.save({prefix + name: value for name, value in net(1).state_dict().items()}, tmp_path / "w.pt")
-    model = net()
-    ump.load_state_dict(wrap(model), tmp_path / "w.pt")
-    assert same(model, net(1))
-
-
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
-def test_child_that_is_called_module_survives(prefix, tmp_path):
-    saved = Named()
-    torch.save({prefix + name: value for name, value in saved.state_dict().items()}, tmp_path / "w.pt")
-    model = Named()
-    ump.load_state_dict(DataParallel(model), tmp_path / "w.pt")
-    assert same(model, saved)
-
-
-def renamed(state):
-    state["3.weight"] = state.pop("2.weight")
-
-
-def reshaped(state):
-    state["2.weight"] = torch.zeros(5, 3)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (renamed, r"Other names or shapes have: 2.weight, 3.weight\."),
-        (reshaped, r"Other names or shapes have: 2.weight\."),
-        (dict.clear, "have: 0.bias, 0.weight, 1.bias, 1.num_batches_tracked, 1.running_mean and 4 more"),
-    ],
-)
-def test_weights_of_another_model_change_nothing(change, message, tmp_path):
-    state = dict(net(1).state_dict())
-    change(state)
-    torch.save({f"module.{name}": value for name, value in state.items()}, tmp_path / "w.pt")
-    model = net()
-    with pytest.raises(ConfigError, match=message):
-        ump.load_state_dict(model, tmp_path / "w.pt")
-    assert same(model, net())
-
-
-def test_file_without_weights_is_named(tmp_path):
-    torch.save([1], tmp_path / "w.pt")
-    with pytest.raises(ConfigError, match="holds a list; expected tensors by name"):
-        ump.load_state_dict(net(), tmp_path / "w.pt")
-
-
 def test_group_is_ended_with_the_process_unless_others_may_be_gone(monkeypatch):
     ended = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -203,26 +139,6 @@ def test_model_that_cannot_be_moved_is_told_its_place():
     model.hf_device_map = {"": 1}
     with pytest.raises(SetupError, match="lies on meta and belongs on cpu, but its device map has placed it"):
         wrap_model(model, DDPManager(SINGLE_PROCESS, MultiGPUConfig(device="cpu")))
-
-
-def test_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "folder" / "w.pt"
-    done, rename = [], Path.replace
-    monkeypatch.setattr(os, "fsync", lambda _: done.append("flushed"))
-    monkeypatch.setattr(Path, "replace", lambda draft, name: (done.append("named"), rename(draft, name)))
-    ump.save_state_dict(net(), path)
-    assert done == ["flushed", "named"]
-    before = path.read_bytes()
-
-    def full(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
-        ump.save_state_dict(net(1), path)
-    assert path.read_bytes() == before
-    assert [p.name for p in path.parent.iterdir()] == ["w.pt"]
 
 
 # Which samples are whose.

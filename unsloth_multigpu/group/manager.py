@@ -291,12 +291,6 @@ def sends_over_host() -> bool:
     return not dist.is_nccl_available() or torch.cuda.nccl.version()[:2] < _SHARING_NCCL
 
 
-def gradient_backend(device: torch.device) -> str:
-    """The backend by which the default group sends tensors on `device`."""
-    config = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl"
-    return dict(part.split(":") for part in config.split(",")).get(device.type, "none")
-
-
 def _wire_device() -> torch.device:
     """The device on which a tensor must be for the default group to send it."""
     # A group without a named backend has gloo for the CPU in addition to the accelerator's own.

@@ -16,8 +16,6 @@ from unsloth_multigpu.wire.wait import wait_until
 # After an error Python still joins threads and runs exit handlers; a process group may block that forever.
 TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
-# Calls a function of Python for the user, whose error it passes on.
-_PASSES_ON = _PACKAGE + "launch/question.py"
 # Ranks that fail alike do so at nearly the same time: each has imported and computed the same.
 _OTHERS_LIMIT_S = 3.0
 
@@ -50,7 +48,7 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
     # "<string>" is the __init__ that a data class of ours makes.
     is_own = [frame.filename.startswith(_PACKAGE) or frame.filename == "<string>" for frame in frames]
     others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
-    is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
+    is_defect = bool(is_own) and is_own[-1]
     if others and (not is_defect or isinstance(error, MultiGPUError)):
         shown.stack[:] = others
 

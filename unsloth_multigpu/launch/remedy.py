@@ -48,6 +48,12 @@ _REMEDIES = (
         "With Unsloth, import it before trl.",
         is_of_nccl=False,
     ),
+    Remedy(
+        r"EOF when reading a line|, in _raw_input\n",
+        "Ranks above 0 have no terminal. Give what is asked as a variable or an argument (a login: HF_TOKEN), or ask "
+        "under `if ump.is_main_process():` where rank 0 alone needs it.",
+        is_of_nccl=False,
+    ),
 )
 
 

@@ -49,26 +49,6 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
     return wrapped
 
 
-def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
-
-    Rank 0 waits a few seconds for the other ranks; those that make the call wait until the file is there. It is whole
-    at any time: it is written next to `path`, and renamed. Folders are made. `load_state_dict` reads it, and so does
-    `model.load_state_dict(torch.load(path, map_location="cpu"))`; without that all ranks would open rank 0's GPU.
-
-    Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
-    save of rank 0's for the one that they wait for.
-
-    Raises:
-        OSError: It cannot be written (on rank 0).
-        DistributedError: Rank 0 failed (on the others).
-        RankTimeoutError: Rank 0 did not write it within `timeout_s`.
-    """
-    from unsloth_multigpu.plain.state import save_state_dict as save
-
-    save(model, path, _manager())
-
-
 def distributed_loader(
     dataset: Any,
     batch_size: int,

@@ -1,4 +1,4 @@
-"""A script that asks, and then misses a file: both concern all ranks."""
+"""A script that asks on rank 0, and then misses a file, which concerns all ranks; with "ask" all ranks ask."""
 
 import getpass
 import json
@@ -12,8 +12,9 @@ ump.enable_multi_gpu(num_gpus=2)
 if ump.is_main_process():
     print("alone:", input("only rank 0? "))
 rank = ump.get_multi_gpu_status().rank
-answers = [input("name? "), getpass.getpass("token: ")]
-Path(f"answers_{rank}.json").write_text(json.dumps([*answers, repr(ump.get_multi_gpu_status())]))
+Path(f"status_{rank}.json").write_text(json.dumps(repr(ump.get_multi_gpu_status())))
+if sys.argv[1] == "ask":
+    getpass.getpass("token: ")
 
 
 def load(path):
