@@ -172,7 +172,7 @@ def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[s
 
 def test_script_reads_the_config_of_the_model_that_ddp_wraps() -> None:
     ddp = SimpleNamespace()
-    make_readable(ddp, tiny(llama()), False)
+    make_readable(ddp, tiny(llama()))
     assert ddp.config.hidden_size == 8
     assert not hasattr(ddp, "forward")
 

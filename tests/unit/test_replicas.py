@@ -228,7 +228,7 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     replicas._last_equal_step = 4 if every else None
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    progress = Progress(trainer, manager, None, replicas, None, None, None)  # type: ignore[arg-type]
+    progress = Progress(trainer, manager, None, replicas, None, None)  # type: ignore[arg-type]
     state, args = SimpleNamespace(global_step=4), SimpleNamespace(load_best_model_at_end=is_best_loaded)
     progress.on_train_end(args, state, None)
     assert checked == steps

@@ -214,8 +214,8 @@ def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it
     replicas = SimpleNamespace(
         is_due=lambda step: step == 3, check=lambda model, step, beside: checked.append((step, beside))
     )
-    exchange, trained = SimpleNamespace(), SimpleNamespace(is_changed=False)
-    ours = Progress(trainer, manager_of(ONE_OF_TWO, strategy="local_sgd"), None, replicas, exchange, trained, None)
+    exchange = SimpleNamespace()
+    ours = Progress(trainer, manager_of(ONE_OF_TWO, strategy="local_sgd"), None, replicas, exchange, None)
     for step in range(1, 9):
         exchange.are_replicas_equal = step % 4 == 0
         ours.on_step_end(trainer.args, SimpleNamespace(global_step=step), None)

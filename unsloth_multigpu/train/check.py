@@ -14,7 +14,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded, norm_of_parts, part_of
+from unsloth_multigpu.group.shards import has_shards, part_of, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -112,14 +112,13 @@ class StepCheck(Part):
             return original(parameters, max_norm, norm_type)
         norm = total_norm(parameters, norm_type)
         self._judge(norm)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if any(map(is_sharded, gradients)):
-            clip_parts(gradients, max_norm, norm)
-        elif not self._is_skipped:
+        if not self._is_skipped:
+            parts = [p for p in parameters if is_part(p.grad)]
             # What accelerate's own method does for plain tensors. A replacement by other code may do more.
-            if not getattr(original, "__module__", "").startswith("accelerate."):
+            if not parts and not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            for same in (parts, [p for p in parameters if not is_part(p.grad)]):
+                nn.utils.clip_grads_with_norm_(same, max_norm, norm)
         return norm
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +149,7 @@ class StepCheck(Part):
         self._is_judged = True
         norm = float(gradient_norm)
         # The sum of squares of finite gradients may overflow. Clipping by it makes them zero, as without this package.
-        # That of sharded ones, in 64 bits, does not.
+        # Of sharded ones no rank has all, by which to tell that from an infinite gradient.
         is_sum_alone = math.isinf(norm) and not has_shards(self._trainer.model)
         if math.isfinite(norm) or (is_sum_alone and not not_finite_parameters(self._trainer.model)):
             return
@@ -212,10 +211,15 @@ class StepCheck(Part):
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
     """Norm of all gradients together, on their device. Collective where they are sharded."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if any(map(is_sharded, gradients)):
-        return norm_of_parts(gradients, norm_type)
-    return nn.utils.get_total_norm([_values(gradient) for gradient in gradients], norm_type)
+    gradients = [_values(p.grad) for p in parameters if p.grad is not None]
+    kinds = ([g for g in gradients if not is_part(g)], [g for g in gradients if is_part(g)])
+    norms = [whole_of(nn.utils.get_total_norm(same, norm_type)) for same in kinds if same]
+    return nn.utils.get_total_norm(norms, norm_type)
+
+
+def is_part(gradient: Any) -> bool:
+    """True for a `DTensor`, which torch's functions do not take together with plain tensors."""
+    return hasattr(gradient, "full_tensor")
 
 
 def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:

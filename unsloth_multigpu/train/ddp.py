@@ -89,7 +89,7 @@ class DDPWrapping(Part):
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model again.")
         if is_trained:
-            make_readable(inner, model, handler.find_unused_parameters)
+            make_readable(inner, model)
             if handler.find_unused_parameters:
                 self._hooks.callback(model.register_forward_hook(_as_plain_dict).remove)
         return wrapped
@@ -100,12 +100,13 @@ def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
     return dict(output) if isinstance(output, UserDict) else output
 
 
-def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:
+def make_readable(ddp: Any, model: nn.Module) -> None:
     """Notes on a DDP what it exchanges, and gives it what scripts read of the model in their loss.
 
     Not its other methods and its modules: what they compute would bypass DDP, and gradients would not be exchanged.
     """
-    ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    ddp.exchanged = frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
     for name in _READ_BY_SCRIPTS:
         if (value := getattr(model, name, None)) is not None:
             setattr(ddp, name, value)
@@ -133,39 +134,6 @@ class NamesOutsideDDP:
         for name, parameter in self._model.named_parameters():
             if kinds and not parameter.requires_grad and parameter.device.type not in kinds:
                 yield name
-
-
-def exchanged_of(model: nn.Module) -> frozenset[int]:
-    """ids of the parameters whose gradients a new DDP would exchange."""
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
-
-
-def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
-    """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
-
-    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is rebuilt as
-    where a copy of DDP is unpickled; the old one takes its hooks off the parameters when it goes.
-
-    Raises:
-        SetupError: DDP has a state that belongs to the parameters it was made with.
-    """
-    hooks = list(getattr(ddp, "_comm_hooks", ()))
-    if any("PowerSGDState" in type(state).__name__ for _, state in hooks):
-        raise SetupError(
-            "DDP's PowerSGD hook carries what it has left out for the parameters that it began with.",
-            hint="Use another hook where parameters become trainable or frozen later.",
-        )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise SetupError(
-            "DDP with torch's Python reducer cannot be rebuilt.", hint="Set torch._dynamo.config.optimize_ddp=True."
-        )
-    ddp.find_unused_parameters = find_unused_parameters
-    ddp.__setstate__(ddp.__getstate__())
-    ddp._comm_hooks = []
-    for hook, hook_state in hooks:
-        ddp.register_comm_hook(hook_state, hook)
-    ddp.exchanged = exchanged_of(ddp.module)
 
 
 def forget_evaluation(trainer: TrainerLike) -> None:

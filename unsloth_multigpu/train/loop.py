@@ -31,7 +31,7 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("figures", "Counts what the feed gives the loss, and writes the page before a line."),
     ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
     ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
-    ("trained", "DDP must be rebuilt before a step computes, so it is around all that computes."),
+    ("trained", "What changes in a step is seen behind all that computes it, before the optimizer steps."),
     ("buffers", "Buffers are made equal behind the last update of a step, and before an evaluation reads them."),
     ("resume", "What the training resumes from is known before anything is saved."),
     ("checkpoints", "Saves what the exchange has made equal on all ranks."),

@@ -11,7 +11,7 @@ from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.train.preempt import Preemption
-from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.train.trainable import parameters_beside_the_model
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
 
@@ -25,7 +25,6 @@ class Progress(Part):
         events: Where the rank's events go, if a supervisor reads them.
         replicas: Compares the ranks.
         exchange: The gradient strategy in DDP's place.
-        trained: Knows whether DDP was rebuilt; None in one process.
         preemption: Tells the supervisor itself where a signal stops the training.
 
     Attributes:
@@ -41,7 +40,6 @@ class Progress(Part):
         events: EventWriter | None,
         replicas: ReplicaProof,
         exchange: GradientExchange | None,
-        trained: TrainedParameters | None,
         preemption: Preemption,
     ) -> None:
         self._trainer = trainer
@@ -49,7 +47,6 @@ class Progress(Part):
         self._events = events
         self._replicas = replicas
         self._exchange = exchange
-        self._trained = trained
         self._preemption = preemption
         self._is_proof_due = False
         self.num_steps = 0
@@ -85,9 +82,6 @@ class Progress(Part):
         self.num_steps += 1
         if self.num_steps == 1:
             verify_calls(self._trainer, "step")
-        if self._trained is not None and self._trained.is_changed:
-            self._trained.is_changed = False
-            self._is_proof_due = self._manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self._replicas.is_due(state.global_step)
         # Ranks that step by themselves have equal weights only after a synchronization.
         is_equal = self._exchange is None or self._exchange.are_replicas_equal

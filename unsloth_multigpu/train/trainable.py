@@ -1,81 +1,68 @@
-"""Follows which parameters are trained: they may become trainable, or frozen, between two steps of a training."""
+"""Watches which parameters are trained: DDP exchanges the gradients of those that were trainable when it was made."""
 
 from __future__ import annotations
 
-import functools
-import json
-import time
 from collections.abc import Set
 from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import has_shards, is_sharded
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Part
-from unsloth_multigpu.train.ddp import ddp_settings, exchanged_of, rebuild_ddp
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.digest import digest_hex
 from unsloth_multigpu.words import listed
 
-logger = get_logger(__name__)
-
-_NUM_LOGGED = 5
+_HINT = (
+    "Make it trainable before train(), and let the callback freeze it from on_train_begin on, with "
+    "TrainingArguments(ddp_find_unused_parameters=True)."
+)
 
 
 class TrainedParameters(Part):
-    """Lets DDP exchange the gradients of what is trainable, and checks that at every step.
+    """Refuses a change of what is trained that the exchange of gradients cannot follow.
 
-    DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
-    two steps: then DDP is rebuilt on all ranks, newly trained parameters begin with rank 0's values, and the training
-    is that of one process. A change within a step comes too late and is an error. Other strategies, and a DDP that the
-    script has made, keep the parameters that they began with: there more of them are an error.
-
-    Cost: two walks over the model's modules per step. Ranks talk to each other only where something has changed.
+    A callback may freeze what was trainable when the training began, and make it trainable again, between two steps and
+    where DDP searches for parameters without a gradient. Cost: two walks over the model's modules per step.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
+        config: The run's options.
         exchange: The gradient strategy in DDP's place.
-        training: How many calls of `train()` this process made before.
-
-    Attributes:
-        is_changed: DDP was rebuilt, and the ranks have not been compared since.
     """
 
     place = "trained"
 
-    def __init__(
-        self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange | None, training: int
-    ) -> None:
+    def __init__(self, trainer: TrainerLike, config: MultiGPUConfig, exchange: GradientExchange | None) -> None:
         self._trainer = trainer
-        self._manager = manager
+        self._config = config
         self._exchange = exchange
-        self._training = training
-        self.is_changed = False
-        self._num_changes = 0
         self._trained: frozenset[int] | None = None
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Makes sure that the gradients of all trained parameters are exchanged."""
+        """Makes sure that the gradients of all trained parameters are exchanged, and that DDP waits for no other."""
         trained = frozenset(id(p) for p in all_parameters(self._trainer.model) if p.requires_grad)
         before, self._trained = self._trained, trained
         if trained == before:
             return
-        ddp = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
-        if self._exchange is None and hasattr(ddp, "exchanged"):
-            self._follow(ddp)
-            return
-        known = before if self._exchange is None else frozenset(map(id, self._exchange.parameters))
+        ddp, known = self._wrapper, before
+        if self._exchange is not None:
+            known = frozenset(map(id, self._exchange.parameters))
+        elif hasattr(ddp, "exchanged"):
+            known = ddp.exchanged
+            if (removed := known - trained) and not ddp.find_unused_parameters:
+                raise SetupError(
+                    f"{self._names(removed)} became frozen after step {self._step}, and DDP waits for its gradient.",
+                    hint="Set TrainingArguments(ddp_find_unused_parameters=True).",
+                )
         if known is not None and (added := trained - known):
             self._refuse(added)
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Refuses what has changed before or in the backward pass: its gradient is not that of all ranks."""
-        trained, model = self._trained or frozenset(), self._trainer.model_wrapped
-        is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
+        trained = self._trained or frozenset()
+        is_searched = getattr(self._wrapper, "find_unused_parameters", True)
         missed = {
             id(p)
             for p in all_parameters(self._trainer.model)
@@ -90,40 +77,12 @@ class TrainedParameters(Part):
                 "callback.",
             )
 
-    def _follow(self, ddp: Any) -> None:
-        wanted = exchanged_of(ddp.module)
-        added, removed = wanted - ddp.exchanged, ddp.exchanged - wanted
-        # Where DDP searches for what a step leaves out, frozen parameters are left out.
-        if not added and (not removed or ddp.find_unused_parameters):
-            return
-        self._agree(added, removed)
-        settings = ddp_settings(ddp.module, self._trainer.args)
-        rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
-        # A layer that is initialized again when it is unfrozen may draw other numbers on each rank.
-        self._manager.broadcast_tensors(p for p in ddp.module.parameters() if id(p) in added)
-        # Some recipes train other layers in every step.
-        log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
-        log(
-            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was rebuilt",
-            self._step,
-            len(added),
-            len(removed),
-            self._names(added or removed),
-        )
-        self.is_changed = True
-
     def _refuse(self, added: Set[int]) -> None:
         what = f"{self._names(added)} became trainable after step {self._step}, but"
-        if self._exchange is not None:
-            raise SetupError(
-                f"{what} strategy='{self._manager.config.strategy}' exchanges what was trainable when the training "
-                "began.",
-                hint="Set strategy='ddp', or make it trainable before train().",
-            )
         if not has_shards(self._trainer.model):
             raise SetupError(
-                f"{what} the script's own DDP exchanges what was trainable when it was made.",
-                hint="Give the Trainer the plain model.",
+                f"{what} strategy='{self._config.strategy}' exchanges what was trainable when the training began.",
+                hint=_HINT,
             )
         if not any(is_sharded(p) for p in self._trainer.model.parameters() if id(p) in added):
             raise SetupError(
@@ -135,39 +94,9 @@ class TrainedParameters(Part):
             f"{what} FSDP shards what was trainable when it was made.", hint="Make it trainable before train()."
         )
 
-    def _agree(self, added: Set[int], removed: Set[int]) -> None:
-        """Waits until every rank has changed the same parameters: a rank that has not would be in another collective.
-
-        Raises:
-            DivergenceError: A rank has changed others, or none.
-        """
-        mine, self._num_changes = self._manager.identity.rank, self._num_changes + 1
-        names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
-        number = f"{self._training}/{self._num_changes}"
-        word = f"{number} {self._step} {digest_hex(json.dumps(names).encode())}"
-        # Two keys in turn: a rank comes to its change after the next once all have made the next, so have read this.
-        key = f"trained/{self._num_changes % 2}"
-        self._manager.publish(f"{key}/{mine}", word)
-
-        def read(rank: int) -> str | None:
-            theirs = self._manager.read(f"{key}/{rank}") or ""
-            return theirs if theirs.startswith(f"{number} ") else None
-
-        # Before the collective of the other ranks times out, whose error says less.
-        deadline_s, where = time.monotonic() + self._manager.config.timeout_s / 2, ""
-        for rank in range(self._manager.identity.world_size):
-            what = f"rank {rank} to change which parameters are trained"
-            try:
-                limit_s = max(0.0, deadline_s - time.monotonic())
-                if self._manager.wait(functools.partial(read, rank), what, timeout_s=limit_s) != word:
-                    where = f"on rank {mine}; rank {rank} has changed others"
-            except RankTimeoutError:
-                where = f"on rank {mine} and not on rank {rank}"
-            if where:
-                raise DivergenceError(
-                    f"After step {self._step} {self._names(added or removed)} became trainable or frozen {where}.",
-                    hint="Let a callback change `requires_grad` on all ranks alike: by step or epoch, not by rank.",
-                )
+    @property
+    def _wrapper(self) -> Any:
+        return getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
 
     @property
     def _step(self) -> int:

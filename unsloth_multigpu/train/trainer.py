@@ -100,11 +100,10 @@ class DDPTrainer:
 
             self.exchange = Exchange(trainer, manager)
         self._lead = lead = Lead(manager, beat)
-        trained = TrainedParameters(trainer, manager, self.exchange, training) if identity.world_size > 1 else None
         self.meter = Meter(trainer, manager, beat, self.steps)
         preemption = Preemption(trainer, manager, events, lead, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.facts)
-        self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
+        self.progress = Progress(trainer, manager, events, replicas, self.exchange, preemption)
         self.of_tool: Part | None = None
         self.is_sharded = False
         # Their order is that of `train.loop.PLACES`.
@@ -116,7 +115,8 @@ class DDPTrainer:
             self.progress,
             preemption,
         ]
-        if trained is not None:
+        if identity.world_size > 1:
+            trained = TrainedParameters(trainer, manager.config, self.exchange)
             wrapping = self.exchange or DDPWrapping(trainer, manager)
             decision = OneDecision(trainer, manager, lead, self.exchange)
             self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualEvaluations(trainer, manager)]

@@ -3,7 +3,6 @@
 Usage: trainable.py RANKS OUT JOB...; 1 rank is the Trainer by itself. A job that fails leaves its error's text.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from common import SGD, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-rank = int(os.environ.get("RANK", "0"))
-
 
 def train_layer(model, number, is_trained=True):
     for parameter in model.model.layers[number].parameters():
@@ -27,19 +24,6 @@ def train_layer(model, number, is_trained=True):
 
 
 class Unfreezing(TrainerCallback):
-    """Of four layers one more in each epoch, which the optimizer learns of only then."""
-
-    def on_epoch_begin(self, args, state, control, model, optimizer, **kwargs):
-        layer = 3 - round(state.epoch or 0)
-        if layer < 3:
-            train_layer(model, layer)
-            # A further group would be one more than the scheduler knows.
-            optimizer.param_groups[0]["params"].extend(model.model.layers[layer].parameters())
-
-
-class Forgetting(TrainerCallback):
-    """The optimizer never learns of them; their gradients count in the norm that others are clipped by."""
-
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step == 2:
             train_layer(model, 0)
@@ -60,21 +44,6 @@ class Turning(TrainerCallback):
     def on_step_begin(self, args, state, control, model, **kwargs):
         for layer in range(4):
             train_layer(model, layer, state.global_step % 4 == layer)
-
-
-class Renewing(TrainerCallback):
-    """Each rank draws other numbers for the layer that it unfreezes."""
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if state.global_step == 2:
-            train_layer(model, 0)
-            torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.02)
-
-
-class OnOneRank(TrainerCallback):
-    def on_step_end(self, args, state, control, model, **kwargs):
-        if rank == 1 and state.global_step == 2:
-            train_layer(model, 0)
 
 
 class WithinStep(Trainer):
@@ -100,15 +69,12 @@ class BesideTheModel(Trainer):
 
 # Trainer, callback, layers that are frozen before, further arguments.
 JOBS = {
-    "unfreezing": (Trainer, Unfreezing, (0, 1, 2), {}),
-    "forgetting": (Trainer, Forgetting, (0,), {"max_grad_norm": 0.1}),
+    "unfreezing": (Trainer, Unfreezing, (0,), {}),
     "freezing": (Trainer, Freezing, (), {}),
     "searching": (Trainer, Freezing, (), {"ddp_find_unused_parameters": True}),
-    "turning": (Trainer, Turning, (), {}),
-    "renewing": (Trainer, Renewing, (0,), {}),
+    "turning": (Trainer, Turning, (), {"ddp_find_unused_parameters": True}),
     "within": (WithinStep, TrainerCallback, (0,), {"save_strategy": "steps", "save_steps": 1}),
     "beside": (BesideTheModel, TrainerCallback, (), {"save_strategy": "steps", "save_steps": 1}),
-    "one_rank": (Trainer, OnOneRank, (0,), {}),
 }
 
 
@@ -132,11 +98,7 @@ def run(job):
     try:
         trainer.train()
         error = None
-    except ump.SetupError as failure:
-        error = str(failure)
-    except ump.DivergenceError as failure:
-        if job == "one_rank":
-            raise
+    except (ump.SetupError, ump.DivergenceError) as failure:
         error = str(failure)
     facts = {
         "error": error,
