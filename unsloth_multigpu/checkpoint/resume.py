@@ -35,8 +35,6 @@ class Resume(Part):
     """The checkpoint that one `train()` resumes from, if any. Rank 0 decides.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What feeds the trainer.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
@@ -234,8 +232,6 @@ def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: i
     """What must be equal for a checkpoint to be one of this training: name -> JSON value.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         num_accumulated: Micro-batches of a step that the script asked for.
         training: How many calls of `train()` this process made before.
     """

@@ -41,12 +41,9 @@ class Checkpoints(Part):
     """Saves the checkpoints of one `train()`.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What feeds the trainer.
         exchange: The gradient strategy in DDP's place, whose state is kept.
         resume: Knows what training this is.
-        beat: This rank's heartbeat page.
     """
 
     place = "checkpoints"

@@ -28,7 +28,6 @@ class Board:
     A name is published once, numbered where there are several of a kind; or each value replaces the one before.
 
     Args:
-        rank: This rank.
         store: Shared by the ranks; its server does one thing after the other. None = a subclass finds it.
 
     Attributes:

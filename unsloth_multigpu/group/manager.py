@@ -41,8 +41,6 @@ class DDPManager(Board):
     """Holds what a rank needs to meet the others.
 
     Args:
-        identity: Place of this rank.
-        config: The run's options.
         session_index: Which session of this process it is for: a later one must not read the keys of an earlier one.
 
     Attributes:

@@ -72,7 +72,6 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
     """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
 
     Args:
-        config: The run's options.
         manager: Gives this rank's manager.
         on_close: Gives accelerators back as they were.
     """

@@ -83,7 +83,6 @@ class SaveGate:
     """Lets rank 0 write and the other ranks wait for it, by the path that is written: see `group.saves`.
 
     Args:
-        rank: This rank.
         get_manager: Gives the manager, whose store works before there is a process group; None once the session is
             closed: savers that Unsloth has put on a model outlive it.
     """

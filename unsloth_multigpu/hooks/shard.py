@@ -76,7 +76,6 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
 
     Args:
         device: This rank's `torch.device`.
-        rank: This one.
         num_ranks: That share the model.
     """
     place = functools.partial(_in_parts, device, rank, num_ranks)

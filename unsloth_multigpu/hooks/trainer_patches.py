@@ -63,7 +63,6 @@ def trainer_patches(
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
     Args:
-        config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         run: Called in place of `train`, see `RunTraining`.

@@ -37,7 +37,6 @@ def placement_patches(
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
         warns: Say that a map by which a model would be split does not split it.
-        rank: This one.
         num_ranks: Of the run.
         shards: They are to share the model, whatever map would split it.
     """

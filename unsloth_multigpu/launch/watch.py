@@ -49,7 +49,6 @@ class Watch:
         ranks: The processes of this attempt.
         run_dir: The run's private folder.
         log_dir: Where stacks of a hang are kept.
-        config: The run's options.
         attempt: How often the ranks were started before.
         unheard_s: Seconds since each other node was last heard, by its name.
     """

@@ -32,7 +32,6 @@ class Exchange(GradientExchange):
     """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager. Its `config.strategy` is not DDP.
 
     Attributes:

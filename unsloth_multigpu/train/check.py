@@ -39,8 +39,6 @@ class StepCheck(Part):
     Face's loop has just waited for the loss.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What chooses the samples, if that is ours.
     """
 
@@ -269,8 +267,6 @@ class BatchCount:
     the others', and waits until they have none either.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What chooses the samples; where it follows one order of samples on all ranks, nothing can differ.
     """
 

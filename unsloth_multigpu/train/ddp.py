@@ -46,12 +46,7 @@ _READ_BY_SCRIPTS = (
 
 
 class DDPWrapping(Part):
-    """Exchanges gradients by DDP.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager, one of several.
-    """
+    """Exchanges gradients by DDP."""
 
     place = "exchange"
 

@@ -66,8 +66,6 @@ class Preemption(Part):
     """Stops one training when a signal asks for it.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         events: Where the rank's events go, if a supervisor of ours reads them.
         lead: Of this training: through it all ranks learn of the signal at the same point.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.

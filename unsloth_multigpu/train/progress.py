@@ -20,11 +20,8 @@ class Progress(Part):
     """Counts the optimizer steps of one training.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         events: Where the rank's events go, if a supervisor reads them.
         replicas: Compares the ranks.
-        exchange: The gradient strategy in DDP's place.
         preemption: Tells the supervisor itself where a signal stops the training.
 
     Attributes:

@@ -25,11 +25,6 @@ class TrainedParameters(Part):
 
     A callback may freeze what was trainable when the training began, and make it trainable again, between two steps and
     where DDP searches for parameters without a gradient. Cost: two walks over the model's modules per step.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        config: The run's options.
-        exchange: The gradient strategy in DDP's place.
     """
 
     place = "trained"
