@@ -302,7 +302,7 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(
 
 def test_checkpoint_says_whether_its_training_was_sharded(tmp_path: Path) -> None:
     ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
-    ours._resume.is_sharded = True
+    ours.resume.is_sharded = True
     ours._save(trainer.save, None)
     stored = read_manifest(tmp_path / "checkpoint-3")
     assert stored is not None
@@ -422,7 +422,7 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
 def test_page_says_that_the_rank_evaluates_or_saves(tmp_path: Path) -> None:
     trainer = Saving(tmp_path, *NEEDED)
     ours, seen = checkpoints(trainer, Rank()), []
-    page = ours._beat
+    page = ours.beat
     trainer.meanwhile = lambda: seen.append(page.phase)
     page.mark(Phase.UPDATE)
     ours._evaluate(lambda: seen.append(page.phase))

@@ -34,7 +34,7 @@ def test_rank_ends_after_the_first_one_of_its_machine(monkeypatch):
     ranks = [preemption_of(FakeTrainer(), manager_of(store, rank, 2)) for rank in range(2)]
     assert not ranks[1]._wait_for_all(time.monotonic() + 0.05)
     with subprocess.Popen(["sleep", "100"]) as first:
-        ranks[0]._manager.publish("lead/0/left/0", str(first.pid))
+        ranks[0].manager.publish("lead/0/left/0", str(first.pid))
         has_left = ranks[1]._wait_for_all(time.monotonic() + 5.0)
         was_alive = [not has_ended() for _, has_ended, _ in handlers]
         first.kill()
@@ -206,7 +206,7 @@ def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path
     def train():
         with Loop(trainer, [steered]).steering():
             # Rank 0, on another node, has decided it.
-            steered._lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
+            steered.lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
             steered._wait_for_all = waits_until.append
             trainer.steps(8)
 
