@@ -49,31 +49,19 @@ class DDP(Strategy):
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Averaged gradients, sent after the backward.
-
-    Args:
-        bucket_mb: MiB of a message; 0 = a message for each tensor.
-    """
+    """Averaged gradients, sent after the backward."""
 
     name = "allreduce"
     exchanges = "Averaged gradients, after the backward. The gradients are those of one GPU."
     has_one_gradient = True
 
-    bucket_mb: Annotated[float, Option()] = 25.0
-
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Ranks send gradients to rank 0, whose optimizer alone steps, and get its weights.
-
-    Args:
-        bucket_mb: MiB of a message; 0 = a message for each tensor.
-    """
+    """Ranks send gradients to rank 0, whose optimizer alone steps, and get its weights."""
 
     name = "parameter_server"
     exchanges = "Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU."
-
-    bucket_mb: Annotated[float, Option()] = 25.0
 
 
 @dataclass(frozen=True)

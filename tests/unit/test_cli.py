@@ -108,7 +108,7 @@ HANDED_ON = (
         "batch_size_per_gpu": 5,
         "enable_ddp": True,
         "global_batch": "scale",
-        "strategy": "allreduce:bucket_mb=4",
+        "strategy": "allreduce",
         "shard": "off",
         "balance": "off",
         "device": "cpu",

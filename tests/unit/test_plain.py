@@ -149,7 +149,7 @@ def place(rank=0, world_size=1):
 
 
 def loaders(num_samples, batch_size, world_size, **options):
-    settings = {"global_batch": "keep", "shuffle": True, "seed": 0, "collate_fn": list, **options}
+    settings = {"keeps_step": True, "shuffle": True, "seed": 0, "collate_fn": list, **options}
     return [
         distributed_loader(range(num_samples), batch_size, place(rank, world_size), **settings)
         for rank in range(world_size)
@@ -231,7 +231,7 @@ def test_every_iteration_is_the_next_epoch():
 
 
 def test_scale_gives_each_rank_the_batch():
-    ranks = loaders(32, 4, 4, global_batch="scale", shuffle=False)
+    ranks = loaders(32, 4, 4, keeps_step=False, shuffle=False)
     assert [next(iter(r)) for r in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert {len(r) for r in ranks} == {2}
 
@@ -264,11 +264,6 @@ def test_options_of_the_session_are_followed(monkeypatch):
     assert steps() == [2] * 6
     assert steps(global_batch="scale") == [4] * 3
     assert steps(batch_size_per_gpu=3) == [3] * 4
-    with pytest.raises(ConfigError, match=r"global_batch='keep', but .* has batch_size_per_gpu=3"):
-        ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="keep")
-    assert [len(b) for b in ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="scale")] == [4] * 3
-    steps(global_batch="scale")
-    assert [len(b) for b in ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="keep")] == [2] * 6
 
 
 @pytest.mark.parametrize(
@@ -277,7 +272,6 @@ def test_options_of_the_session_are_followed(monkeypatch):
         ({"batch_size": 1}, "A step of 1 and a data set of 8 sample.* cannot be shared by 2 rank"),
         ({"num_samples": 1}, "A step of 4 and a data set of 1 sample.* cannot be shared by 2 rank"),
         ({"batch_size": 0}, "A step of 0 and a data set of 8 sample"),
-        ({"global_batch": "divide"}, "global_batch='divide'; expected 'keep' or 'scale'"),
     ],
 )
 def test_argument_that_cannot_be_used_is_named(arguments, message):

@@ -25,7 +25,6 @@ from unsloth_multigpu.federated.client import ClientModel, FederatedClient, clie
 from unsloth_multigpu.federated.proximal import ProximalPull
 from unsloth_multigpu.federated.reply import CHANGED
 
-LAYOUT = "model-layout"
 TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
 EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
 
@@ -119,11 +118,10 @@ class _Turn:
         """The client whose turn it is, and the model with the global weights; all is put back at the end."""
         (arrays,) = message.content.array_records.values()
         config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
-        layout: Any = config.pop(LAYOUT, [])
         client = self._client(config, context)
         try:
             with seeded(client.seed, client.device):
-                yield client, self.model.prepare(arrays, client.device, layout)
+                yield client, self.model.prepare(arrays, client.device)
         finally:
             self._changed = self.model.release()
 

@@ -25,7 +25,7 @@ from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError, SetupError
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
-from unsloth_multigpu.federated.apps import LAYOUT, make_client_app, to_metrics
+from unsloth_multigpu.federated.apps import make_client_app, to_metrics
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
 from unsloth_multigpu.federated.client_device import choose_devices
@@ -315,7 +315,7 @@ class Training:
     def _round(self, number: int, start: Start) -> RoundReport:
         begin_s, self._failures = time.monotonic(), []
         found = self._train(number, start)
-        if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number, start)):
+        if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number)):
             with self._named(number, "aggregate_evaluate"):
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
         found["server_metrics"] = self._evaluated(number)
@@ -327,7 +327,7 @@ class Training:
 
     def _train(self, number: int, start: Start) -> dict[str, Any]:
         """The clients' training, aggregated as the strategy does; returns what is to be reported of it."""
-        replies = self._ask("train", number, start)
+        replies = self._ask("train", number)
         contents = [reply.content for reply in replies if reply.has_content()]
         # Records of their own: some strategies use replies up.
         kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
@@ -349,10 +349,10 @@ class Training:
         self.arrays = like(arrays, self.arrays)
         return found | {"num_examples": int(sum(weights))}
 
-    def _ask(self, kind: Kind, number: int, start: Start) -> list[Message]:
+    def _ask(self, kind: Kind, number: int) -> list[Message]:
         """Sends the global arrays to the clients that the strategy draws; returns the replies for it."""
         step = f"configure_{kind}"
-        config = ConfigRecord({**(self._options.config or {}), LAYOUT: list(start.layout)})
+        config = ConfigRecord(dict(self._options.config or {}))
         with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu import plugin
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
@@ -55,7 +55,6 @@ def distributed_loader(
     *,
     shuffle: bool = True,
     seed: int = 0,
-    global_batch: str | None = None,
     drop_last: bool = False,
     **loader_options: Any,
 ) -> DistributedLoader:
@@ -73,44 +72,30 @@ def distributed_loader(
 
     Args:
         dataset: With `__len__` and `__getitem__`; the same on all ranks.
-        batch_size: That of the one-process script.
+        batch_size: That of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
+            `enable_multi_gpu` count here, too.
         shuffle: A new order for each epoch.
         seed: Of that order.
-        global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes this many [the
-            option of `enable_multi_gpu`, else "keep"; with `batch_size_per_gpu` each rank takes these].
         drop_last: Leave out the samples that do not fill a step.
         loader_options: Given to each rank's DataLoader: `collate_fn`, `num_workers` and so on.
 
     Raises:
-        ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
-            together with `batch_size_per_gpu`.
+        ConfigError: A step or the data set has fewer samples than ranks, or no length.
     """
     from unsloth_multigpu.plain.loader import distributed_loader as make_loader
 
     manager = _manager()
-    global_batch, batch_size = _step_of(manager.config, global_batch, batch_size)
+    config = manager.config
     return make_loader(
         dataset,
-        batch_size,
+        config.batch_size_per_gpu or batch_size,
         manager.identity,
-        global_batch=global_batch,
+        keeps_step=config.keeps_global_batch,
         drop_last=drop_last,
         shuffle=shuffle,
         seed=seed,
         **loader_options,
     )
-
-
-def _step_of(config: MultiGPUConfig, global_batch: str | None, batch_size: int) -> tuple[str, int]:
-    """`global_batch` and `batch_size` of a loader: what the call says, else what the options say."""
-    if global_batch == "keep" and config.batch_size_per_gpu is not None:
-        raise ConfigError(
-            f"global_batch='keep', but enable_multi_gpu() has batch_size_per_gpu={config.batch_size_per_gpu}.",
-            hint="Leave out one of them.",
-        )
-    if global_batch is not None:
-        return global_batch, batch_size
-    return "keep" if config.keeps_global_batch else "scale", config.batch_size_per_gpu or batch_size
 
 
 def _manager() -> DDPManager:
