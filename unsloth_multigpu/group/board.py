@@ -76,8 +76,6 @@ class Board:
         again without waiting.
 
         Args:
-            world_size: Number of ranks.
-            timeout_s: The limit.
             hint: What a user does about a rank that does not come.
 
         Raises:
@@ -108,7 +106,6 @@ class Board:
         Args:
             read: Looks without waiting.
             what: What is waited for.
-            timeout_s: The limit.
             hint: What a user does about its end.
 
         Raises:

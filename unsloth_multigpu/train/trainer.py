@@ -108,7 +108,7 @@ class DDPTrainer:
         self.parts: list[Part] = [
             self.steps.metrics,
             self.meter,
-            StepCheck(trainer, manager, self.steps),
+            StepCheck(trainer, manager),
             Guard(trainer, beat),
             self.progress,
             preemption,
