@@ -73,8 +73,8 @@ for epoch in range(options.epochs):
     if status.rank == 0:
         print(f"epoch {epoch + 1}: loss on held-out text {held_out_loss(model):.4f}")
 
-ump.save_state_dict(model, PATH)
-again = build().to(device)
-ump.load_state_dict(again, PATH)
-if status.rank == 0:
+if ump.is_main_process():
+    torch.save(ump.unwrap_model(model).state_dict(), PATH)
+    again = build().to(device)
+    again.load_state_dict(torch.load(PATH, map_location=device))
     print(f"read back from {PATH}: {held_out_loss(again):.4f}")

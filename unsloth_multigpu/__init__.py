@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from unsloth_multigpu.errors import SaveError as SaveError
     from unsloth_multigpu.errors import SetupError as SetupError
     from unsloth_multigpu.errors import VersionError as VersionError
-    from unsloth_multigpu.federated.server import FederatedServer as FederatedServer
     from unsloth_multigpu.federated.server import create_multigpu_flower_server as create_multigpu_flower_server
+    from unsloth_multigpu.federated.training import FederatedServer as FederatedServer
     from unsloth_multigpu.options import MultiGPUConfig as MultiGPUConfig
     from unsloth_multigpu.plain.api import distributed_loader as distributed_loader
-    from unsloth_multigpu.plain.api import save_state_dict as save_state_dict
     from unsloth_multigpu.plain.api import wrap_model_multi_gpu as wrap_model_multi_gpu
-    from unsloth_multigpu.plain.state import load_state_dict as load_state_dict
     from unsloth_multigpu.plain.wrap import unwrap_model as unwrap_model
     from unsloth_multigpu.plugin import MultiGPUStatus as MultiGPUStatus
     from unsloth_multigpu.plugin import disable_multi_gpu as disable_multi_gpu
@@ -74,10 +72,10 @@ _HOMES = {
     ),
     "report": ("RankReport", "RunReport"),
     "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
-    "plain.api": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
-    "plain.state": ("load_state_dict",),
+    "plain.api": ("distributed_loader", "wrap_model_multi_gpu"),
     "plain.wrap": ("unwrap_model",),
-    "federated.server": ("FederatedServer", "create_multigpu_flower_server"),
+    "federated.server": ("create_multigpu_flower_server",),
+    "federated.training": ("FederatedServer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

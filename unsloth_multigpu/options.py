@@ -51,7 +51,7 @@ GROUPS = (EVERYDAY, GRADIENTS, DEALING, FAILING, PLACE, NODES)
 # Names of former options and of arguments of the older plugin -> what to use.
 FORMER = {
     "sync": "strategy=..., its name now",
-    "grad_compression": "strategy=ump.DDP(grad_compression=...)",
+    "grad_compression": "a communication hook of DDP: see docs/strategies.md",
     "ddp_backend": "TrainingArguments(ddp_backend=...)",
     "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
     "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
@@ -221,11 +221,6 @@ class MultiGPUConfig:
         return replace(self, shard=shard, shard_offload=self.shard_offload and shard == "on")
 
     @property
-    def grad_compression(self) -> str | None:
-        """How DDP makes gradients smaller; None = not at all."""
-        return self.strategy.grad_compression if isinstance(self.strategy, DDP) else None
-
-    @property
     def keeps_global_batch(self) -> bool:
         """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
@@ -329,9 +324,7 @@ def _check_together(config: MultiGPUConfig) -> None:
             "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
             hint="Set shard='on' or shard='auto', or leave shard_offload out.",
         )
-    # PowerSGD keeps the error of a step for the next one.
-    is_one = config.strategy.has_one_gradient and config.grad_compression != "powersgd"
-    if config.on_nan == "skip" and not is_one:
+    if config.on_nan == "skip" and not config.strategy.has_one_gradient:
         raise ConfigError(
             f"on_nan='skip' needs the one gradient of the step on every rank; strategy='{config.strategy}' has none.",
             hint="Set on_nan='raise' or 'off'.",

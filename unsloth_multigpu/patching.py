@@ -36,8 +36,8 @@ class Patch:
         target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that holds the name
             itself, not a package that hands it on lazily.
         supports: Requirement on the distribution that holds the target, such as `transformers>=4.57,<6`.
-        wrap: Takes the original as a plain function (`self` or `cls` is its first parameter where it has one) and
-            returns the replacement, called the same way.
+        wrap: Called in its place, as `part.Override` is: with the original as a plain function, then what the caller
+            gave (`self` or `cls` first where it has one).
         reason: Why the target is touched, in one sentence, for docs/seams.md.
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
@@ -46,7 +46,7 @@ class Patch:
 
     target: str
     supports: str
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[..., Any]
     reason: str
     needs: tuple[str, ...] = ()
     optional: bool = False
@@ -193,7 +193,7 @@ class _Seam:
             raise self._misfit(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.patch.needs if name not in inspect.signature(original).parameters]:
             raise self._misfit(f"it has no parameter {', '.join(missing)}")
-        self.function = self._switch(original, self.patch.wrap(original))
+        self.function = self._switch(original)
         self.installed = type(raw)(self.function) if is_wrapped else self.function
         self.before = vars(self.holder).get(self.name, _MISSING)  # Missing where `raw` is inherited.
         setattr(self.holder, self.name, self.installed)
@@ -252,14 +252,16 @@ class _Seam:
             hint=f"Install another {row.name} within {row.supported}, and report this version.",
         )
 
-    def _switch(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def _switch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # `wraps` keeps name and dictionary, and by `__wrapped__` the signature and the source that Unsloth reads.
         # The state is asked at each call since copies (on instances, in others' wrappers) outlive undo().
         @functools.wraps(original)
         def switch(*args: Any, **kwargs: Any) -> Any:
             self.num_active += 1
             try:
-                return (replacement if self.state == "landed" else original)(*args, **kwargs)
+                if self.state != "landed":
+                    return original(*args, **kwargs)
+                return self.patch.wrap(original, *args, **kwargs)
             finally:
                 self.num_active -= 1
 

@@ -40,44 +40,25 @@ class Strategy:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Averaged gradients, while the backward still runs (torch's DistributedDataParallel). They are those of one GPU.
-
-    Args:
-        grad_compression: "bf16", "fp16" or "powersgd": smaller gradients on a slow link. They are no longer exact.
-            "bf16" and "powersgd" need NCCL, and "powersgd" does not go with fp16=True.
-    """
+    """Averaged gradients, while the backward still runs (torch's DistributedDataParallel): those of one GPU."""
 
     name = "ddp"
     has_one_gradient = True
 
-    grad_compression: Annotated[str | None, Option(words=("bf16", "fp16", "powersgd"))] = None
-
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Averaged gradients, after the backward. They are those of one GPU.
-
-    Args:
-        bucket_mb: MiB of a message; 0 = a message for each tensor.
-    """
+    """Averaged gradients, after the backward. They are those of one GPU."""
 
     name = "allreduce"
     has_one_gradient = True
 
-    bucket_mb: Annotated[float, Option()] = 25.0
-
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU.
-
-    Args:
-        bucket_mb: MiB of a message; 0 = a message for each tensor.
-    """
+    """Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU."""
 
     name = "parameter_server"
-
-    bucket_mb: Annotated[float, Option()] = 25.0
 
 
 @dataclass(frozen=True)

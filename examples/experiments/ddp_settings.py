@@ -26,10 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
-
-from unsloth_multigpu.train.ddp import compression_settings
 
 BASE: dict[str, Any] = {"find_unused_parameters": False}
 # Name -> arguments of DistributedDataParallel; "fused" is one of the optimizer, "hook" compresses the gradients.
@@ -45,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bucket view, fp16": {"gradient_as_bucket_view": True, "hook": "fp16"},
     "bucket view, powersgd": {"gradient_as_bucket_view": True, "hook": "powersgd"},
 }
+_HOOKS = {"fp16": "fp16", "powersgd": "power_sgd"}
 # Steps before PowerSGD begins. The default, 10, is more than the steps of a round.
 _POWER_SGD_START = 2
 CASES = ("full", "uneven", "lora")
@@ -189,11 +188,11 @@ def _backward(loss: Any) -> None:
 
 def _compress(ddp: Any, hook: str) -> None:
     if hook == "powersgd" and dist.get_backend() == "gloo":
-        raise _NotPossible  # See check_compression.
-    settings = compression_settings(hook)
-    if settings["comm_state_option"]:
-        settings["comm_state_option"]["start_powerSGD_iter"] = _POWER_SGD_START
-    DistributedDataParallelKwargs(**settings).register_comm_hook(ddp)
+        raise _NotPossible  # Each bucket sends twice, and gloo knows messages by their order only.
+    settings = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(_HOOKS[hook]))
+    if hook == "powersgd":
+        settings.comm_state_option = {"matrix_approximation_rank": 4, "start_powerSGD_iter": _POWER_SGD_START}
+    settings.register_comm_hook(ddp)
 
 
 @contextlib.contextmanager

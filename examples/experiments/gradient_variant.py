@@ -17,7 +17,7 @@ from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServ
 NUM_RANKS = 4
 ROWS_PER_RANK = 16
 # Small, so that these small models fill several.
-BUCKET_MB = 0.05
+BUCKET_BYTES = 50_000
 SKIP_EVERY_STEPS = 8
 
 
@@ -135,6 +135,14 @@ def _no_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradient
     return GradientSync(model, optimizer)  # The contract's base class sends the first weights, and nothing else.
 
 
+class AllReduceEach(AllReduceSync):
+    bucket_bytes = 0
+
+
+class AllReduceInBuckets(AllReduceSync):
+    bucket_bytes = BUCKET_BYTES
+
+
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -147,12 +155,8 @@ VARIANTS = {
             workers=(0,),
             rows_per_worker=NUM_RANKS * ROWS_PER_RANK,
         ),
-        Variant(
-            "allreduce_each", "all-reduce per parameter", "strategy", lambda m, o: AllReduceSync(m, o, bucket_mb=0)
-        ),
-        Variant(
-            "allreduce", "all-reduce in buckets", "strategy", lambda m, o: AllReduceSync(m, o, bucket_mb=BUCKET_MB)
-        ),
+        Variant("allreduce_each", "all-reduce per parameter", "strategy", AllReduceEach),
+        Variant("allreduce", "all-reduce in buckets", "strategy", AllReduceInBuckets),
         Variant("parameter_server", "parameter server", "strategy", ParameterServerSync),
         Variant("no_broadcast", "no broadcast, own seeds", "mistake", NoBroadcast, is_bug=True, has_own_seeds=True),
         Variant("no_exchange", "no all-reduce at all", "mistake", _no_exchange, is_bug=True),

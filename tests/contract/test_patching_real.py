@@ -22,11 +22,9 @@ from unsloth_multigpu.patching import Patch, PatchRegistry
 
 calls = []
 
-def wrap(original):
-    def train(self, *args, **kwargs):
-        calls.append("ours")
-        return "ours"
-    return train
+def wrap(original, self, *args, **kwargs):
+    calls.append("ours")
+    return "ours"
 
 def registry(**fields):
     return PatchRegistry([Patch("transformers.trainer:Trainer.train", "transformers>=4.57,<6", wrap, "test", **fields)])

@@ -104,7 +104,7 @@ def server():
 @pytest.fixture(scope="module")
 def averaged(server):
     """One server on two slots, three trainings."""
-    found, strategy = {}, server._plan.new_strategy()
+    found, strategy = {}, server.new_strategy()
     with pytest.MonkeyPatch.context() as patch:
         watch(patch)
         found["result"] = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG, server_evaluate=count)

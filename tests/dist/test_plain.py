@@ -47,21 +47,8 @@ def test_weights_are_those_of_one_process(ranks, alone):
     moved = (flat(p.tolist() for p in alone[0].parameters()) - flat(alone[1])).abs().max()
     assert moved > 0.1
     for rank in ranks:
-        difference = flat(rank["loaded"]) - flat(p.tolist() for p in alone[0].parameters())
+        difference = flat(rank["end"]) - flat(p.tolist() for p in alone[0].parameters())
         assert difference.abs().max() < 1e-5
-
-
-def test_each_save_is_there_for_all_ranks(ranks, alone):
-    bias = alone[0][2].bias.item()
-    for rank in ranks:
-        assert rank["bias x 2.0"] == pytest.approx([2 * bias], abs=1e-5)
-        assert rank["bias x 1.0"] == pytest.approx([bias], abs=1e-5)
-
-
-def test_error_of_rank_0_reaches_the_others(ranks):
-    assert ranks[0]["failure"].startswith("IsADirectoryError")
-    assert ranks[1]["failure"].startswith("DistributedError: rank 0 failed in save_state_dict(")
-    assert "IsADirectoryError" in ranks[1]["failure"]
 
 
 LEAVES = """

@@ -113,7 +113,7 @@ def _test_steps() -> tuple[Step, ...]:
         ("parity", 1, "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too", 230, "two_ranks", 2),
         ("shard", 2, "all weights, sharded by FSDP2", 80, "sharded", 2),
         ("faults", 3, "a rank is killed, hangs, finds NaN", 130, "killed or hung or nan", 2),
-        ("ways", 3, "notebook, srun's cards, compression", 130, "notebook or see_one or compressed", 2),
+        ("ways", 3, "notebook, srun's cards", 130, "notebook or see_one", 2),
         ("parity_4", 3, "four ranks, uneven steps too", 100, "four_ranks", 4),
     )
     tools = (*PYTEST, "tests/gpu/test_device_tools.py")

@@ -125,20 +125,6 @@ def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
-OF_NCCL = [pytest.param("bf16", marks=pytest.mark.thorough), "powersgd"] if BACKEND == "nccl" else []
-
-
-@pytest.mark.parametrize("compression", ["fp16", *OF_NCCL])
-def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
-    environment = {
-        "UNSLOTH_MULTIGPU_STRATEGY": f"ddp:grad_compression={compression}",
-        "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1",
-    }
-    script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]
-    run = run_python(script, cwd=tmp_path, env={**PLAIN, **of_ranks(2), **environment})
-    assert run.code == 0, run.err
-
-
 RESUMED = {"lora": True, "args": {"gradient_accumulation_steps": 2}}
 # The masks of dropout are drawn by the generators of the devices.
 RESUMES = {

@@ -272,7 +272,7 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(
 
 def test_checkpoint_says_whether_its_training_was_sharded(tmp_path: Path) -> None:
     ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
-    ours._resume.is_sharded = True
+    ours.resume.is_sharded = True
     ours._save(trainer.save, None)
     stored = read_manifest(tmp_path / "checkpoint-3")
     assert stored is not None

@@ -101,7 +101,7 @@ HANDED_ON = (
         "batch_size_per_gpu": 5,
         "enable_ddp": True,
         "global_batch": "scale",
-        "strategy": "ddp:grad_compression=bf16",
+        "strategy": "allreduce",
         "shard": "off",
         "balance": "off",
         "device": "cpu",

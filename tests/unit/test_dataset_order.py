@@ -52,7 +52,7 @@ class Ranks:
             function()
             return f"mapped {data.name}"
 
-        return patch.wrap(original)
+        return functools.partial(patch.wrap, original)
 
     def _wait(self, rank: int, read: Callable[[], str | None], what: str, *, timeout_s: float, hint: str) -> str:
         deadline = time.monotonic() + timeout_s

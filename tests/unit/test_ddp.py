@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.ddp import DDPWrapping
@@ -237,12 +236,9 @@ def told_by(
 
 
 @pytest.mark.parametrize("is_transformers_4", [False, True])
-def test_ddp_is_told_also_where_its_settings_are_made_late(over: Any, is_transformers_4: bool) -> None:
-    over("nccl")
-    told = told_by(
-        MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), is_transformers_4=is_transformers_4
-    )
-    assert (str(told.comm_hook), told.gradient_as_bucket_view, told.find_unused_parameters) == ("fp16", True, False)
+def test_ddp_is_told_also_where_its_settings_are_made_late(is_transformers_4: bool) -> None:
+    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=is_transformers_4)
+    assert (told.gradient_as_bucket_view, told.find_unused_parameters) == (True, False)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -271,48 +267,6 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
     left_alone = {"head.bias"} if is_moved else {"head.bias", "embed.weight", "embed.bias"}
     assert accelerator.result.parameters_to_ignore == left_alone
     assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
-
-
-@pytest.fixture
-def over(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the backend that moves gradients."""
-    return lambda backend: monkeypatch.setattr("unsloth_multigpu.train.ddp.gradient_backend", lambda _: backend)
-
-
-@pytest.mark.parametrize(("option", "hook"), [("bf16", "BF16"), ("fp16", "FP16"), ("powersgd", "POWER_SGD")])
-def test_compression_is_a_hook_that_accelerate_registers(over: Any, option: str, hook: str) -> None:
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    over("nccl")
-    handler = told_by(MultiGPUConfig(strategy=f"ddp:grad_compression={option}"), tiny(llama()))
-    # A member of the enum: accelerate knows no hook by its name.
-    assert handler.comm_hook is DDPCommunicationHookType[hook]
-    registered: list[Any] = []
-    settings = DistributedDataParallelKwargs(comm_hook=handler.comm_hook, comm_state_option=handler.comm_state_option)
-    settings.register_comm_hook(SimpleNamespace(register_comm_hook=lambda **given: registered.append(given)))
-    assert len(registered) == 1
-
-
-@pytest.mark.parametrize(("option", "backend"), [("bf16", "gloo"), ("powersgd", "none")])
-def test_compression_that_gloo_cannot_carry_is_refused(over: Any, option: str, backend: str) -> None:
-    over(backend)
-    with pytest.raises(SetupError, match=f"needs NCCL or XCCL; the gradients of this run go over {backend}") as caught:
-        told_by(MultiGPUConfig(strategy=f"ddp:grad_compression={option}"), tiny(llama()))
-    assert 'grad_compression="fp16"' in caught.value.hint
-
-
-def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
-    over("nccl")
-    with pytest.raises(SetupError, match="the script registers the communication hook 'power_sgd'"):
-        told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), hook="power_sgd")
-    told_by(MultiGPUConfig(), tiny(llama()), hook="power_sgd")
-
-
-def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
-    over("nccl")
-    with pytest.raises(SetupError, match="powersgd' cannot work with fp16=True"):
-        told_by(MultiGPUConfig(strategy="ddp:grad_compression=powersgd"), tiny(llama()), scaler="a GradScaler")
-    told_by(MultiGPUConfig(strategy="ddp:grad_compression=fp16"), tiny(llama()), scaler="a GradScaler")
 
 
 def test_tool_follows_a_training_that_another_parallelism_steers() -> None:

@@ -65,7 +65,7 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
     def told(device_map: Any, *, warns: bool = True) -> bool:
         (patch,) = (p for p in placement_patches("cuda", 1, warns=warns) if f":{target}." in p.target)
         caplog.clear()
-        assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+        assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
         return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text
 
     assert all(told(name) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth"))
@@ -77,7 +77,7 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
 def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="unsloth_multigpu")
     patch = placement_patches("cuda", 1, warns=False, num_ranks=4, shards=True)[0]
-    assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+    assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
     assert "FSDP2 divides each layer between the ranks" in caplog.text
     with pytest.raises(ConfigError):
-        patch.wrap(lambda **kwargs: kwargs)(device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
+        patch.wrap(lambda **kwargs: kwargs, device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})

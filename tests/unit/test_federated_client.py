@@ -122,8 +122,7 @@ def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(
 def test_client_gets_what_it_has_to_know(start) -> None:
     seen = []
     app = make_client_app(builder, lambda model, client: seen.append(client) or (0, None), server_id="s", seed=3)
-    layout = ask(app, "query.initial")["config"]["layout"]
-    reply = ask(app, "train", start, 1, **{"server-round": 2, "lr": 0.5, "model-layout": layout})
+    reply = ask(app, "train", start, 1, **{"server-round": 2, "lr": 0.5})
     (client,) = seen
     assert (client.client_id, client.num_clients, client.server_round) == (1, NUM_CLIENTS, 2)
     assert client.config == {"server-round": 2, "lr": 0.5}
@@ -276,8 +275,6 @@ def test_arrays_that_do_not_fit_are_named(app, start) -> None:
         ask(app, "train", wrong_shape)
     with pytest.raises(FederatedError, match=r"shape of 4\.bias is \(3,\) on the server and None in this model"):
         ask(app, "train", ArrayRecord(dict(start) | {"4.bias": start["3.bias"]}))
-    with pytest.raises(FederatedError, match=r"0\.weight is \(8, 6\) here, \(8, 7\) there"):
-        ask(app, "train", start, **{"model-layout": ["0.weight: (8, 7)", "0.bias: (8,)"]})
     with pytest.raises(FederatedError, match="partition-id"):
         ask(app, "train", start, node_config={})
     with pytest.raises(FederatedError, match="tuple, not a torch"):

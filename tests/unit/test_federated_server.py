@@ -44,12 +44,12 @@ def make_server(**options: Any) -> ump.FederatedServer:
 
 def make_plan(
     model_builder: Callable[[], nn.Module] = build, train_fn: Callable[..., Any] = train, **options: Any
-) -> training.ServerPlan:
+) -> training.FederatedServer:
     strategy = {name: options.pop(name) for name in ("strategy", "strategy_kwargs") if name in options}
-    return training.ServerPlan(ServerOptions("s", model_builder, train_fn, **options), **strategy)
+    return training.FederatedServer(ServerOptions("s", model_builder, train_fn, **options), **strategy)
 
 
-def run(plan: training.ServerPlan, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
+def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
     given = {name: options.pop(name) for name in ("grid", "server_evaluate") if name in options}
     grid = given.pop("grid", None) or AppGrid(plan.client_app, num_clients)
     trained = Training(plan, grid, num_clients, FitOptions(**options), **given)

@@ -36,7 +36,7 @@ class OneRank(FakeTrainer):
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
         )
-        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
+        self.check = StepCheck(self, self.manager)
 
     def checked(self):
         return Loop(self, [self.check]).steering()

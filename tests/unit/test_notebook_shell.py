@@ -157,5 +157,5 @@ def test_a_token_is_told_to_nobody() -> None:
 
     patches = notebook_patches(make)
     (login,) = (patch for patch in patches if patch.target == "huggingface_hub._login:login")
-    assert login.wrap(lambda token: f"with {token}")("hf_secret") == "with hf_secret"
+    assert login.wrap(lambda token: f"with {token}", "hf_secret") == "with hf_secret"
     assert kinds == ["login()"]

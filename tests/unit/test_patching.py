@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib
 import inspect
@@ -91,13 +92,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, 
             del sys.modules[name]
 
 
-def tag(original: Callable[..., Any]) -> Callable[..., Any]:
+def tag(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The replacement of all tests: says that it was called."""
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return ("ours", original(*args, **kwargs))
-
-    return replacement
+    return ("ours", original(*args, **kwargs))
 
 
 def registry(*targets: str, **fields: Any) -> PatchRegistry:
@@ -270,16 +267,14 @@ def test_failing_patch_makes_every_import_of_the_module_raise(write: Write) -> N
     assert importlib.import_module(name).function(1) == 1
 
 
-def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(write: Write) -> None:
-    good, bad = write(), write()
+def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half_made: list[ModuleType] = []
-
-    def remember(original: Callable[..., Any]) -> Callable[..., Any]:
-        half_made.append(sys.modules[bad])
-        return tag(original)
-
+    monkeypatch.setattr(builtins, "stub_callback", lambda name: half_made.append(sys.modules[name]), raising=False)
+    good, bad = write(), write(f"{SOURCE}\nimport builtins\nbuiltins.stub_callback(__name__)\n")
     targets = (f"{good}:function", f"{bad}:function", f"{bad}:Thing.static", f"{bad}:gone")
-    patches = PatchRegistry([Patch(t, "lib>=1", remember if t == f"{bad}:function" else tag, "test") for t in targets])
+    patches = PatchRegistry([Patch(t, "lib>=1", tag, "test") for t in targets])
     patches.apply()
     importlib.import_module(good)
     with pytest.raises(PatchError):

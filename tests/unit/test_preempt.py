@@ -177,7 +177,7 @@ def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path
     def train():
         with Loop(trainer, [steered]).steering():
             # Rank 0, on another node, has decided it.
-            steered._lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
+            steered.lead.asked = lambda: signal.SIGTERM * (trainer.state.global_step >= 2)
             steered._wait_for_all = waits_until.append
             trainer.steps(8)
 

@@ -354,7 +354,7 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     (patch,) = (p for p in patches if "TrainingArguments" in p.target)
     values = {"ddp_timeout": 1, "use_cpu": False, "steps_per_generation": 1, "n_gpu": 1, "output_dir": str(tmp_path)}
     args = SimpleNamespace(push_to_hub=True, **values)
-    patch.wrap(lambda self: None)(args)
+    patch.wrap(lambda self: None, args)
     assert (args.push_to_hub, args.use_cpu) == (False, False)
 
 

@@ -84,7 +84,7 @@ class Ranks:
 
         save.__qualname__ = name
         gate = self.gates[rank]
-        return gate.after_rank_0(save) if everywhere else gate.once(save)
+        return functools.partial(gate.after_rank_0 if everywhere else gate.once, save)
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_token_is_not_published(ranks: Ranks) -> None:
     for _ in range(2):
         for gate in ranks.gates:
             with contextlib.suppress(ConnectionError):
-                gate.learn_of_rank_0(init_hf_repo)("trainer", "hf_secret")
+                gate.learn_of_rank_0(init_hf_repo, "trainer", "hf_secret")
     manager = ranks.managers[0]
     assert manager is not None
     assert "init_hf_repo" in str(vars(manager))
@@ -282,7 +282,7 @@ def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:
     patches = {p.target: p for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
     function, method = patches.values()
     for folder in (tmp_path, str(tmp_path), tmp_path / PART_FOLDER, str(tmp_path / PART_FOLDER)):
-        function.wrap(rotate_checkpoints)(folder, 2)
-        function.wrap(rotate_checkpoints)(output_dir=folder)
-        method.wrap(rotate_by_method)(None, True, folder)
+        function.wrap(rotate_checkpoints, folder, 2)
+        function.wrap(rotate_checkpoints, output_dir=folder)
+        method.wrap(rotate_by_method, None, True, folder)
     assert seen == [tmp_path] * 3 + [str(tmp_path)] * 3

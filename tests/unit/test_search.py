@@ -16,7 +16,7 @@ def test_search_is_refused_on_several_ranks(world_size):
     assert len(found) == (world_size > 1)
     for patch in found:
         with pytest.raises(SetupError, match="on several ranks: its trials are chosen by one process"):
-            patch.wrap(lambda *_: None)(None)
+            patch.wrap(lambda *_: None, None)
 
 
 def test_trial_is_not_steered_and_refuses_what_would_steer_it():

@@ -58,7 +58,6 @@ ALLOWED = {
         "yaml.MappingNode",
         "yaml.ScalarNode",
     },
-    "plain/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
     "launch/membership.py": {"socket.socket"},
     # Several nodes: where to meet.

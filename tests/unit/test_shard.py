@@ -121,7 +121,7 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixt
     assert "FSDP 2 (fsdp_config={'version': 2}) keeps it" in caplog.text
 
 
-@pytest.mark.parametrize("options", [{"strategy": "ddp:grad_compression=fp16"}, {"strategy": "allreduce"}])
+@pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"strategy": "allreduce"}])
 def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)

@@ -13,7 +13,6 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.strategies.strategy_exchange import Exchange, make_sync
 from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
-from unsloth_multigpu.strategy import AllReduce
 from unsloth_multigpu.train.loop import Loop
 
 
@@ -29,9 +28,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"strategy": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
-        ({"strategy": AllReduce(bucket_mb=0)}, (AllReduceSync, {"_bucket_mb": 0})),
-        ({"strategy": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
+        ({"strategy": "allreduce"}, (AllReduceSync, {})),
+        ({"strategy": "parameter_server"}, (ParameterServerSync, {"_is_loss_scaled": True})),
         ({"strategy": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
         ({"strategy": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
     ],

@@ -179,7 +179,7 @@ def test_survivors_of_a_dead_rank_are_not_judged(clock: Clock) -> None:
 def test_rank_that_is_to_save_is_not_ended_with_one_that_failed(clock: Clock, kind: str, ended: list[int]) -> None:
     events = [Event(kind, 1, 0, 1.0, 2, {}), Event("exception", 0, 0, 2.0, 2, {"error": "ValueError: no"})]
     del clock.living[0]
-    clock.watch._ranks.exit_codes[0] = 1
+    clock.watch.ranks.exit_codes[0] = 1
     for _ in range(2):
         clock.watch._end_waiting(events)
         clock.sleep(TEARDOWN_LIMIT_S + 1)

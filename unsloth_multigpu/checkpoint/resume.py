@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ logger = get_logger(__name__)
 ORDER_FILE = "unsloth_multigpu_order.json"
 
 
+@dataclass(eq=False, repr=False)
 class Resume(Part):
     """The checkpoint that one `train()` resumes from, if any. Rank 0 decides.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What feeds the trainer.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
@@ -49,26 +49,17 @@ class Resume(Part):
 
     place = "resume"
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        steps: StepFeed,
-        arguments: dict[str, Any],
-        training: int,
-        context: RunContext,
-    ) -> None:
-        self._trainer = trainer
-        self._manager = manager
-        self._steps = steps
-        self._arguments = arguments
-        self._training = training
-        self.context = context
-        self.facts: dict[str, Any] = {}
-        self.is_sharded = False
-        self._manifest: Manifest | None = None
-        self._folder: Path | None = None
-        self._has_begun = False
+    trainer: TrainerLike
+    manager: DDPManager
+    steps: StepFeed
+    arguments: dict[str, Any]
+    training: int
+    context: RunContext
+    facts: dict[str, Any] = field(init=False, default_factory=dict)
+    is_sharded: bool = field(init=False, default=False)
+    _manifest: Manifest | None = field(init=False, default=None)
+    _folder: Path | None = field(init=False, default=None)
+    _has_begun: bool = field(init=False, default=False)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -78,17 +69,17 @@ class Resume(Part):
             ResumeError: The checkpoint that is asked for is incomplete, or of another number of ranks.
             SetupError: It was written by a sharded training and this one is not, or the reverse.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         # A name that contains the time or a random number differs between ranks.
-        trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
+        trainer.args.output_dir = self.manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(None)
-        for name in clear_parts(Path(run_dir)) if self._manager.identity.rank == 0 else ():
+        for name in clear_parts(Path(run_dir)) if self.manager.identity.rank == 0 else ():
             logger.warning(
                 "another run is saving %s; this one leaves it alone. Give each run an output_dir of its own",
                 Path(run_dir, name),
             )
-        self.facts = training_facts(trainer, self._manager, self._steps.num_accumulated, self._training)
-        self.choose(run_dir, self._arguments, self.facts)
+        self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training)
+        self.choose(run_dir, self.arguments, self.facts)
         yield
 
     def overrides(self) -> dict[str, Override]:
@@ -110,11 +101,11 @@ class Resume(Part):
             SetupError: It was written by a sharded training and this one is not, or the reverse.
         """
         asked, run_id = arguments.get("resume_from_checkpoint") or None, self.context.run_id
-        self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
+        self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that has just joined counts from 0 again.
-        is_restarted = any(attempt for (attempt,) in self._manager.gather_int64([self.context.attempt]))
+        is_restarted = any(attempt for (attempt,) in self.manager.gather_int64([self.context.attempt]))
         told = ""
-        if self._manager.identity.rank == 0:
+        if self.manager.identity.rank == 0:
             try:
                 found = self._find(Path(run_dir), asked, facts, run_id if is_restarted else None)
                 told = json.dumps({"folder": found.folder and os.fspath(found.folder)})
@@ -122,14 +113,14 @@ class Resume(Part):
                     logger.warning("%s", line)
             except ResumeError as error:
                 told = json.dumps({"error": error.args[0], "hint": error.hint})
-        answer = json.loads(self._manager.gather_texts(told)[0])
+        answer = json.loads(self.manager.gather_texts(told)[0])
         if "error" in answer:
             raise ResumeError(answer["error"], hint=answer["hint"])
         if answer["folder"] is not None:
             arguments["resume_from_checkpoint"] = asked = answer["folder"]
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
-            world_size = self._manager.identity.world_size
+            world_size = self.manager.identity.world_size
             refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
         if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
@@ -140,9 +131,9 @@ class Resume(Part):
         Raises:
             ResumeError: The checkpoint that it asks for is incomplete, or of another number of ranks.
         """
-        config = self._manager.config
+        config = self.manager.config
         lines: list[str] = []
-        any_training = Wanted(self._manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
+        any_training = Wanted(self.manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
         wanted = [dataclasses.replace(any_training, facts=facts, run_id=restarted_run)] if restarted_run else []
         # Before the script's own choice: the same command names the same checkpoint after any progress.
         wanted += [dataclasses.replace(any_training, facts=facts)] if config.resume == "auto" else []
@@ -165,16 +156,16 @@ class Resume(Part):
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Gives the resumed epoch the order that it was begun with."""
-        loader = self._steps.loader
+        loader = self.steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
             return
         file = self._folder / ORDER_FILE
         if isinstance(sampler, StepSampler) and file.is_file():
             sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
-        if isinstance(stream, StepStream) and not self._trainer.args.ignore_data_skip:
+        if isinstance(stream, StepStream) and not self.trainer.args.ignore_data_skip:
             # Of a stream without length the Trainer skips as many steps as there were, in however many passes.
-            stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
+            stream.go_on(self._manifest.cursor, self.trainer.state.global_step)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Ranks that the checkpoint does not have begin with a random state of their own. The Trainer loads none."""
@@ -183,7 +174,7 @@ class Resume(Part):
         if is_first and self._folder is not None and not (self._folder / name).is_file():
             from transformers import set_seed
 
-            set_seed(draw_seed(args.seed, state.global_step, self._manager.identity.rank) % 2**32)
+            set_seed(draw_seed(args.seed, state.global_step, self.manager.identity.rank) % 2**32)
 
     def _check_loaded(self, original: Callable[..., Any], load_result: Any) -> Any:
         """`Trainer._issue_warnings_after_load`: a training does not go on from other weights than its checkpoint's.
@@ -194,7 +185,7 @@ class Resume(Part):
         Raises:
             SetupError: Trained weights were not loaded.
         """
-        lost, num_trained = lost_weights(self._trainer.model, load_result.missing_keys)
+        lost, num_trained = lost_weights(self.trainer.model, load_result.missing_keys)
         if lost:
             raise SetupError(
                 f"A checkpoint was loaded without {len(lost)} of {num_trained} trained weights, {lost[0]} for example: "
@@ -207,9 +198,9 @@ class Resume(Part):
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.get_batch_samples`: none for a training that resumes at its end; it would do one more step."""
-        state = self._trainer.state
+        state = self.trainer.state
         if 0 < state.max_steps <= state.global_step:
-            self._trainer.control.should_training_stop = True
+            self.trainer.control.should_training_stop = True
             return [], None
         return original(*args, **kwargs)
 
@@ -234,8 +225,6 @@ def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: i
     """What must be equal for a checkpoint to be one of this training: name -> JSON value.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         num_accumulated: Micro-batches of a step that the script asked for.
         training: How many calls of `train()` this process made before.
     """

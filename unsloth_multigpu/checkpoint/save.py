@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,58 +38,47 @@ _SEAL_LIMIT_S = 86_400.0
 _KEY = "checkpoint"
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoints(Part):
     """Saves the checkpoints of one `train()`.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         steps: What feeds the trainer.
         exchange: The gradient strategy in DDP's place, whose state is kept.
         resume: Knows what training this is.
-        beat: This rank's heartbeat page.
     """
 
     place = "checkpoints"
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        steps: StepFeed,
-        exchange: GradientExchange | None,
-        resume: Resume,
-        beat: HeartbeatPage,
-    ) -> None:
-        self._trainer = trainer
-        self._manager = manager
-        self._steps = steps
-        self._exchange = exchange
-        self._resume = resume
-        self._beat = beat
-        self._before_evaluation: dict[str, Any] | None = None
+    trainer: TrainerLike
+    manager: DDPManager
+    steps: StepFeed
+    exchange: GradientExchange | None
+    resume: Resume
+    beat: HeartbeatPage
+    _before_evaluation: dict[str, Any] | None = field(init=False, default=None)
 
     def overrides(self) -> dict[str, Override]:
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluate`: notes the random state for a checkpoint of a training that is stopped in it."""
-        with self._beat.within(Phase.EVALUATE):
+        with self.beat.within(Phase.EVALUATE):
             outer, self._before_evaluation = self._before_evaluation, read_random_state()
             try:
                 metrics = original(*args, **kwargs)
             finally:
                 self._before_evaluation = outer
             # An `evaluate` of the script may have added some.
-            return self._manager.broadcast_numbers(metrics) if isinstance(metrics, dict) else metrics
+            return self.manager.broadcast_numbers(metrics) if isinstance(metrics, dict) else metrics
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """`Trainer._save_checkpoint`: a folder gets its name when it is complete. Collective."""
-        with self._beat.within(Phase.SAVE):
+        with self.beat.within(Phase.SAVE):
             self._save_aside(original, model, trial)
 
     def _save_aside(self, original: Callable[..., Any], model: Any, trial: Any) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         run_dir = trainer._get_output_dir(trial)
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
         part = final.parent / PART_FOLDER / final.name
@@ -100,10 +90,10 @@ class Checkpoints(Part):
             draw_base_seed()
         with self._claimed(part, final):
             # No rank writes into the folder before it is locked: until then another run may remove it.
-            self._manager.gather_texts("")
+            self.manager.gather_texts("")
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
-                stack.enter_context(self._steps.passes.accumulation_of_script())
+                stack.enter_context(self.steps.passes.accumulation_of_script())
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
                 if hasattr(trainer, "_push_from_checkpoint"):
                     push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))
@@ -118,7 +108,7 @@ class Checkpoints(Part):
             # Every rank has written its files. Rank 0 chooses an identifier of this save. It also tells the state of
             # callbacks, which the Trainer reads only on the rank that writes it.
             told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None])
-            name, callbacks = json.loads(self._manager.gather_texts(told)[0])
+            name, callbacks = json.loads(self.manager.gather_texts(told)[0])
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
             self._complete_on_rank_0(name, part, final, before)
@@ -127,7 +117,7 @@ class Checkpoints(Part):
 
     @property
     def _is_writer(self) -> bool:
-        return self._manager.identity.rank == 0
+        return self.manager.identity.rank == 0
 
     def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
         """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective.
@@ -138,21 +128,21 @@ class Checkpoints(Part):
             final: What it will be called.
             before: The listing of `final` when the save began.
         """
-        identity = self._manager.identity
+        identity = self.manager.identity
         if self._is_writer:
             outcome = "failed"
             try:
                 outcome = "saved" if self._complete(part, final, before) else "elsewhere"
             finally:
                 if identity.world_size > 1:
-                    self._manager.publish(_KEY, f"{name} {outcome}")
+                    self.manager.publish(_KEY, f"{name} {outcome}")
             return
 
         def read() -> str | None:
-            of, _, outcome = (self._manager.read(_KEY) or "").partition(" ")
+            of, _, outcome = (self.manager.read(_KEY) or "").partition(" ")
             return outcome if of == name else None
 
-        outcome = self._manager.wait(read, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
+        outcome = self.manager.wait(read, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
         if outcome == "failed":
             raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
         if outcome == "saved" and identity.local_rank == 0 and not final.exists():
@@ -168,29 +158,29 @@ class Checkpoints(Part):
         Returns:
             False where the script's own saving has written to another place.
         """
-        trainer, state = self._trainer, self._trainer.state
+        trainer, state = self.trainer, self.trainer.state
         _move_changed(final, before, part)
         if not any(part.iterdir()):
             part.rmdir()
             return False
-        loader = self._steps.loader
+        loader = self.steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
         if (part / _STATE_FILE).is_file():
             # The path of the best checkpoint is its final one only now.
             state.save_to_json(os.fspath(part / _STATE_FILE))
-        if self._exchange is not None:
-            self._exchange.save_state(part)
+        if self.exchange is not None:
+            self.exchange.save_state(part)
         if order is not None:
             (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         manifest = Manifest(
-            run_id=self._resume.context.run_id or "",
+            run_id=self.resume.context.run_id or "",
             step=state.global_step,
-            world_size=self._manager.identity.world_size,
+            world_size=self.manager.identity.world_size,
             is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
-            facts=self._resume.facts,
+            facts=self.resume.facts,
             cursor=self._cursor(loader),
-            is_sharded=self._resume.is_sharded,
-            first_step=self._steps.proof.values(),
+            is_sharded=self.resume.is_sharded,
+            first_step=self.steps.proof.values(),
         )
         seal(part, manifest)
         put_in_place(part, final)
@@ -199,13 +189,13 @@ class Checkpoints(Part):
 
     def _cursor(self, loader: Any) -> dict[str, int]:
         """The position in the epoch, with steps and samples where this package deals them."""
-        state = self._trainer.state
+        state = self.trainer.state
         if isinstance(getattr(loader, "dataset", None), StepStream):
             return dict(loader.dataset.cursor())
         if not isinstance(getattr(loader, "batch_sampler", None), StepSampler):
             return {"epoch": int((state.epoch or 0) + 1e-6)}
         epoch, step = divmod(state.global_step, max(1, len(loader)))
-        num_samples = step * self._trainer._train_batch_size * self._steps.num_accumulated
+        num_samples = step * self.trainer._train_batch_size * self.steps.num_accumulated
         return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -24,7 +25,6 @@ from unsloth_multigpu.federated.client import ClientModel, FederatedClient, clie
 from unsloth_multigpu.federated.proximal import ProximalPull
 from unsloth_multigpu.federated.reply import CHANGED
 
-LAYOUT = "model-layout"
 TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
 EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
 
@@ -56,23 +56,16 @@ def make_client_app(
     return app
 
 
+@dataclass(eq=False, repr=False)
 class _Turn:
     """Handles one message after the other, in one process."""
 
-    def __init__(
-        self,
-        model: ClientModel,
-        train_fn: TrainFunction,
-        evaluate_fn: EvaluateFunction | None,
-        server_id: str,
-        seed: int,
-    ) -> None:
-        self._model = model
-        self._train_fn = train_fn
-        self._evaluate_fn = evaluate_fn
-        self._server_id = server_id
-        self._seed = seed
-        self._changed: list[str] = []
+    model: ClientModel
+    train_fn: TrainFunction
+    evaluate_fn: EvaluateFunction | None
+    server_id: str
+    seed: int
+    _changed: list[str] = field(init=False, default_factory=list)
 
     def train(self, message: Message, context: Context) -> Message:
         with self._prepared(message, context) as (client, model):
@@ -80,22 +73,22 @@ class _Turn:
             mu = float(client.config.get("proximal-mu", 0.0))
             pull = ProximalPull((value for value in model.parameters() if value.requires_grad and mu), mu)
             with pull.applied():
-                result = self._train_fn(model, client)
+                result = self.train_fn(model, client)
             num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
             if mu and num_examples and not pull.num_steps:
                 raise FederatedError(
                     f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
                     hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model of train_fn.",
                 )
-            arrays = self._model.read()
+            arrays = self.model.read()
         reply = self._reply(message, {"num-examples": num_examples}, metrics, "train_fn")
         reply.content["arrays"] = arrays
         return reply
 
     def evaluate(self, message: Message, context: Context) -> Message:
-        assert self._evaluate_fn is not None
+        assert self.evaluate_fn is not None
         with self._prepared(message, context) as (client, model):
-            result = self._evaluate_fn(model.eval(), client)
+            result = self.evaluate_fn(model.eval(), client)
         loss, num_examples, metrics = _unpack(result, 3, "evaluate_fn", "(loss, number of examples, metrics)")
         if not math.isfinite(loss := float(loss)) and num_examples:
             raise FederatedError(
@@ -107,7 +100,7 @@ class _Turn:
 
     def describe(self, message: Message, context: Context) -> Message:
         """The seeded model's travelling tensors, and what `training.Start` has to know of it."""
-        built = self._model.build(visible_device())
+        built = self.model.build(visible_device())
         model, tensors = built.model, built.travelling
         facts: dict[str, Any] = {
             "layout": layout_of(model),
@@ -125,13 +118,12 @@ class _Turn:
         """The client whose turn it is, and the model with the global weights; all is put back at the end."""
         (arrays,) = message.content.array_records.values()
         config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
-        layout: Any = config.pop(LAYOUT, [])
         client = self._client(config, context)
         try:
             with seeded(client.seed, client.device):
-                yield client, self._model.prepare(arrays, client.device, layout)
+                yield client, self.model.prepare(arrays, client.device)
         finally:
-            self._changed = self._model.release()
+            self._changed = self.model.release()
 
     def _client(self, config: Mapping[str, Any], context: Context) -> FederatedClient:
         client_id, num_clients = context.node_config.get("partition-id"), context.node_config.get("num-partitions")
@@ -141,9 +133,9 @@ class _Turn:
                 hint="Start the SuperNode with --node-config 'partition-id=0 num-partitions=2'.",
             )
         client_id, server_round = int(client_id), int(config.get("server-round", 0))
-        seed = client_seed(self._seed, server_round, client_id)
+        seed = client_seed(self.seed, server_round, client_id)
         device = visible_device()
-        return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self._server_id)
+        return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self.server_id)
 
     def _reply(self, message: Message, own: dict[str, Any], metrics: Any, source: str) -> Message:
         if taken := own.keys() & (metrics or {}).keys():

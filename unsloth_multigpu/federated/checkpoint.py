@@ -77,7 +77,6 @@ def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     Raises:
         ConfigError: There are rounds and `resume` does not say what to do with them; another training that lives writes
             the folder; it cannot be written.
-        ResumeError: Another version wrote the rounds.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -96,11 +95,6 @@ def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
 
 
 def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
-    if earlier := [path.name for path in output_dir.glob("round-*") if path.is_dir()]:
-        raise ResumeError(
-            f"{output_dir} holds {earlier[0]} of an earlier version of unsloth_multigpu, which cannot be resumed.",
-            hint="Resume with that version, or start anew in another output_dir.",
-        )
     rounds = rounds_in(output_dir)
     if resume is None and rounds:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,6 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     is_quantized,
-    layout_difference,
-    layout_of,
     to_arrays,
     travelling_tensors,
     write_arrays,
@@ -120,18 +118,9 @@ class ClientModel:
             self._built = BuiltModel(build_model(self._model_builder, device, self._seed))
         return self._built
 
-    def prepare(self, arrays: ArrayRecord, device: torch.device, layout: Sequence[str] = ()) -> nn.Module:
-        """The model with the global state in it; raises FederatedError where its tensors differ from the server's.
-
-        Args:
-            layout: The other clients' `layout_of`; empty is not compared.
-        """
+    def prepare(self, arrays: ArrayRecord, device: torch.device) -> nn.Module:
+        """The model with the global state in it; raises FederatedError where its tensors differ from the server's."""
         built = self.build(device)
-        if layout and (difference := layout_difference(layout_of(built.model), layout)):
-            raise FederatedError(
-                f"This client's model is not that of the other clients: {difference}.",
-                hint="Give all clients the same base model, vocabulary and LoRA settings.",
-            )
         built.reset()
         write_arrays(built.travelling, arrays)
         if not built.marks:

@@ -10,7 +10,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, take_values
 
 # Keys that Flower and this package set in the clients' config.
-_TAKEN = {"server-round", "proximal-mu", "model-layout"}
+_TAKEN = {"server-round", "proximal-mu"}
 
 
 def check(is_right: bool, name: str, value: Any, expected: str) -> None:

@@ -1,14 +1,17 @@
-"""A federated training: Flower's strategy decides, each round can be repeated and resumed."""
+"""A federated server and its trainings: Flower's strategy decides, each round can be repeated and resumed."""
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -18,13 +21,15 @@ from flwr.app.exception import AppExitException
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
-from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
+from unsloth_multigpu import plugin
+from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError, SetupError
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
-from unsloth_multigpu.federated.apps import LAYOUT, make_client_app, to_metrics
+from unsloth_multigpu.federated.apps import make_client_app, to_metrics
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
-from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
+from unsloth_multigpu.federated.client_device import choose_devices
+from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions, called_as
 from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
@@ -34,6 +39,7 @@ from unsloth_multigpu.federated.flower_strategy import (
     quiet_flower,
     weight_key,
 )
+from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
 from unsloth_multigpu.federated.round_report import (
     FederatedReport,
@@ -43,10 +49,9 @@ from unsloth_multigpu.federated.round_report import (
     write_rounds,
 )
 from unsloth_multigpu.group.random_state import seeded_draws
-from unsloth_multigpu.logs import get_logger
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.federated.grid import ProcessGrid
+from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.option_type import Option
+from unsloth_multigpu.wire.identity import read_identity
 
 _log = get_logger(__name__)
 ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
@@ -54,17 +59,16 @@ ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
 _LEAST_TIMEOUT_S = 300.0
 
 
-class ServerPlan:
-    """What `create_multigpu_flower_server` was asked for.
+class FederatedServer:
+    """A server with its clients' processes, which live from the first `fit` to `close`.
 
-    Args:
-        options: All but the strategy.
-        strategy: A fresh one is made where it is a name; an object is the user's, with the state that it has.
-        strategy_kwargs: Arguments of its class, for a name.
+    A context manager. Without `close` the processes end with this one. Made by `create_multigpu_flower_server`.
 
     Attributes:
-        client_app: Flower's half for the clients.
+        options: All but the strategy.
+        new_strategy: Gives a fresh one where it was given by its name; an object is the user's, with the state it has.
         description: Settings of the strategy as it was given: one that changes its own has others after a round.
+        client_app: Flower's ClientApp, which SuperNodes run as well, under a ServerApp of the user's.
     """
 
     def __init__(
@@ -82,6 +86,112 @@ class ServerPlan:
         functions = (options.model_builder, options.train_fn, options.evaluate_fn)
         self.client_app = make_client_app(*functions, server_id=options.server_id, seed=options.seed)
         self.description = describe(first)
+        self._grid: ProcessGrid | None = None
+        self._training: Training | None = None
+
+    def fit(
+        self,
+        num_clients: int,
+        num_rounds: int = 3,
+        *,
+        config: Mapping[str, Any] | None = None,
+        server_evaluate: Callable[[nn.Module, int], Mapping[str, Any]] | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        resume: Literal["auto"] | None = None,
+        min_success: float = 0.0,
+        round_timeout_s: float = 3600.0,
+    ) -> FederatedResult:
+        """Trains from the first weights, or on from a saved round.
+
+        The result depends on the seed and the clients alone: not on the number of processes, not on where and in which
+        order clients run.
+
+        Args:
+            num_clients: Clients 0 to num_clients - 1.
+            num_rounds: Rounds in all, with those before a resume.
+            config: Numbers and texts that every client gets as `client.config`.
+            server_evaluate: (model, server_round) -> metrics, in this process, before the first and after each round.
+            output_dir: Saves each round there, keeps the last two, and writes rounds.jsonl.
+            resume: "auto" = from the newest whole round of `output_dir`, or from the beginning.
+            min_success: Least share of a round's clients that must succeed; one of them must in any case.
+            round_timeout_s: Limit of a round's training, and of its evaluation; who is not ready is left out.
+
+        Raises:
+            ConfigError: An argument cannot be used, or does not fit the model or the strategy.
+            SetupError: The devices are not there, or a function cannot be sent to another process.
+            ResumeError: The saved round is broken or belongs to another training.
+            FederatedError: Too many clients failed, or what they sent cannot be put together.
+        """
+        Option(least=1, type=int, hint="Change num_clients.").take("num_clients", num_clients)
+        if server_evaluate is not None:
+            called_as("server_evaluate(model, server_round)")("server_evaluate", server_evaluate)
+        folder: Any = output_dir  # A path becomes a text.
+        options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
+        refuse_ranks()
+        start = None if self._training is None else self._training.start
+        self._training = None
+        with closing(Console(is_notebook="ipykernel" in sys.modules)), task_identity():
+            if self._grid is None:
+                self._grid = self._make_grid(num_clients)
+            self._grid.num_clients = num_clients
+            training = Training(self, self._grid, num_clients, options, server_evaluate=server_evaluate, start=start)
+            result = training.run()
+        self._training = training
+        return result
+
+    def _make_grid(self, num_clients: int) -> ProcessGrid:
+        given = self.options
+        devices = choose_devices(given.num_gpus, given.device, auto_gpu=given.auto_gpu)
+        # One on each device, then a second on each: max_workers cuts off the last ones.
+        places = (devices * given.clients_per_gpu)[: given.max_workers]
+        return ProcessGrid(
+            self.client_app, num_clients, places, placement=given.placement, seed=given.seed, log_dir=given.log_dir
+        )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The global trainable tensors and persistent buffers after `fit`, on the CPU; raises SetupError before it."""
+        return tensors_of(self._last().arrays)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the result of `fit`: a PEFT adapter, or model.safetensors of what is trained in a plain model.
+
+        Raises:
+            SetupError: Nothing was trained yet.
+            OSError: The disk is full or fails.
+        """
+        save_model(self._last(), Path(folder))
+
+    def close(self) -> None:
+        """Ends the clients' processes. What was trained stays; another `fit` starts them again."""
+        if self._grid is not None:
+            self._grid.close()
+            self._grid = None
+
+    def __enter__(self) -> FederatedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _last(self) -> Training:
+        if self._training is None:
+            raise SetupError("No training of this server has ended yet.", hint="Call fit() first.")
+        return self._training
+
+
+def refuse_ranks() -> None:
+    """A server is one process: as a rank it would exist several times, and its slots would fight for the devices."""
+    identity = read_identity(os.environ)
+    if identity is not None and identity.world_size > 1:
+        raise SetupError(
+            f"This process is rank {identity.rank} of {identity.world_size}, started by {identity.launcher}.",
+            hint="Start the script with plain python, without enable_multi_gpu(): the server starts the processes.",
+        )
+    if plugin.is_multi_gpu_enabled():
+        raise SetupError(
+            "enable_multi_gpu() is in effect, which trains one model on all GPUs.",
+            hint="Leave it out, or call disable_multi_gpu() first.",
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +222,7 @@ class Training:
 
     Args:
         grid: The slots of the clients.
-        start: Of an earlier training of the same plan, so that no client has to be asked again.
+        start: Of an earlier training of the same server, so that no client has to be asked again.
 
     Attributes:
         arrays: The global arrays now.
@@ -121,7 +231,7 @@ class Training:
 
     def __init__(
         self,
-        plan: ServerPlan,
+        server: FederatedServer,
         grid: ProcessGrid,
         num_clients: int,
         options: FitOptions,
@@ -131,17 +241,17 @@ class Training:
     ) -> None:
         self.arrays = ArrayRecord()
         self.start = start
-        self._plan, self._grid, self._num_clients, self._options = plan, grid, num_clients, options
+        self._server, self._grid, self._num_clients, self._options = server, grid, num_clients, options
         self._folder = None if options.output_dir is None else Path(options.output_dir)
-        self._strategy = plan.new_strategy()
+        self._strategy = server.new_strategy()
         check_strategy(self._strategy, num_clients)
         self._server_evaluate = server_evaluate
-        self._model = ClientModel(plan.options.model_builder, plan.options.seed)
+        self._model = ClientModel(server.options.model_builder, server.options.seed)
         self._reports: list[RoundReport] = []
         self._first_metrics: Mapping[str, Any] | None = None
         self._failures: list[str] = []
-        self._facts = {name: getattr(plan.options, name) for name in ("server_id", "seed", "lora_aggregation")}
-        self._facts |= {"num_clients": num_clients, **plan.description}
+        self._facts = {name: getattr(server.options, name) for name in ("server_id", "seed", "lora_aggregation")}
+        self._facts |= {"num_clients": num_clients, **server.description}
         self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
     def run(self) -> FederatedResult:
@@ -158,7 +268,7 @@ class Training:
             saved = read_round(newest, self._facts, options.num_rounds) if newest else None
             if self.start is None:
                 self.start = ask_for_start(self._grid, options.round_timeout_s)
-            if self._plan.options.lora_aggregation == "project" and self.start.not_projectable:
+            if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if saved is not None:
@@ -196,7 +306,7 @@ class Training:
         )
         if self._first_metrics:
             server = {0: MetricRecord(dict(self._first_metrics)), **server}
-        server_id, num_slots = self._plan.options.server_id, len(self._grid.devices_of_slots)
+        server_id, num_slots = self._server.options.server_id, len(self._grid.devices_of_slots)
         return FederatedResult(
             Result(self.arrays, train, evaluate, server),
             FederatedReport(server_id, self._num_clients, num_slots, startup_s, reports),
@@ -205,7 +315,7 @@ class Training:
     def _round(self, number: int, start: Start) -> RoundReport:
         begin_s, self._failures = time.monotonic(), []
         found = self._train(number, start)
-        if self._plan.options.evaluate_fn is not None and (replies := self._ask("evaluate", number, start)):
+        if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number)):
             with self._named(number, "aggregate_evaluate"):
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
         found["server_metrics"] = self._evaluated(number)
@@ -217,7 +327,7 @@ class Training:
 
     def _train(self, number: int, start: Start) -> dict[str, Any]:
         """The clients' training, aggregated as the strategy does; returns what is to be reported of it."""
-        replies = self._ask("train", number, start)
+        replies = self._ask("train", number)
         contents = [reply.content for reply in replies if reply.has_content()]
         # Records of their own: some strategies use replies up.
         kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
@@ -231,7 +341,7 @@ class Training:
                 self._failures.append(f"{name} used no reply: the weights stay as they were")
             return found
         if is_weighted_mean(self._strategy):
-            lora = aggregate_lora(kept, weights, arrays, mode=self._plan.options.lora_aggregation)
+            lora = aggregate_lora(kept, weights, arrays, mode=self._server.options.lora_aggregation)
             arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
         elif has_server_optimizer(self._strategy) and start.buffers:
             # A server optimizer could step a running variance below zero.
@@ -239,11 +349,11 @@ class Training:
         self.arrays = like(arrays, self.arrays)
         return found | {"num_examples": int(sum(weights))}
 
-    def _ask(self, kind: Kind, number: int, start: Start) -> list[Message]:
+    def _ask(self, kind: Kind, number: int) -> list[Message]:
         """Sends the global arrays to the clients that the strategy draws; returns the replies for it."""
         step = f"configure_{kind}"
-        config = ConfigRecord({**(self._options.config or {}), LAYOUT: list(start.layout)})
-        with self._named(number, step), seeded_draws(client_seed(self._plan.options.seed, number, kind)):
+        config = ConfigRecord(dict(self._options.config or {}))
+        with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
         judged, failures = judge(
@@ -261,7 +371,7 @@ class Training:
         if self._server_evaluate is None:
             return {}
         try:
-            device = torch.device(self._plan.options.device or "cpu")
+            device = torch.device(self._server.options.device or "cpu")
             model = self._model.prepare(self.arrays, device).eval()
             return dict(to_metrics(self._server_evaluate(model, number), "server_evaluate"))
         finally:

@@ -28,7 +28,6 @@ class Board:
     A name is published once, numbered where there are several of a kind; or each value replaces the one before.
 
     Args:
-        rank: This rank.
         store: Shared by the ranks; its server does one thing after the other. None = a subclass finds it.
 
     Attributes:
@@ -77,8 +76,6 @@ class Board:
         again without waiting.
 
         Args:
-            world_size: Number of ranks.
-            timeout_s: The limit.
             hint: What a user does about a rank that does not come.
 
         Raises:
@@ -109,7 +106,6 @@ class Board:
         Args:
             read: Looks without waiting.
             what: What is waited for.
-            timeout_s: The limit.
             hint: What a user does about its end.
 
         Raises:

@@ -20,8 +20,6 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     Versions of drivers and of CUDA are not among them: nodes may differ in those.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        config: The run's options.
         num_accumulated: Micro-batches of a step that the script asked for.
 
     Returns:

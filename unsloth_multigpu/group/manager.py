@@ -41,8 +41,6 @@ class DDPManager(Board):
     """Holds what a rank needs to meet the others.
 
     Args:
-        identity: Place of this rank.
-        config: The run's options.
         session_index: Which session of this process it is for: a later one must not read the keys of an earlier one.
 
     Attributes:
@@ -289,12 +287,6 @@ def sends_over_host() -> bool:
     if not torch.cuda.is_available() or not ranks_share_device(torch.cuda.device_count(), os.environ):
         return False
     return not dist.is_nccl_available() or torch.cuda.nccl.version()[:2] < _SHARING_NCCL
-
-
-def gradient_backend(device: torch.device) -> str:
-    """The backend by which the default group sends tensors on `device`."""
-    config = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl"
-    return dict(part.split(":") for part in config.split(",")).get(device.type, "none")
 
 
 def _wire_device() -> torch.device:

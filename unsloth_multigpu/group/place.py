@@ -20,7 +20,6 @@ def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment:
 
     Args:
         num_visible: Accelerators that this process sees.
-        config: The run's options.
         environment: The variables of the process.
     """
     if not config.enable_ddp:

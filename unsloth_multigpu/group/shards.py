@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-
-from unsloth_multigpu.group.precision import sum_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -192,55 +190,3 @@ def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
         return tensor.requires_grad or is_of_adapter or id(tensor) in ends
 
     return belongs
-
-
-def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Norm of gradients together, of which some are sharded. Collective, over the ranks that share them.
-
-    The powers of all elements are added up in 64 bits, where the device has them: the norm of 32-bit norms of parts
-    rounds more than one process does.
-
-    Args:
-        gradients: All on one device.
-        norm_type: The exponent, or infinity.
-    """
-    import torch.distributed as dist
-
-    whole = [gradient for gradient in gradients if not is_sharded(gradient)]
-    is_max = norm_type == float("inf")
-    total = _together(map(part_of, whole), norm_type, gradients[0].device)
-    parts: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if is_sharded(gradient):
-            dims = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
-            parts.setdefault((gradient.device_mesh, dims), []).append(part_of(gradient))
-    for (mesh, dims), tensors in parts.items():
-        # The parts may lie on the CPU, where the ranks' backend does not reach.
-        value = _together(tensors, norm_type, torch.device(mesh.device_type))
-        for dim in dims:
-            dist.all_reduce(value, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
-        value = value.to(total.device)
-        total = torch.maximum(total, value) if is_max else total + value
-    return total if is_max else total ** (1.0 / norm_type)
-
-
-def _together(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The largest element, or the sum of powers, as one number of the widest type that `device` has."""
-    dtype = sum_dtype(device)
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=dtype).to(device) for t in tensors if t.numel()] or [
-        torch.zeros((), dtype=dtype, device=device)
-    ]
-    stacked = torch.stack(norms)
-    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
-
-
-def clip_parts(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
-    """Scales gradients in place as `torch.nn.utils.clip_grads_with_norm_` does, each rank its parts.
-
-    Args:
-        norm: Of all gradients together.
-    """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    with torch.no_grad():
-        for gradient in gradients:
-            part_of(gradient).mul_(factor.to(gradient.device))

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
-
-logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
 _PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Between a call of `Accelerator()` and its patch.
@@ -33,17 +29,6 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
         local_rank: Place of this rank on its machine.
     """
     patches = []
-    if device_type == "cuda":
-        patches.append(
-            Patch(
-                target="accelerate.state:check_cuda_p2p_ib_support",
-                supports=_SUPPORTS,
-                wrap=_checked,
-                reason="Where cards and driver cannot do without them, accelerate's launcher sets two variables of "
-                "NCCL, and ranks of other launchers are refused.",
-                optional=True,
-            )
-        )
     if device_type != "cpu" and device_index != local_rank:
         patches.append(
             Patch(
@@ -72,7 +57,6 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
     """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
 
     Args:
-        config: The run's options.
         manager: Gives this rank's manager.
         on_close: Gives accelerators back as they were.
     """
@@ -82,38 +66,40 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
         Patch(
             "accelerate.accelerator:Accelerator.__init__",
             _SUPPORTS,
-            functools.partial(_steered, config, manager, on_close),
+            functools.partial(_steered, config, manager, on_close, set()),
             "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process.",
         )
     ]
 
 
-def _of_rank(device_index: int, original: Callable[[], str]) -> Callable[[], str]:
-    @functools.wraps(original)
-    def infer_device() -> str:
-        return f"{original()}:{device_index}"
-
-    return infer_device
+def _of_rank(
+    device_index: int,
+    original: Callable[[], str],
+    /,
+) -> str:
+    return f"{original()}:{device_index}"
 
 
 def _steered(
-    config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack, original: Callable[..., None]
-) -> Callable[..., None]:
-    told: set[str] = set()
+    config: MultiGPUConfig,
+    manager: Callable[[], DDPManager],
+    on_close: ExitStack,
+    told: set[str],
+    original: Callable[..., None],
+    /,
+    self: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
+    original(self, *args, **kwargs)
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and _module_of(caller).startswith(_PASSED_ON):
+        caller = caller.f_back
+    if caller is not None and not _is_of_trainer(caller):
+        from unsloth_multigpu.step.accelerated import steer_loop
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
-        original(self, *args, **kwargs)
-        caller: FrameType | None = sys._getframe(1)
-        while caller is not None and _module_of(caller).startswith(_PASSED_ON):
-            caller = caller.f_back
-        if caller is not None and not _is_of_trainer(caller):
-            from unsloth_multigpu.step.accelerated import steer_loop
-
-            on_close.callback(steer_loop(self, config, manager, told, _module_of(caller)))
-
-    return __init__
+        on_close.callback(steer_loop(self, config, manager, told, _module_of(caller)))
 
 
 def _is_of_trainer(caller: FrameType | None) -> bool:
@@ -130,32 +116,10 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _checked(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def check_cuda_p2p_ib_support(*args: Any, **kwargs: Any) -> bool:
-        is_supported = original(*args, **kwargs)
-        missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
-        if not is_supported and missing:
-            # Set before the first collective, when NCCL reads them.
-            os.environ.update(dict.fromkeys(missing, "1"))
-            logger.warning(
-                "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver "
-                "(550.40 for the RTX 40 series) is faster",
-                " ".join(f"{name}=1" for name in missing),
-            )
-        return is_supported
+def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
+    if not self.use_distributed:
+        original(self)
+        return
+    import torch.distributed as dist
 
-    return check_cuda_p2p_ib_support
-
-
-def _met(device_index: int, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def wait_for_everyone(self: Any) -> None:
-        if not self.use_distributed:
-            original(self)
-            return
-        import torch.distributed as dist
-
-        dist.barrier(device_ids=[device_index])
-
-    return wait_for_everyone
+    dist.barrier(device_ids=[device_index])

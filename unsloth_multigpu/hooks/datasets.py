@@ -38,12 +38,8 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
     ]
 
 
-def _map_once(order: _MapOrder, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def map(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return order.run(original, self, args, kwargs)
-
-    return map
+def _map_once(order: _MapOrder, original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return order.run(original, self, args, kwargs)
 
 
 class _MapOrder:

@@ -83,7 +83,6 @@ class SaveGate:
     """Lets rank 0 write and the other ranks wait for it, by the path that is written: see `group.saves`.
 
     Args:
-        rank: This rank.
         get_manager: Gives the manager, whose store works before there is a process group; None once the session is
             closed: savers that Unsloth has put on a model outlive it.
     """
@@ -100,54 +99,57 @@ class SaveGate:
         # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
         return str, (type(self).__name__,)
 
-    def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
-        return self._gated(original, runs_everywhere=False)
+    def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """In place of a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
+        return self._save(original, args, kwargs, runs_everywhere=False)
 
-    def upload_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function `(self, name, ...)` that uploads: only rank 0 calls it."""
-        return self._gated(original, runs_everywhere=False, writes_files=False)
+    def upload_once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """In place of a function `(self, name, ...)` that uploads: only rank 0 calls it."""
+        return self._save(original, args, kwargs, runs_everywhere=False, writes_files=False)
 
-    def after_rank_0(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
-        return self._gated(original, runs_everywhere=True)
+    def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """In place of one that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
+        return self._save(original, args, kwargs, runs_everywhere=True)
 
-    def learn_of_rank_0(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """As `after_rank_0`, for a function whose first argument is no path."""
-        return self._gated(original, runs_everywhere=True, names_path=False)
+        return self._save(original, args, kwargs, runs_everywhere=True, names_path=False)
 
-    def _gated(
-        self, original: Callable[..., Any], *, runs_everywhere: bool, writes_files: bool = True, names_path: bool = True
-    ) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def gated(*args: Any, **kwargs: Any) -> Any:
-            path = _path_of(args, kwargs) if names_path else ""
-            if self._is_inside:
-                # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
-                is_run = path is None or self._is_writer or runs_everywhere
-                return self._call(original, args, self._given(args, kwargs)) if is_run else None
-            manager = None if path is None else self._get_manager()
-            if path is None or manager is None:
-                return self._call(original, args, kwargs)
-            what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
-            saves = manager.saves
-            with saves.visit(what):
-                runs_here = runs_everywhere
-                if (model := sharded_model(args)) is not None:
-                    runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
-                # An uploader calls a saver, which is given them then.
-                given = self._given(args, kwargs) if writes_files else kwargs
-                save = functools.partial(self._outermost, original, args, given)
-                if self._rank == 0:
-                    return saves.write(path if writes_files else "", save)
-                if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
-                    save(is_writer=True)  # save_on_each_node: the first rank of each node writes its own.
-                elif runs_here:
-                    save()
-                is_rank_0s, result = saves.follow()
-                return result if is_rank_0s or runs_here else save(is_writer=True)
-
-        return gated
+    def _save(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        runs_everywhere: bool,
+        writes_files: bool = True,
+        names_path: bool = True,
+    ) -> Any:
+        path = _path_of(args, kwargs) if names_path else ""
+        if self._is_inside:
+            # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
+            is_run = path is None or self._is_writer or runs_everywhere
+            return self._call(original, args, self._given(args, kwargs)) if is_run else None
+        manager = None if path is None else self._get_manager()
+        if path is None or manager is None:
+            return self._call(original, args, kwargs)
+        what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
+        saves = manager.saves
+        with saves.visit(what):
+            runs_here = runs_everywhere
+            if (model := sharded_model(args)) is not None:
+                runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
+            # An uploader calls a saver, which is given them then.
+            given = self._given(args, kwargs) if writes_files else kwargs
+            save = functools.partial(self._outermost, original, args, given)
+            if self._rank == 0:
+                return saves.write(path if writes_files else "", save)
+            if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
+                save(is_writer=True)  # save_on_each_node: the first rank of each node writes its own.
+            elif runs_here:
+                save()
+            is_rank_0s, result = saves.follow()
+            return result if is_rank_0s or runs_here else save(is_writer=True)
 
     def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
         """Puts the shards of a model together on rank 0, unless the saver does. Collective.
@@ -205,27 +207,18 @@ class SaveGate:
         manager.saves.leave()
 
 
-def _of_complete_ones(original: Callable[..., None]) -> Callable[..., None]:
+def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
     """`rotate_checkpoints`: `Checkpoints` calls it itself, when the new one is complete and in its place."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def rotate(*args: Any, **kwargs: Any) -> None:
-        folder = signature.bind(*args, **kwargs).arguments.get("output_dir")
-        if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
-            original(*args, **kwargs)
-
-    return rotate
+    folder = inspect.signature(original).bind(*args, **kwargs).arguments.get("output_dir")
+    if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
+        original(*args, **kwargs)
 
 
-def _bind_guarded(gate: SaveGate, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_guarded(
+    gate: SaveGate, original: Callable[..., Any], /, func: Callable[..., Any], obj: Any, name: str
+) -> Any:
     """Unsloth puts its savers on each model and tokenizer as instance attributes, all through one function."""
-
-    @functools.wraps(original)
-    def bind(func: Callable[..., Any], obj: Any, name: str) -> Any:
-        return original(gate.once(func), obj, name)
-
-    return bind
+    return original(functools.wraps(func)(functools.partial(gate.once, func)), obj, name)
 
 
 def sharded_model(args: tuple[Any, ...]) -> Any:

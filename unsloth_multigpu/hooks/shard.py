@@ -76,7 +76,6 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
 
     Args:
         device: This rank's `torch.device`.
-        rank: This one.
         num_ranks: That share the model.
     """
     place = functools.partial(_in_parts, device, rank, num_ranks)
@@ -140,87 +139,71 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
     ]
 
 
-def _whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.group.shards import is_sharded
+def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from unsloth_multigpu.group.shards import is_sharded
 
-        if is_sharded(self.get_base_layer().weight):
-            raise SetupError(
-                "An adapter is merged into whole weights, and each rank has its rows of these 4-bit ones.",
-                hint="save_pretrained() on all ranks. Merge in a process of its own, into the model in 16 bits.",
-            )
-        return original(self, *args, **kwargs)
-
-    return merge
+    if is_sharded(self.get_base_layer().weight):
+        raise SetupError(
+            "An adapter is merged into whole weights, and each rank has its rows of these 4-bit ones.",
+            hint="save_pretrained() on all ranks. Merge in a process of its own, into the model in 16 bits.",
+        )
+    return original(self, *args, **kwargs)
 
 
-def _device_of_rank(device: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def shard_device(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.shard.packed import give_back, in_parts
+def _device_of_rank(device: Any, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+    from unsloth_multigpu.shard.packed import give_back, in_parts
 
-        layers = in_parts(model)
-        give_back(layers)
-        return device if layers else original(model, *args, **kwargs)
-
-    return shard_device
+    layers = in_parts(model)
+    give_back(layers)
+    return device if layers else original(model, *args, **kwargs)
 
 
-def _divided_as_loaded(rank: int, num_ranks: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def shard_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.shard.packed import check_parts, in_parts
+def _divided_as_loaded(
+    rank: int, num_ranks: int, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from unsloth_multigpu.shard.packed import check_parts, in_parts
 
-        layers = in_parts(model)
-        result = original(model, *args, **kwargs)
-        check_parts(layers, rank, num_ranks)
-        return result
-
-    return shard_model
+    layers = in_parts(model)
+    result = original(model, *args, **kwargs)
+    check_parts(layers, rank, num_ranks)
+    return result
 
 
-def _on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update_device_map(self: Any, device_map: Any) -> Any:
-        return {"": "cpu"}
-
-    return update_device_map
+def _on_the_host(original: Callable[..., Any], /, self: Any, device_map: Any) -> Any:
+    return {"": "cpu"}
 
 
-def _placed(device: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def process(self: Any, model: Any, **kwargs: Any) -> Any:
-        model = original(self, model, **kwargs)
-        model.hf_device_map = {"": device}
-        return model
-
-    return process
+def _placed(device: Any, original: Callable[..., Any], /, self: Any, model: Any, **kwargs: Any) -> Any:
+    model = original(self, model, **kwargs)
+    model.hf_device_map = {"": device}
+    return model
 
 
-def _in_parts(device: Any, rank: int, num_ranks: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def convert(self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        from unsloth_multigpu.shard.packed import keep_rows, on_device
+def _in_parts(
+    device: Any,
+    rank: int,
+    num_ranks: int,
+    original: Callable[..., Any],
+    /,
+    self: Any,
+    input_dict: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    from unsloth_multigpu.shard.packed import keep_rows, on_device
 
-        # One weight, quantised where one process does it.
-        moved = {name: list(on_device(values, device)) for name, values in input_dict.items()}
-        found: dict[str, Any] = original(self, moved, *args, **kwargs)
-        storage = self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
-        for name, weight in found.items():
-            if getattr(weight, "bnb_quantized", False):
-                found[name] = keep_rows(weight, storage, device, rank, num_ranks)
-        return found
-
-    return convert
+    # One weight, quantised where one process does it.
+    moved = {name: list(on_device(values, device)) for name, values in input_dict.items()}
+    found: dict[str, Any] = original(self, moved, *args, **kwargs)
+    storage = self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
+    for name, weight in found.items():
+        if getattr(weight, "bnb_quantized", False):
+            found[name] = keep_rows(weight, storage, device, rank, num_ranks)
+    return found
 
 
-def _stored_as_computed(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def post_init(self: Any) -> None:
-        original(self)
-        # Unsloth packs them itself. What the script gives is kept, but for uint8, which is also the default.
-        if self.load_in_4bit and not self.bnb_4bit_quant_storage.is_floating_point and "unsloth" not in sys.modules:
-            self.bnb_4bit_quant_storage = self.bnb_4bit_compute_dtype
-
-    return post_init
+def _stored_as_computed(original: Callable[..., None], /, self: Any) -> None:
+    original(self)
+    # Unsloth packs them itself. What the script gives is kept, but for uint8, which is also the default.
+    if self.load_in_4bit and not self.bnb_4bit_quant_storage.is_floating_point and "unsloth" not in sys.modules:
+        self.bnb_4bit_quant_storage = self.bnb_4bit_compute_dtype

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
@@ -45,6 +45,7 @@ _DROPS_LAST_BATCH = (
 )
 # Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
+_Shares: TypeAlias = "WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]]"
 # What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
 # when it is called.
 RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
@@ -62,7 +63,6 @@ def trainer_patches(
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
     Args:
-        config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         run: Called in place of `train`, see `RunTraining`.
@@ -70,6 +70,7 @@ def trainer_patches(
         notice: Called where a training begins.
         adjust: Called with new `TrainingArguments` before they check themselves.
     """
+    # Here transformers has accelerate read the rank.
     adjusted = functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager, adjust)
     return [
         Patch(
@@ -82,7 +83,7 @@ def trainer_patches(
         Patch(
             "transformers.training_args:TrainingArguments.__post_init__",
             _SUPPORTS,
-            adjusted,
+            functools.partial(_told_world_size, world_size, adjusted),
             "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once.",
         ),
     ]
@@ -92,12 +93,14 @@ def _patches_of_ranks(
     config: MultiGPUConfig, world_size: int, get_manager: Callable[[], DDPManager], notice: Callable[[], None]
 ) -> list[Patch]:
     get_loaders = functools.cache(_make_loaders)  # Behind the import of torch.
+    # Workers of a loader may live as long as it. A share is of one trainer and one manager.
+    shares: _Shares = WeakKeyDictionary()
     raised = "Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; what "
     return [
         Patch(
             f"{_TRAINER}.evaluation_loop",
             _SUPPORTS,
-            functools.partial(_evaluated_by_batch, get_manager, get_loaders),
+            functools.partial(_evaluated_by_batch, get_manager, get_loaders, shares),
             "Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
         ),
         Patch(
@@ -117,7 +120,7 @@ def _patches_of_ranks(
             Patch(
                 target,
                 "unsloth>=2026.10.7",
-                _told_world_size(1),
+                functools.partial(_told_world_size, 1),
                 f"{raised}one process has is divided by the ranks.",
                 optional=True,
                 after="unsloth.models.llama",
@@ -170,16 +173,14 @@ def _loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders
     ]
 
 
-@contextmanager
-def _told_world_size(world_size: int) -> Iterator[None]:
-    """What WORLD_SIZE says meanwhile, where it is set."""
+def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls with this in WORLD_SIZE, where that is set."""
     before = os.environ.get("WORLD_SIZE")
     if before is None:
-        yield
-        return
+        return call(*args, **kwargs)
     os.environ["WORLD_SIZE"] = str(world_size)
     try:
-        yield
+        return call(*args, **kwargs)
     finally:
         os.environ["WORLD_SIZE"] = before
 
@@ -216,51 +217,45 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
 
 
 def _refused_unless(
-    is_allowed: Callable[[], bool], error: SetupError, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        if not is_allowed():
-            raise error
-        return original(*args, **kwargs)
-
-    return train
+    is_allowed: Callable[[], bool], error: SetupError, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    if not is_allowed():
+        raise error
+    return original(*args, **kwargs)
 
 
-def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(self: TrainerLike, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        trial = args[0] if args else kwargs.get("trial")
-        arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
+def _steered_train(
+    run: RunTraining,
+    original: Callable[..., Any],
+    /,
+    self: TrainerLike,
+    resume_from_checkpoint: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    trial = args[0] if args else kwargs.get("trial")
+    arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
 
-        def bound() -> Any:
-            return original(self, arguments["resume_from_checkpoint"], *args, **kwargs)
+    def bound() -> Any:
+        return original(self, arguments["resume_from_checkpoint"], *args, **kwargs)
 
-        return run(self, bound, arguments)
-
-    return train
-
-
-def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def on_train_begin(*args: Any, **kwargs: Any) -> Any:
-        notice()
-        return original(*args, **kwargs)
-
-    return on_train_begin
+    return run(self, bound, arguments)
 
 
-def _loader_of_one_process(world_size: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_train_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
-        from unsloth_multigpu.train.trainer import counts_as_one_process
+def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    notice()
+    return original(*args, **kwargs)
 
-        is_asked_aside = not is_being_dealt(self) and counts_as_one_process(self, world_size)
-        with batches_of_one_process(self) if is_asked_aside else nullcontext():
-            return original(self, *args, **kwargs)
 
-    return get_train_dataloader
+def _loader_of_one_process(
+    world_size: int, original: Callable[..., Any], /, self: TrainerLike, *args: Any, **kwargs: Any
+) -> Any:
+    from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
+    from unsloth_multigpu.train.trainer import counts_as_one_process
+
+    is_asked_aside = not is_being_dealt(self) and counts_as_one_process(self, world_size)
+    with batches_of_one_process(self) if is_asked_aside else nullcontext():
+        return original(self, *args, **kwargs)
 
 
 def _make_loaders() -> EvaluationLoaders:
@@ -270,85 +265,87 @@ def _make_loaders() -> EvaluationLoaders:
 
 
 def _whole_for_readers(
-    world_size: int, get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.train.trainer import counts_as_one_process
+    world_size: int,
+    get_loaders: Callable[[], EvaluationLoaders],
+    original: Callable[..., Any],
+    /,
+    self: TrainerLike,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from unsloth_multigpu.train.trainer import counts_as_one_process
 
-        is_whole = counts_as_one_process(self, world_size)
-        with get_loaders().building(self) if is_whole else nullcontext():
-            return original(self, *args, **kwargs)
-
-    return get_dataloader
+    is_whole = counts_as_one_process(self, world_size)
+    with get_loaders().building(self) if is_whole else nullcontext():
+        return original(self, *args, **kwargs)
 
 
 def _alone_over_whole_rows(
-    get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gather_for_metrics(self: Any, input_data: Any, *args: Any, **kwargs: Any) -> Any:
-        is_whole = get_loaders().is_whole(self.gradient_state.active_dataloader)
-        return input_data if is_whole else original(self, input_data, *args, **kwargs)
+    get_loaders: Callable[[], EvaluationLoaders],
+    original: Callable[..., Any],
+    /,
+    self: Any,
+    input_data: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    is_whole = get_loaders().is_whole(self.gradient_state.active_dataloader)
+    return input_data if is_whole else original(self, input_data, *args, **kwargs)
 
-    return gather_for_metrics
 
-
-def _refused_search(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hyperparameter_search(*args: Any, **kwargs: Any) -> Any:
-        raise SetupError(
-            "hyperparameter_search on several ranks: its trials are chosen by one process.",
-            hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
-        )
-
-    return hyperparameter_search
+def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    raise SetupError(
+        "hyperparameter_search on several ranks: its trials are chosen by one process.",
+        hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
+    )
 
 
 def _evaluated_by_batch(
     get_manager: Callable[[], DDPManager],
     get_loaders: Callable[[], EvaluationLoaders],
+    shares: _Shares,
     original: Callable[..., Any],
-) -> Callable[..., Any]:
-    # Workers of a loader may live as long as it. A share is of one trainer and one manager.
-    shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
+    /,
+    self: TrainerLike,
+    dataloader: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from unsloth_multigpu.train.evaluation import Evaluation
 
-    def share_of_rank(trainer: TrainerLike, loader: Any) -> Share | None:
-        from torch.utils.data import DataLoader
+    counts = self.args.average_tokens_across_devices
+    # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
+    # where the model divides by its own.
+    self.args.average_tokens_across_devices = False
+    share = _share_of_rank(self, dataloader, get_manager(), get_loaders(), shares)
+    try:
+        if share is None:
+            return original(self, get_loaders().divided(dataloader), *args, **kwargs)
+        cuts_last = self.gather_function != self.accelerator.gather
+        evaluation = Evaluation(self, get_manager(), share, cuts_last=cuts_last)
+        with evaluation.on_trainer():
+            output = original(self, share.loader, *args, **kwargs)
+        return evaluation.completed(output)
+    finally:
+        self.args.average_tokens_across_devices = counts
+        # What callbacks read, in on_evaluate too.
+        self.callback_handler.eval_dataloader = dataloader
 
-        from unsloth_multigpu.step.share import share_of
 
-        if not isinstance(loader, DataLoader):
-            return None
-        manager, found = get_manager(), shares.get(loader)
-        if found is None or found[0] is not trainer or found[1] is not manager:
-            share = share_of(trainer, manager, loader, is_whole=get_loaders().is_whole(loader))
-            found = shares[loader] = (trainer, manager, share)
-        return found[2]
+def _share_of_rank(
+    trainer: TrainerLike, loader: Any, manager: DDPManager, loaders: EvaluationLoaders, shares: _Shares
+) -> Share | None:
+    from torch.utils.data import DataLoader
 
-    @functools.wraps(original)
-    def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.train.evaluation import Evaluation
+    from unsloth_multigpu.step.share import share_of
 
-        counts = self.args.average_tokens_across_devices
-        # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
-        # where the model divides by its own.
-        self.args.average_tokens_across_devices = False
-        share = share_of_rank(self, dataloader)
-        try:
-            if share is None:
-                return original(self, get_loaders().divided(dataloader), *args, **kwargs)
-            cuts_last = self.gather_function != self.accelerator.gather
-            evaluation = Evaluation(self, get_manager(), share, cuts_last=cuts_last)
-            with evaluation.on_trainer():
-                output = original(self, share.loader, *args, **kwargs)
-            return evaluation.completed(output)
-        finally:
-            self.args.average_tokens_across_devices = counts
-            # What callbacks read, in on_evaluate too.
-            self.callback_handler.eval_dataloader = dataloader
-
-    return evaluation_loop
+    if not isinstance(loader, DataLoader):
+        return None
+    found = shares.get(loader)
+    if found is None or found[0] is not trainer or found[1] is not manager:
+        share = share_of(trainer, manager, loader, is_whole=loaders.is_whole(loader))
+        found = shares[loader] = (trainer, manager, share)
+    return found[2]
 
 
 def _adjusted_arguments(
@@ -358,66 +355,57 @@ def _adjusted_arguments(
     get_manager: Callable[[], DDPManager],
     adjust: Callable[[ArgumentsLike], None],
     original: Callable[..., None],
-) -> Callable[..., None]:
-    @functools.wraps(original)
-    @_told_world_size(world_size)  # Here transformers has accelerate read the rank.
-    def __post_init__(self: ArgumentsLike) -> None:
-        from unsloth_multigpu.group.manager import sends_over_host
+    /,
+    self: ArgumentsLike,
+) -> None:
+    from unsloth_multigpu.group.manager import sends_over_host
 
-        adjust(self)
-        if world_size > 1:
-            from unsloth_multigpu.train.trainer import refuse_batch_search
+    adjust(self)
+    if world_size > 1:
+        from unsloth_multigpu.train.trainer import refuse_batch_search
 
-            refuse_batch_search(self)
-            # transformers has accelerate open the group, which would not name a missing rank.
-            get_manager().meet_ranks()
-        if config.device == "cpu":
-            self.use_cpu = True
-        if world_size > 1 and device_type == "cpu":
-            # Without it accelerate sees no device to distribute over, and every rank trains for itself.
-            self.use_cpu = True
-            # Here transformers has accelerate open the group, on the CPU without a timeout.
+        refuse_batch_search(self)
+        # transformers has accelerate open the group, which would not name a missing rank.
+        get_manager().meet_ranks()
+    if config.device == "cpu":
+        self.use_cpu = True
+    if world_size > 1 and device_type == "cpu":
+        # Without it accelerate sees no device to distribute over, and every rank trains for itself.
+        self.use_cpu = True
+        # Here transformers has accelerate open the group, on the CPU without a timeout.
+        get_manager().open_group()
+    if config.batch_size_per_gpu is not None:
+        self.per_device_train_batch_size = config.batch_size_per_gpu
+    if world_size > 1 and sends_over_host():
+        self.ddp_backend = CPU_BACKEND
+    if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
+        self.ddp_timeout = int(config.timeout_s) or 1
+    if config.shard == "on" and world_size > 1:
+        from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
+
+        ask_accelerate_to_shard(self, offload=config.shard_offload)
+        if config.shard_offload:
+            # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
             get_manager().open_group()
-        if config.batch_size_per_gpu is not None:
-            self.per_device_train_batch_size = config.batch_size_per_gpu
-        if world_size > 1 and sends_over_host():
-            self.ddp_backend = CPU_BACKEND
-        if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
-            self.ddp_timeout = int(config.timeout_s) or 1
-        if config.shard == "on" and world_size > 1:
-            from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
-
-            ask_accelerate_to_shard(self, offload=config.shard_offload)
-            if config.shard_offload:
-                # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
-                get_manager().open_group()
-        if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
-            _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
-        original(self)
-        if world_size == 1 and self.n_gpu > 1:
-            # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
-            # legacy path cuts batches itself.
-            self._n_gpu = 1
-
-    return __post_init__
+    if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
+        _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
+    original(self)
+    if world_size == 1 and self.n_gpu > 1:
+        # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
+        # legacy path cuts batches itself.
+        self._n_gpu = 1
 
 
-def _keeps_last_batch(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __post_init__(self: ArgumentsLike) -> None:
-        is_dropped = self.dataloader_drop_last
-        original(self)
-        self.dataloader_drop_last = is_dropped
-
-    return __post_init__
+def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> None:
+    is_dropped = self.dataloader_drop_last
+    original(self)
+    self.dataloader_drop_last = is_dropped
 
 
-def _given_arguments(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(original)
-    def to_dict(self: ArgumentsLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
-
-    return to_dict
+def _given_arguments(
+    original: Callable[..., dict[str, Any]], /, self: ArgumentsLike, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
 
 
 def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manager: Callable[[], DDPManager]) -> None:

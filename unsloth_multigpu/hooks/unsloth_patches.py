@@ -37,7 +37,6 @@ def placement_patches(
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
         warns: Say that a map by which a model would be split does not split it.
-        rank: This one.
         num_ranks: Of the run.
         shards: They are to share the model, whatever map would split it.
     """
@@ -134,40 +133,33 @@ def _placed(
     shards: bool,
     explain: Callable[[], Any],
     original: Callable[..., Any],
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get("device_map")
-        if shards and _splits(given):
-            kwargs["device_map"] = {"": local_rank}
-            logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
-        elif given is not None:
-            kwargs["device_map"] = local_device_map(given, device_type, local_rank)
-        if warns and str(given) in _SPLITTING:
-            logger.warning(
-                "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
-                "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
-                given,
-            )
-        with explain():
-            return original(*args, **kwargs)
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = kwargs.get("device_map")
+    if shards and _splits(given):
+        kwargs["device_map"] = {"": local_rank}
+        logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
+    elif given is not None:
+        kwargs["device_map"] = local_device_map(given, device_type, local_rank)
+    if warns and str(given) in _SPLITTING:
+        logger.warning(
+            "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
+            "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
+            given,
+        )
+    with explain():
+        return original(*args, **kwargs)
 
-    return from_pretrained
 
-
-def _offloaded_apart(rank: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def offload_to_disk(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        # The name too: for a model in a folder, Unsloth writes into that one, and ranks that make a new one meet there.
-        given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
-        given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
-        return original(*given.args, **given.kwargs)
-
-    return offload_to_disk
+def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    # The name too: for a model in a folder, Unsloth writes into that one, and ranks that make a new one meet there.
+    given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
+    given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
+    return original(*given.args, **given.kwargs)
 
 
 def _moved(place: Any, local_rank: int) -> Any:

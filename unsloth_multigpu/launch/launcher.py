@@ -45,7 +45,6 @@ class DDPLauncher:
     Args:
         command: What every rank executes.
         num_ranks: Ranks to start; rank r drives device r.
-        config: The run's options.
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
 
     Attributes:

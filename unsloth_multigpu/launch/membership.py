@@ -100,7 +100,6 @@ class Meeting:
     Only the main thread replaces `_own`; only the thread replaces what it has read.
 
     Args:
-        config: The run's options.
         run_id: Name of the run among those that meet there.
         num_ranks: Ranks of this node.
 

@@ -30,9 +30,7 @@ def start_pulse(
     """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
 
     Args:
-        page: This rank's page.
         run_dir: The run's private folder.
-        rank: This rank.
         hang_timeout_s: The supervisor's limit; 0 = collectives are never named. The name of a collective costs up to
             0.1 s, so it is asked for only when a rank has made no progress for half of the limit.
 
@@ -63,7 +61,6 @@ class Pulse:
     """What the thread does.
 
     Args:
-        page: This rank's page.
         hang_timeout_s: See `start_pulse`.
     """
 

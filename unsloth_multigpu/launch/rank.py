@@ -32,7 +32,6 @@ def enter_rank(
     """Prepares this process as a rank.
 
     Args:
-        identity: Place of this rank.
         context: What its supervisor tells it.
         hang_timeout_s: The supervisor's limit for a rank that makes no progress.
 
@@ -75,7 +74,6 @@ def enter_notebook(
     """Prepares this process as a rank of a notebook, whose kernel itself sees how a cell ends.
 
     Args:
-        identity: Place of this rank.
         run_dir: The private folder of the notebook's ranks.
         hang_timeout_s: The kernel's limit for a rank that makes no progress.
 

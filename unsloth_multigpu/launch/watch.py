@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,7 @@ _STACK_LIMIT_S = 5.0
 _NUM_FRAMES = 8
 
 
+@dataclass(eq=False, repr=False)
 class Watch:
     """Follows the ranks' events and heartbeats, and ends ranks that would wait forever.
 
@@ -49,55 +51,47 @@ class Watch:
         ranks: The processes of this attempt.
         run_dir: The run's private folder.
         log_dir: Where stacks of a hang are kept.
-        config: The run's options.
         attempt: How often the ranks were started before.
         unheard_s: Seconds since each other node was last heard, by its name.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        run_dir: Path,
-        log_dir: Path,
-        config: MultiGPUConfig,
-        attempt: int,
-        unheard_s: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        self._ranks = ranks
-        self._run_dir = run_dir
-        self._log_dir = log_dir
-        self._config = config
-        self._attempt = attempt
-        self._unheard_s = unheard_s
-        self._num_kills_before = count_memory_kills()
-        self._beats: dict[int, Heartbeat] = {}
-        self._last_look_s = self._since_s = time.monotonic()
-        self._ending_since_s: float | None = None
-        self._is_told_to_end = self._must_end = False
-        self._hang: Event | None = None
-        # Ranks that had ended before any was told to.
-        self._gone: set[int] = set()
+    ranks: Ranks
+    run_dir: Path
+    log_dir: Path
+    config: MultiGPUConfig
+    attempt: int
+    unheard_s: Callable[[], Mapping[str, float]] = dict
+    _num_kills_before: int = field(init=False, default_factory=count_memory_kills)
+    _beats: dict[int, Heartbeat] = field(init=False, default_factory=dict)
+    _last_look_s: float = field(init=False, default_factory=time.monotonic)
+    _since_s: float = field(init=False, default_factory=time.monotonic)
+    _ending_since_s: float | None = field(init=False, default=None)
+    _is_told_to_end: bool = field(init=False, default=False)
+    _must_end: bool = field(init=False, default=False)
+    _hang: Event | None = field(init=False, default=None)
+    # Ranks that had ended before any was told to.
+    _gone: set[int] = field(init=False, default_factory=set)
 
     def events(self) -> list[Event]:
         """All ranks' events of this attempt, oldest first, with the hang that was found."""
-        events = read_events(self._run_dir, self._attempt)
+        events = read_events(self.run_dir, self.attempt)
         return events if self._hang is None else [*events, self._hang]
 
     @property
     def has_failed(self) -> bool:
         """True once a rank has failed or hangs."""
-        return self._hang is not None or any(self._ranks.exit_codes.values())
+        return self._hang is not None or any(self.ranks.exit_codes.values())
 
     def look(self) -> list[Event]:
         """Called some ten times a second, and once when all ranks have ended; returns what `events` does."""
-        events, living = self.events(), self._ranks.living()
+        events, living = self.events(), self.ranks.living()
         if not self._gone:
-            self._beats = read_beats(self._run_dir)
-            self._gone = set() if self._is_told_to_end else set(self._ranks.exit_codes)
+            self._beats = read_beats(self.run_dir)
+            self._gone = set() if self._is_told_to_end else set(self.ranks.exit_codes)
         self._end_hang(events, living)
         # Ranks whose teardown hangs.
         late_s = time.monotonic() - 2 * TEARDOWN_LIMIT_S
-        self._ranks.send(signal.SIGKILL, {e.rank for e in events if e.kind == "exception" and e.time_s < late_s})
+        self.ranks.send(signal.SIGKILL, {e.rank for e in events if e.kind == "exception" and e.time_s < late_s})
         self._end_waiting(events)
         return events
 
@@ -110,12 +104,12 @@ class Watch:
         events = self.events()
         return find_cause(
             events,
-            {rank: code for rank, code in self._ranks.exit_codes.items() if code or rank in self._gone},
+            {rank: code for rank, code in self.ranks.exit_codes.items() if code or rank in self._gone},
             self._gone,
             self._beats if events else {},  # Otherwise the pages are those of an earlier attempt.
             num_memory_kills=count_memory_kills() - self._num_kills_before,
-            is_one_node=is_one_node(self._config),
-            num_ranks=self._ranks.num_ranks,
+            is_one_node=is_one_node(self.config),
+            num_ranks=self.ranks.num_ranks,
         )
 
     def _end_hang(self, events: list[Event], living: Mapping[int, int]) -> None:
@@ -125,25 +119,25 @@ class Watch:
         self._last_look_s = now_s
         started = {event.rank for event in events if event.kind == "started"}
         is_ending = {event.kind for event in events} & {HANG, "exception", *STOPS}
-        if is_ending or min(len(living), len(started)) < self._ranks.num_ranks or not self._find_hang():
+        if is_ending or min(len(living), len(started)) < self.ranks.num_ranks or not self._find_hang():
             return
         # A page that is read while it is written mixes two moments. A real hang is there at the next look too.
         time.sleep(POLL_S)
-        self._beats = read_beats(self._run_dir)
+        self._beats = read_beats(self.run_dir)
         if hang := self._find_hang():
             facts = self._describe(hang, self._collect_stacks(living))
             rank = -1 if hang.rank is None else hang.rank
-            self._hang = Event(HANG, rank, self._attempt, now_s, hang.step, facts)
-            self._ranks.send(signal.SIGKILL, None if hang.rank is None else {rank})
+            self._hang = Event(HANG, rank, self.attempt, now_s, hang.step, facts)
+            self.ranks.send(signal.SIGKILL, None if hang.rank is None else {rank})
 
     def _find_hang(self) -> Hang | None:
-        limit_s, unheard_s = self._config.hang_timeout_s, self._unheard_s()
+        limit_s, unheard_s = self.config.hang_timeout_s, self.unheard_s()
         return find_hang(self._beats, time.monotonic(), limit_s, since_s=self._since_s, unheard_s=unheard_s)
 
     def _collect_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
         """Every rank's stacks, which are kept in the log folder as well; "" for one that writes none."""
         # Before faulthandler is set up, the signal would end the process.
-        paths = {rank: path for rank in pids if (path := stack_path(self._run_dir, rank)).exists()}
+        paths = {rank: path for rank in pids if (path := stack_path(self.run_dir, rank)).exists()}
         for rank in paths:
             send_to_main_thread(pids[rank], signal.SIGUSR2)
             if read_state(pids[rank]) == psutil.STATUS_STOPPED:
@@ -152,7 +146,7 @@ class Watch:
         stacks = {rank: _text(paths[rank]) if rank in paths else "" for rank in pids}
         for rank, stack in stacks.items():
             try:
-                _write_private(self._log_dir / f"stack_rank_{rank}.txt", stack)
+                _write_private(self.log_dir / f"stack_rank_{rank}.txt", stack)
             except OSError as full:  # The ranks must be ended in any case.
                 logger.warning("stacks of rank=%d are not kept: %s", rank, full)
         return stacks
@@ -162,8 +156,8 @@ class Watch:
         for rank in [r for r in stacks if r == hang.rank] or sorted(stacks):
             frames = main_frames(stacks[rank])[:_NUM_FRAMES]
             text += f"Stack of rank {rank} (most recent call first):\n" + "".join(f"{line}\n" for line in frames)
-        text += f"Stacks of all threads: {self._log_dir}/stack_rank_N.txt\n"
-        text += f"Hint: Raise hang_timeout_s={self._config.hang_timeout_s:g} where this only takes long.\n"
+        text += f"Stacks of all threads: {self.log_dir}/stack_rank_N.txt\n"
+        text += f"Hint: Raise hang_timeout_s={self.config.hang_timeout_s:g} where this only takes long.\n"
         place = "" if hang.rank is None else place_of(main_frames(stacks.get(hang.rank, "")))
         return {"message": hang.message + (place and f" ({place})"), "stacks": text}
 
@@ -172,18 +166,18 @@ class Watch:
         # While a signal ends the run, the other ranks have until `grace_s` to save.
         is_stopping = any(event.kind in STOPS for event in events)
         must_end = self._must_end or self.has_failed
-        if is_stopping or not (must_end or find_early_exit(events, self._ranks.exit_codes)):
+        if is_stopping or not (must_end or find_early_exit(events, self.ranks.exit_codes)):
             self._ending_since_s = None
             return
         self._ending_since_s = self._ending_since_s or time.monotonic()
         waited_s = time.monotonic() - self._ending_since_s
         if not self._is_told_to_end and (must_end or waited_s > _EARLY_EXIT_GRACE_S):
             self._is_told_to_end = True
-            self._ranks.send(signal.SIGTERM)
+            self.ranks.send(signal.SIGTERM)
         elif waited_s > TEARDOWN_LIMIT_S:
             # A handler of the script never runs while the main thread waits in native code, so SIGKILL is needed.
             in_teardown = {event.rank for event in events if event.kind in ("exception", HANG)}
-            self._ranks.send(signal.SIGKILL, self._ranks.living().keys() - in_teardown)
+            self.ranks.send(signal.SIGKILL, self.ranks.living().keys() - in_teardown)
 
 
 def _text(path: Path) -> str:

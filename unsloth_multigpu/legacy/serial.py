@@ -42,7 +42,6 @@ class SerialTrainer(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass. Its loss is a mean over rows or tokens, or a sum divided by the
             step's tokens; of one that a script wrote, `loss_reduction` says it.
-        config: The run's options.
 
     Attributes:
         moved_bytes: Gradients to the CPU and back, and weights to the replicas.

@@ -143,9 +143,9 @@ def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
     ]
 
 
-def _once(make: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     # Without the arguments: a token that is given to `login` goes to no other rank.
-    return lambda *args, **kwargs: make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
+    return make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
 
 
 def read_ranks(text: str, num_ranks: int) -> frozenset[int]:

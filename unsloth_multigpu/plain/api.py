@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu import plugin
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
@@ -49,33 +49,12 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
     return wrapped
 
 
-def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
-
-    Rank 0 waits a few seconds for the other ranks; those that make the call wait until the file is there. It is whole
-    at any time: it is written next to `path`, and renamed. Folders are made. `load_state_dict` reads it, and so does
-    `model.load_state_dict(torch.load(path, map_location="cpu"))`; without that all ranks would open rank 0's GPU.
-
-    Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
-    save of rank 0's for the one that they wait for.
-
-    Raises:
-        OSError: It cannot be written (on rank 0).
-        DistributedError: Rank 0 failed (on the others).
-        RankTimeoutError: Rank 0 did not write it within `timeout_s`.
-    """
-    from unsloth_multigpu.plain.state import save_state_dict as save
-
-    save(model, path, _manager())
-
-
 def distributed_loader(
     dataset: Any,
     batch_size: int,
     *,
     shuffle: bool = True,
     seed: int = 0,
-    global_batch: str | None = None,
     drop_last: bool = False,
     **loader_options: Any,
 ) -> DistributedLoader:
@@ -93,44 +72,30 @@ def distributed_loader(
 
     Args:
         dataset: With `__len__` and `__getitem__`; the same on all ranks.
-        batch_size: That of the one-process script.
+        batch_size: That of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
+            `enable_multi_gpu` count here, too.
         shuffle: A new order for each epoch.
         seed: Of that order.
-        global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes this many [the
-            option of `enable_multi_gpu`, else "keep"; with `batch_size_per_gpu` each rank takes these].
         drop_last: Leave out the samples that do not fill a step.
         loader_options: Given to each rank's DataLoader: `collate_fn`, `num_workers` and so on.
 
     Raises:
-        ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
-            together with `batch_size_per_gpu`.
+        ConfigError: A step or the data set has fewer samples than ranks, or no length.
     """
     from unsloth_multigpu.plain.loader import distributed_loader as make_loader
 
     manager = _manager()
-    global_batch, batch_size = _step_of(manager.config, global_batch, batch_size)
+    config = manager.config
     return make_loader(
         dataset,
-        batch_size,
+        config.batch_size_per_gpu or batch_size,
         manager.identity,
-        global_batch=global_batch,
+        keeps_step=config.keeps_global_batch,
         drop_last=drop_last,
         shuffle=shuffle,
         seed=seed,
         **loader_options,
     )
-
-
-def _step_of(config: MultiGPUConfig, global_batch: str | None, batch_size: int) -> tuple[str, int]:
-    """`global_batch` and `batch_size` of a loader: what the call says, else what the options say."""
-    if global_batch == "keep" and config.batch_size_per_gpu is not None:
-        raise ConfigError(
-            f"global_batch='keep', but enable_multi_gpu() has batch_size_per_gpu={config.batch_size_per_gpu}.",
-            hint="Leave out one of them.",
-        )
-    if global_batch is not None:
-        return global_batch, batch_size
-    return "keep" if config.keeps_global_batch else "scale", config.batch_size_per_gpu or batch_size
 
 
 def _manager() -> DDPManager:

@@ -29,7 +29,6 @@ class EpochPlan:
     Args:
         num_samples: Samples of the data set.
         step_samples: Samples of one step over all ranks.
-        world_size: Number of ranks.
         drop_last: Samples that do not fill a step are left out.
     """
 
@@ -103,7 +102,7 @@ def distributed_loader(
     batch_size: int,
     identity: RankIdentity,
     *,
-    global_batch: str,
+    keeps_step: bool,
     drop_last: bool = False,
     **options: Any,
 ) -> DistributedLoader:
@@ -113,12 +112,8 @@ def distributed_loader(
             f"{type(dataset).__name__} has no length: its samples cannot be dealt to ranks by their numbers.",
             hint="Give a data set with __len__ and __getitem__.",
         )
-    if global_batch not in ("keep", "scale"):
-        raise ConfigError(
-            f"global_batch={global_batch!r}; expected 'keep' or 'scale'.", hint='Set global_batch="keep".'
-        )
     world_size = identity.world_size
-    step_samples = batch_size if global_batch == "keep" else batch_size * world_size
+    step_samples = batch_size if keeps_step else batch_size * world_size
     if step_samples < world_size or (len(dataset) < world_size and not drop_last):
         raise ConfigError(
             f"A step of {step_samples} and a data set of {len(dataset)} sample(s) cannot be shared by {world_size} "

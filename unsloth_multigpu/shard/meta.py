@@ -33,21 +33,21 @@ def meta_patches() -> list[Patch]:
         Patch(
             f"{modeling}._init_added_embeddings_weights_with_mean",
             _TRANSFORMERS,
-            _replaced_by(None),
+            functools.partial(_replaced, None),
             "New rows of an embedding are drawn from its values, which are not there.",
             optional=True,
         ),
         Patch(
             "transformers.training_args:is_torch_bf16_gpu_available",
             _TRANSFORMERS,
-            _replaced_by(True),
+            functools.partial(_replaced, True),
             "The training is planned for other devices than this process has.",
             optional=True,
         ),
         Patch(
             "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
             "unsloth_zoo>=2026.10.7",
-            _replaced_by(None),
+            functools.partial(_replaced, None),
             "It looks for rows of an embedding that were never trained, by their values.",
             optional=True,
         ),
@@ -72,23 +72,19 @@ def meta_patches() -> list[Patch]:
     ]
 
 
-def _from_configuration(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def from_pretrained(cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
-        if kwargs.get("gguf_file"):
-            raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
-        wants_info = kwargs.pop("output_loading_info", False)
-        config, kwargs = _configuration(cls, name, kwargs)
-        config.name_or_path = str(name)
-        quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
-        dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
-        # What is left is about files and devices, which a model that is made from its configuration has not.
-        taken = {*_OF_MODEL, *inspect.signature(cls.__init__).parameters}
-        kwargs = {name: value for name, value in kwargs.items() if name in taken}
-        model = make_model(cls, config, dtype, quantizer, **kwargs)
-        return (model, {}) if wants_info else model
-
-    return from_pretrained
+def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
+    if kwargs.get("gguf_file"):
+        raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
+    wants_info = kwargs.pop("output_loading_info", False)
+    config, kwargs = _configuration(cls, name, kwargs)
+    config.name_or_path = str(name)
+    quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
+    dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
+    # What is left is about files and devices, which a model that is made from its configuration has not.
+    taken = {*_OF_MODEL, *inspect.signature(cls.__init__).parameters}
+    kwargs = {name: value for name, value in kwargs.items() if name in taken}
+    model = make_model(cls, config, dtype, quantizer, **kwargs)
+    return (model, {}) if wants_info else model
 
 
 def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any) -> Any:
@@ -164,44 +160,27 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
-def _unmoved(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`to` and `cuda`: devices are left out, a dtype is taken."""
+    import torch
 
-    @functools.wraps(original)
-    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if not any(p.is_meta for p in self.parameters()):
-            return original(self, *args, **kwargs)
-        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-        return original(self, dtypes[0]) if dtypes else self
-
-    return move
+    if not any(p.is_meta for p in self.parameters()):
+        return original(self, *args, **kwargs)
+    dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    return original(self, dtypes[0]) if dtypes else self
 
 
-def _replaced_by(result: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper that returns `result` and does nothing else."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.wraps(original)(lambda *args, **kwargs: result)
-
-    return wrap
+def _replaced(result: Any, *_: Any, **__: Any) -> Any:
+    """In place of a function that would do something: returns `result`."""
+    return result
 
 
-def _hands_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def hand_state(module: Any) -> None:
-        if getattr(module.weight, "quant_state", None) is None:
-            module.weight.quant_state = module.quant_state
-
-    return hand_state
+def _hands_state(original: Callable[..., Any], /, module: Any) -> None:
+    if getattr(module.weight, "quant_state", None) is None:
+        module.weight.quant_state = module.quant_state
 
 
-def _skips_without_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.shard.fake import has_no_values
+def _skips_without_values(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from unsloth_multigpu.shard.fake import has_no_values
 
-        return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)
-
-    return run
+    return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)

@@ -185,8 +185,6 @@ class StepProof:
         config, loader = self._manager.config, self._feed.loader
         if not config.is_synchronous:
             raise NotPossibleError("ranks do not meet in every step, by the options")
-        if config.grad_compression is not None:
-            raise NotPossibleError(f"grad_compression={config.grad_compression!r} sends less than the gradient")
         assert loader is not None
         batches = loader.one_process
         with kept_objects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():

@@ -32,7 +32,6 @@ class Exchange(GradientExchange):
     """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager. Its `config.strategy` is not DDP.
 
     Attributes:
@@ -183,10 +182,10 @@ def make_sync(
     """
     asked = config.strategy
     if isinstance(asked, AllReduce):
-        return AllReduceSync(model, optimizer, asked.bucket_mb)
+        return AllReduceSync(model, optimizer)
     if isinstance(asked, DiLoCo):
         return DiLoCoSync(model, optimizer, asked.every_steps, asked.outer_learning_rate, asked.outer_momentum)
     if isinstance(asked, LocalSGD):
         return LocalSGDSync(model, optimizer, asked.every_steps)
     assert isinstance(asked, ParameterServer)
-    return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)
+    return ParameterServerSync(model, optimizer, is_loss_scaled=is_loss_scaled)

@@ -13,8 +13,6 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 
-_MIB = 2**20
-DEFAULT_BUCKET_MB = 25.0
 SERVER_RANK = 0
 # Bounds the memory of copies. gloo has two threads that send.
 _MAX_FLYING = 8
@@ -34,9 +32,12 @@ class GradientSync:
         optimizer: This rank's torch optimizer, on those parameters.
 
     Attributes:
+        bucket_bytes: Of one message at most. A tensor that fills a message alone is sent without a copy.
         sent_bytes: What this rank has sent so far: elements of tensors, assuming the usual algorithms.
         num_steps: Finished optimizer steps of this rank.
     """
+
+    bucket_bytes = 25 * 2**20
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -112,26 +113,23 @@ class GradientSync:
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, p in self.model.named_parameters() if p is parameter)
 
-    def average(
-        self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB, dtype: torch.dtype | None = None
-    ) -> None:
+    def average(self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
         """Makes each tensor the mean over ranks, computed in `dtype`; None = in its own. Collective."""
-        self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), bucket_mb, dtype)
+        self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), dtype)
 
-    def average_on_server(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
+    def average_on_server(self, tensors: Sequence[torch.Tensor]) -> None:
         """Makes rank 0's tensors the mean over ranks. The tensors of the other ranks are undefined then. Collective."""
-        self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)), bucket_mb)
+        self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Gives every rank rank 0's values. Collective."""
         # As bytes: backends do not know all dtypes.
-        self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)), bucket_mb)
+        self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)))
 
     def exchange(
         self,
         tensors: Sequence[torch.Tensor],
         start: Callable[[torch.Tensor], Any],
-        bucket_mb: float = DEFAULT_BUCKET_MB,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Sends tensors in buckets, several at a time, and writes back what arrives.
@@ -139,11 +137,10 @@ class GradientSync:
         Args:
             tensors: The same shapes in the same order on all ranks.
             start: Starts a collective on a flat tensor, in place, and returns its handle.
-            bucket_mb: MiB of one message at most. A tensor that fills a message alone is sent without a copy.
             dtype: Of the messages; None = as the tensors are.
         """
         flying: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
-        for group in buckets(tensors, int(bucket_mb * _MIB)):
+        for group in buckets(tensors, self.bucket_bytes):
             is_flat = len(group) == 1 and group[0].is_contiguous()
             flat = group[0].detach().view(-1) if is_flat else flatten(group)
             flat = flat if dtype is None else flat.to(dtype)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from unsloth_multigpu.strategies.sync import DEFAULT_BUCKET_MB, SERVER_RANK, GradientSync
+from unsloth_multigpu.strategies.sync import SERVER_RANK, GradientSync
 
 
 class AllReduceSync(GradientSync):
@@ -15,23 +15,11 @@ class AllReduceSync(GradientSync):
 
     The same numbers as DDP to rounding. Nothing is sent while the backward computes. As with DDP, buffers follow rank
     0's, and a parameter that only some ranks used counts as zeros on the others.
-
-    Args:
-        model: See `GradientSync`.
-        optimizer: See `GradientSync`.
-        bucket_mb: MiB of one message. 0 = a message for each gradient, sent without a copy; else gradients are
-            copied together and back.
     """
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, bucket_mb: float = DEFAULT_BUCKET_MB
-    ) -> None:
-        super().__init__(model, optimizer)
-        self._bucket_mb = bucket_mb
 
     def after_backward(self) -> None:
         """Averages `.grad` over the ranks. Collective."""
-        self.average(self.shared_gradients(), bucket_mb=self._bucket_mb)
+        self.average(self.shared_gradients())
 
     def after_step(self) -> None:
         """Gives every rank rank 0's buffers. Collective."""
@@ -46,23 +34,12 @@ class ParameterServerSync(GradientSync):
     so their steps do nothing, and the gradient norm of the step is rank 0's.
 
     Args:
-        model: See `GradientSync`.
-        optimizer: See `GradientSync`.
-        bucket_mb: MiB of one message, of gradients and of weights. 0 = a message for each tensor.
         is_loss_scaled: A GradScaler scales the loss. It wants a gradient on every rank, and its scale must stay the
             same on all; so each worker keeps one, of its smallest parameter: zeros, or NaN where rank 0's overflowed.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        bucket_mb: float = DEFAULT_BUCKET_MB,
-        *,
-        is_loss_scaled: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool = False) -> None:
         super().__init__(model, optimizer)
-        self._bucket_mb = bucket_mb
         self._is_loss_scaled = is_loss_scaled
 
     def begin(self) -> None:
@@ -74,7 +51,7 @@ class ParameterServerSync(GradientSync):
     def after_backward(self) -> None:
         """Averages the gradients on rank 0 and removes them on the others. Collective."""
         gradients = self.shared_gradients()
-        self.average_on_server(gradients, bucket_mb=self._bucket_mb)
+        self.average_on_server(gradients)
         if self.rank != SERVER_RANK:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -93,4 +70,4 @@ class ParameterServerSync(GradientSync):
     def after_step(self) -> None:
         """Gives every rank rank 0's trained weights and buffers. Collective."""
         super().after_step()
-        self.broadcast([*self.parameters, *self.buffers], bucket_mb=self._bucket_mb)
+        self.broadcast([*self.parameters, *self.buffers])

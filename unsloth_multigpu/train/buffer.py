@@ -24,10 +24,6 @@ class EqualEvaluations(Part):
 
     DDP gives every rank rank 0's buffers as a step begins, so after a step they differ again. A warning names what
     training has changed: these values are not those of one process, because each rank has seen its own samples only.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
     """
 
     place = "buffers"

@@ -29,10 +29,7 @@ class OneDecision(Part):
     as `save_steps`, and what callbacks decide takes effect at the next synchronization.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         lead: Of this training.
-        exchange: The gradient strategy in DDP's place.
     """
 
     place = "decision"

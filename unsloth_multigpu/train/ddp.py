@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.accelerator import kind_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
-from unsloth_multigpu.group.manager import DDPManager, gradient_backend
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
@@ -45,45 +43,20 @@ _READ_BY_SCRIPTS = (
     "num_labels",
     "peft_config",
 )
-# A rank of 4 keeps more of LoRA's small matrices than torch's default of 1, whose loss of accuracy is large. torch's
-# 1000 steps before the first compressed one are longer than many fine-tunings; error feedback needs at least 2.
-_POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
-_HOOKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bf16": ("bf16", {}),
-    "fp16": ("fp16", {}),
-    "powersgd": ("power_sgd", _POWER_SGD),
-}
 
 
 class DDPWrapping(Part):
-    """Exchanges gradients by DDP.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager, one of several.
-    """
+    """Exchanges gradients by DDP."""
 
     place = "exchange"
 
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
-        self._config: MultiGPUConfig = manager.config
         self._hooks = ExitStack()  # On the model, while it is trained.
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Checks how gradients are to be sent.
-
-        Raises:
-            SetupError: They cannot be compressed as asked.
-        """
-        accelerator, compression = self._trainer.accelerator, self._config.grad_compression
-        if compression is not None:
-            backend = gradient_backend(self._trainer.args.device)
-            hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
-            check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
-            logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
         forget_evaluation(self._trainer)
         with ExitStack() as self._hooks:
             yield
@@ -96,11 +69,9 @@ class DDPWrapping(Part):
         # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
         from accelerate.utils import DistributedDataParallelKwargs
 
-        accelerator, compression = self._trainer.accelerator, self._config.grad_compression
+        accelerator = self._trainer.accelerator
         handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
-        settings = ddp_settings(model, self._config, self._trainer.args)
-        if compression is not None:
-            settings.update(compression_settings(compression))
+        settings = ddp_settings(model, self._trainer.args)
         with ExitStack() as stack:
             stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
             for name, value in settings.items():
@@ -203,7 +174,7 @@ def forget_evaluation(trainer: TrainerLike) -> None:
         model.forward = vars(model).pop("_original_forward")
 
 
-def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) -> dict[str, Any]:
+def ddp_settings(model: nn.Module, args: ArgumentsLike) -> dict[str, Any]:
     """Settings of DDP where the script gave none: attributes of accelerate's `DistributedDataParallelKwargs`.
 
     Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
@@ -212,7 +183,6 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) 
 
     Args:
         model: The model without DDP's wrapper.
-        config: The run's options.
         args: The script's `TrainingArguments`.
     """
     # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
@@ -247,61 +217,9 @@ def uses_every_parameter(model: nn.Module) -> bool:
     return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
 
 
-def compression_settings(compression: str) -> dict[str, Any]:
-    """Attributes of accelerate's `DistributedDataParallelKwargs`.
-
-    "fp16" and "bf16" send 16 bits for each element: fp16 has 11 significant bits and loses what is below 6e-8, bf16 has
-    8 and the range of fp32. "powersgd" sends two thin matrices of rank 4 for each matrix, from the tenth backward on,
-    and carries what it left out into the next step. What it carries is not in a checkpoint and takes the memory of the
-    gradients once more. Each rank factorises for itself: ranks need cards of one kind to stay equal.
-    """
-    from accelerate.utils import DDPCommunicationHookType
-
-    hook, options = _HOOKS[compression]
-    # Not the hook's name: accelerate passes over a text without a word, and compresses nothing.
-    return {"comm_hook": DDPCommunicationHookType(hook), "comm_state_option": dict(options)}
-
-
-def check_compression(compression: str, backend: str, hook_of_script: str, *, is_loss_scaled: bool) -> None:
-    """Refuses what cannot work before anything is trained.
-
-    Args:
-        compression: `MultiGPUConfig.grad_compression`.
-        backend: Process group backend that moves the gradients: "nccl", "gloo", "xccl".
-        hook_of_script: The `comm_hook` that the script gave accelerate itself, "no" for none.
-        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
-
-    Raises:
-        SetupError: With what to use instead.
-    """
-    if hook_of_script != "no":
-        raise SetupError(
-            f"grad_compression={compression!r}, but the script registers the communication hook {hook_of_script!r}.",
-            hint="Use one of the two: a model has one hook.",
-        )
-    # bf16: torch refuses it. powersgd: each bucket sends twice, the second time when the first has arrived. gloo knows
-    # messages by their order only, and buckets arrive in another order on each rank: it hangs, or mixes them up.
-    if compression in ("bf16", "powersgd") and kind_of(backend) is None:
-        raise SetupError(
-            f"grad_compression={compression!r} needs NCCL or XCCL; the gradients of this run go over {backend}.",
-            hint='Use grad_compression="fp16" or leave it out.',
-        )
-    # Scaled gradients overflow now and then, and the scaler passes over that step. But what powersgd carries into the
-    # next ones is NaN from then on, so all would be passed over.
-    if compression == "powersgd" and is_loss_scaled:
-        raise SetupError(
-            "grad_compression='powersgd' cannot work with fp16=True, whose scaled gradients overflow now and then.",
-            hint="Use bf16=True, or another grad_compression.",
-        )
-
-
-def ddp_sent_bytes(model: nn.Module, manager: DDPManager, num_steps: int) -> int | None:
+def ddp_sent_bytes(model: nn.Module, manager: DDPManager, num_steps: int) -> int:
     """Bytes that this rank has sent in a training of `num_steps` steps; see `RankReport`."""
-    compression, identity = manager.config.grad_compression, manager.identity
-    if compression == "powersgd":
-        return None
-    trained = [p for p in model.parameters() if p.requires_grad]
-    size = num_bytes(*trained) if compression is None else 2 * sum(p.numel() for p in trained)
+    identity, size = manager.identity, num_bytes(*(p for p in model.parameters() if p.requires_grad))
     # DDP gives every rank rank 0's weights first, and its buffers in each step.
     first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
     followed = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0

@@ -29,8 +29,6 @@ class Evaluation:
     rank without one computes a filler, which counts nothing.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         share: What this rank computes.
         cuts_last: What the last batch gives is cut, as accelerate does in one process. `Seq2SeqTrainer` does without.
     """

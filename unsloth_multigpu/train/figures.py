@@ -37,9 +37,6 @@ class Meter(Part):
     weights, they meet in every layer; what of that is waiting is not known, so `waiting_s` is None.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-        beat: This rank's page.
         steps: Deals the samples; None where the script's own batches are trained on.
 
     Attributes:

@@ -37,10 +37,6 @@ class Moment(enum.IntEnum):
 class Lead:
     """Rank 0's decisions in one training: the flags of its callbacks, and the signal for which all ranks stop.
 
-    Args:
-        manager: This rank's manager.
-        beat: This rank's heartbeat page.
-
     Attributes:
         asked: The signal that asks this rank to stop, 0 = none. Rank 0 also hears of those of other ranks.
         signal_number: The signal for which all ranks stop, 0 = none. It changes inside `follow` only.

@@ -35,7 +35,6 @@ class LogFigures(Part):
     out.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         meter: Of this rank.
         identity: This rank, the first one.
         run_dir: The run's private folder with the heartbeats of this machine; None = there are none.

@@ -46,7 +46,6 @@ class Loop:
     """Steers one training of one Trainer by parts.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         parts: In any order.
 
     Raises:

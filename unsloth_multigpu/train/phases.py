@@ -19,12 +19,7 @@ _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
 
 
 class Guard(Part):
-    """Marks the phases of a training on this rank's heartbeat page. Evaluations and saves are marked by `Checkpoints`.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        beat: This rank's page.
-    """
+    """Marks the phases of a training on this rank's page. Evaluations and saves are marked by `Checkpoints`."""
 
     place = "phases"
 
@@ -111,11 +106,7 @@ class Guard(Part):
 
 
 class CompilerPhase:
-    """Marks the time in which torch.compile works.
-
-    Args:
-        beat: This rank's page.
-    """
+    """Marks the time in which torch.compile works."""
 
     def __init__(self, beat: HeartbeatPage) -> None:
         self._beat = beat

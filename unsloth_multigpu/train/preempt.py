@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -71,12 +72,11 @@ class Caught:
             os.kill(os.getpid(), signal_number)
 
 
+@dataclass(eq=False, repr=False)
 class Preemption(Part):
     """Stops one training when a signal asks for it.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         events: Where the rank's events go, if a supervisor of ours reads them.
         lead: Of this training: through it all ranks learn of the signal at the same point.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
@@ -87,26 +87,20 @@ class Preemption(Part):
 
     place = "preemption"
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        events: EventWriter | None,
-        lead: Lead,
-        may_stop: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._trainer = trainer
-        self._manager = manager
-        self._config = manager.config
-        self._events = events
-        self._lead = lead
-        self._may_stop = may_stop
-        self._is_cell = manager.identity.launcher == "notebook"
+    trainer: TrainerLike
+    manager: DDPManager
+    events: EventWriter | None
+    lead: Lead
+    may_stop: Callable[[], bool] = lambda: True
+    signal_number: int = field(init=False, default=0)
+    _caught: Caught = field(init=False)
+    _is_heard: bool = field(init=False, default=False)
+    _saved_step: int = field(init=False, default=-1)
+
+    def __post_init__(self) -> None:
+        self._is_cell = self.manager.identity.launcher == "notebook"
         # A notebook's monitor sees to a second Stop.
         self._caught = Caught((signal.SIGINT,), math.inf) if self._is_cell else Caught()
-        self._is_heard = False
-        self._saved_step = -1
-        self.signal_number = 0
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -116,29 +110,29 @@ class Preemption(Part):
             KeyboardInterrupt: On all ranks, after SIGINT.
             SystemExit: On all ranks, with 128 + n after another signal n.
         """
-        identity = self._manager.identity
+        identity = self.manager.identity
         # Stop ends a cell at once, unless ranks a step apart would leave a model of two steps.
-        is_of_launcher = self._events is None and (not self._is_cell or find_engine(self._trainer) is not None)
-        listens = is_of_launcher and (identity.world_size > 1 or self._config.resume == "auto")
+        is_of_launcher = self.events is None and (not self._is_cell or find_engine(self.trainer) is not None)
+        listens = is_of_launcher and (identity.world_size > 1 or self.manager.config.resume == "auto")
         if listens and identity.rank == 0 and threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
                 "ends this process without a save. Save every few steps (save_steps)"
             )
-        self._is_heard = listens or self._events is not None
+        self._is_heard = listens or self.events is not None
         with ExitStack() as stack:
             if listens:
                 stack.enter_context(self._caught.while_open())
             if self._is_heard:
-                self._lead.asked = self._asked
+                self.lead.asked = self._asked
             yield
             # Asked after the last step: what the script does next must not be cut off in the middle.
             if self._is_stopping(Moment.END):
-                self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
+                self.save_and_leave(can_save=not self.trainer.args.load_best_model_at_end)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Several ranks have agreed on their callbacks' flags at this point, and on a stop with them.
-        if self._is_stopping(Moment.STEP if self._manager.identity.world_size == 1 else None):
+        if self._is_stopping(Moment.STEP if self.manager.identity.world_size == 1 else None):
             # The loop still logs this step, so that the saved history is complete.
             control.should_save = self.is_save_wanted
             control.should_evaluate = False
@@ -146,9 +140,9 @@ class Preemption(Part):
 
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._saved_step = state.global_step
-        if self._events is not None:
+        if self.events is not None:
             # The event of a running training, here with the path of its checkpoint.
-            self._events.write("training", checkpoint=self._checkpoint())
+            self.events.write("training", checkpoint=self._checkpoint())
         if self.signal_number:
             self.leave()
 
@@ -163,17 +157,17 @@ class Preemption(Part):
 
     def _is_stopping(self, moment: Moment | None) -> bool:
         """True from the point on at which all ranks stop. They come to `moment`; None = they have just agreed."""
-        if self._is_heard and not self.signal_number and self._may_stop():
+        if self._is_heard and not self.signal_number and self.may_stop():
             if moment is not None:
-                self._lead.follow(moment, 0, int(self._trainer.state.global_step))
-            self.signal_number = self._lead.signal_number
-            if self.signal_number and self._events is not None:
-                self._events.write("stopping", signal=signal.Signals(self.signal_number).name)
+                self.lead.follow(moment, 0, int(self.trainer.state.global_step))
+            self.signal_number = self.lead.signal_number
+            if self.signal_number and self.events is not None:
+                self.events.write("stopping", signal=signal.Signals(self.signal_number).name)
         return self.signal_number != 0
 
     def _request(self) -> StopRequest | None:
         """What the supervisor asks of this rank."""
-        return None if self._events is None else read_request(self._events.run_dir, self._events.attempt)
+        return None if self.events is None else read_request(self.events.run_dir, self.events.attempt)
 
     def _asked(self) -> int:
         request = self._request()
@@ -182,12 +176,12 @@ class Preemption(Part):
     @property
     def is_save_wanted(self) -> bool:
         """True if this step is to be saved and has not been."""
-        saves = self._trainer.args.save_strategy != "no" or self._config.resume == "auto"
-        return saves and self._saved_step != self._trainer.state.global_step
+        saves = self.trainer.args.save_strategy != "no" or self.manager.config.resume == "auto"
+        return saves and self._saved_step != self.trainer.state.global_step
 
     def save_and_leave(self, *, can_save: bool = True) -> NoReturn:
         """Saves as the loop would after its step, and leaves the training."""
-        trainer = self._trainer
+        trainer = self.trainer
         if can_save and self.is_save_wanted:
             trainer._save_checkpoint(trainer.model_wrapped, None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
@@ -196,21 +190,21 @@ class Preemption(Part):
     def _checkpoint(self) -> str:
         if self._saved_step < 0:
             return ""
-        return str(Path(self._trainer._get_output_dir(None), f"checkpoint-{self._saved_step}").resolve())
+        return str(Path(self.trainer._get_output_dir(None), f"checkpoint-{self._saved_step}").resolve())
 
     def leave(self) -> NoReturn:
         """Raises what ends the training, once all ranks have saved."""
         request = self._request()
-        deadline_s = time.monotonic() + self._config.grace_s if request is None else request.deadline_s
+        deadline_s = time.monotonic() + self.manager.config.grace_s if request is None else request.deadline_s
         if not self._wait_for_all(deadline_s):
-            logger.warning("not all ranks have saved within grace_s=%g", self._config.grace_s)
+            logger.warning("not all ranks have saved within grace_s=%g", self.manager.config.grace_s)
         name = signal.Signals(self.signal_number).name
-        if self._events is not None:
+        if self.events is not None:
             if request is None:  # Only another node's supervisor knows of it.
-                ask_to_stop(self._events.run_dir, self._events.attempt, StopRequest(self.signal_number, deadline_s))
-            self._events.write("stopped", signal=name, checkpoint=self._checkpoint())
-        elif self._manager.identity.rank == 0:
-            step = self._trainer.state.global_step
+                ask_to_stop(self.events.run_dir, self.events.attempt, StopRequest(self.signal_number, deadline_s))
+            self.events.write("stopped", signal=name, checkpoint=self._checkpoint())
+        elif self.manager.identity.rank == 0:
+            step = self.trainer.state.global_step
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -218,10 +212,10 @@ class Preemption(Part):
 
     def _wait_for_all(self, deadline_s: float) -> bool:
         """Waits until all ranks have saved: the engine ends all with the first process that ends."""
-        manager, identity = self._manager, self._manager.identity
+        manager, identity = self.manager, self.manager.identity
         if identity.world_size == 1:
             return True
-        keys = [f"{self._lead.name}/left/{rank}" for rank in range(identity.world_size)]
+        keys = [f"{self.lead.name}/left/{rank}" for rank in range(identity.world_size)]
         manager.publish(keys[identity.rank], str(os.getpid()))
         if not wait_until(lambda: all(map(manager.is_published, keys)), deadline_s):
             return False

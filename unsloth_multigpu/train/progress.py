@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_multigpu.group.manager import DDPManager
@@ -16,15 +17,13 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 from unsloth_multigpu.wire.event import EventWriter
 
 
+@dataclass(eq=False, repr=False)
 class Progress(Part):
     """Counts the optimizer steps of one training.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         events: Where the rank's events go, if a supervisor reads them.
         replicas: Compares the ranks.
-        exchange: The gradient strategy in DDP's place.
         trained: Knows whether DDP was rebuilt; None in one process.
         preemption: Tells the supervisor itself where a signal stops the training.
 
@@ -34,25 +33,15 @@ class Progress(Part):
 
     place = "progress"
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        events: EventWriter | None,
-        replicas: ReplicaProof,
-        exchange: GradientExchange | None,
-        trained: TrainedParameters | None,
-        preemption: Preemption,
-    ) -> None:
-        self._trainer = trainer
-        self._manager = manager
-        self._events = events
-        self._replicas = replicas
-        self._exchange = exchange
-        self._trained = trained
-        self._preemption = preemption
-        self._is_proof_due = False
-        self.num_steps = 0
+    trainer: TrainerLike
+    manager: DDPManager
+    events: EventWriter | None
+    replicas: ReplicaProof
+    exchange: GradientExchange | None
+    trained: TrainedParameters | None
+    preemption: Preemption
+    num_steps: int = field(init=False, default=0)
+    _is_proof_due: bool = field(init=False, default=False)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -61,20 +50,20 @@ class Progress(Part):
         try:
             yield
         except BaseException as error:
-            if not self._preemption.signal_number:
+            if not self.preemption.signal_number:
                 facts = {"exit_code": exit_code(error)} if isinstance(error, SystemExit) else {}
                 self._tell("left_training", error=f"{type(error).__name__}: {error}", **facts)
             raise
         self._tell("trained")
 
     def _tell(self, kind: str, **facts: Any) -> None:
-        if self._events is not None:
-            self._events.write(kind, **facts)
+        if self.events is not None:
+            self.events.write(kind, **facts)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         from transformers import set_seed
 
-        rank = self._manager.identity.rank
+        rank = self.manager.identity.rank
         if rank > 0:
             set_seed(args.seed + rank)
 
@@ -84,35 +73,35 @@ class Progress(Part):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
-            verify_calls(self._trainer, "step")
-        if self._trained is not None and self._trained.is_changed:
-            self._trained.is_changed = False
-            self._is_proof_due = self._manager.config.verify_every > 0
-        self._is_proof_due = self._is_proof_due or self._replicas.is_due(state.global_step)
+            verify_calls(self.trainer, "step")
+        if self.trained is not None and self.trained.is_changed:
+            self.trained.is_changed = False
+            self._is_proof_due = self.manager.config.verify_every > 0
+        self._is_proof_due = self._is_proof_due or self.replicas.is_due(state.global_step)
         # Ranks that step by themselves have equal weights only after a synchronization.
-        is_equal = self._exchange is None or self._exchange.are_replicas_equal
+        is_equal = self.exchange is None or self.exchange.are_replicas_equal
         if self._is_proof_due and is_equal:  # The Trainer saves the checkpoint of this step after this.
             self._compare(state.global_step)
             self._is_proof_due = False
 
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        verify_calls(self._trainer, "save")
+        verify_calls(self.trainer, "save")
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
         # The weights that the script saves now must have been compared; the best checkpoint may just have been loaded.
-        if self._replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
+        if self.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
             self._compare(state.global_step)
 
     def _verify_first_step(self) -> None:
         # Logging and saving come after `on_step_end`.
         if self.num_steps == 1:
-            verify_calls(self._trainer, "step end")
+            verify_calls(self.trainer, "step end")
 
     def _compare(self, step: int) -> None:
         """Compares the ranks' weights. What the optimizer trains outside the model, only DDP's ranks have alike."""
-        beside = parameters_beside_the_model(self._trainer) if self._manager.config.is_synchronous else []
-        self._replicas.check(self._trainer.model, step, beside)
+        beside = parameters_beside_the_model(self.trainer) if self.manager.config.is_synchronous else []
+        self.replicas.check(self.trainer.model, step, beside)
 
 
 def exit_code(error: SystemExit) -> int:

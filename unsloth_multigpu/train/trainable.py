@@ -97,7 +97,7 @@ class TrainedParameters(Part):
         if not added and (not removed or ddp.find_unused_parameters):
             return
         self._agree(added, removed)
-        settings = ddp_settings(ddp.module, self._manager.config, self._trainer.args)
+        settings = ddp_settings(ddp.module, self._trainer.args)
         rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
         # A layer that is initialized again when it is unfrozen may draw other numbers on each rank.
         self._manager.broadcast_tensors(p for p in ddp.module.parameters() if id(p) in added)

@@ -56,8 +56,6 @@ class DDPTrainer:
     """One training of one Trainer on this rank.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         events: Where the rank's events go, if a supervisor reads them.
         beat: This rank's page, on which it says where it is.
         arguments: Of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
@@ -112,7 +110,7 @@ class DDPTrainer:
         self.parts: list[Part] = [
             self.steps.metrics,
             self.meter,
-            StepCheck(trainer, manager, self.steps),
+            StepCheck(trainer, manager),
             Guard(trainer, beat),
             self.progress,
             preemption,
@@ -326,7 +324,6 @@ def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
     """True if a training of this Trainer has, in all ranks together, the batches of one process.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         world_size: Ranks of the run, which keeps the global batch.
     """
     is_ours = trainer.accelerator.num_processes == world_size and not _other_parallelism(trainer, find_engine(trainer))

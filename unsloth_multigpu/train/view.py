@@ -17,7 +17,6 @@ class CallbackView(Part):
     `gradient_accumulation_steps`, and in `train_dataloader` the loader of one process, with the script's data set.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         steps: What feeds the trainer.
     """
 

@@ -19,10 +19,6 @@ class Waiting(Part):
 
     That is before a forward pass, where it makes buffers equal, and the exchange of gradients, from this rank's last
     gradient until the backward pass is over. Under a compiler that has the whole model the former is not counted.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager, one of several.
     """
 
     place = "waits"

@@ -37,7 +37,6 @@ class EventWriter:
 
     Args:
         run_dir: The run's private folder.
-        rank: This rank.
         attempt: How often the ranks were started before.
         beat: This rank's page, which knows the step.
     """

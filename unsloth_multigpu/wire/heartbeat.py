@@ -123,7 +123,6 @@ class HeartbeatPage:
 
     Args:
         run_dir: The run's private folder. None = nobody reads, and the page is not shared.
-        rank: This rank.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None, rank: int) -> None:

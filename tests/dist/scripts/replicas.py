@@ -2,9 +2,8 @@
 
 Usage: replicas.py NUM_GPUS NAME=JSON ... ; JSON holds options of enable_multi_gpu, "max_steps", and "plant": "start"
 (rank 1 begins with weights of its own); "scale" (rank 1's gradient after the all-reduce, from the third step on);
-"flip" (one bit of one weight on the last rank after step 3); "one_bucket" (powersgd over gloo is let through, which is
-safe for a model of one bucket); "twice" (the same Trainer trains a second time). An error of the last training ends the
-run.
+"flip" (one bit of one weight on the last rank after step 3); "hook": a communication hook of DDP. An error of the last
+training ends the run.
 """
 
 import json
@@ -18,11 +17,10 @@ num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
 import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from common import logged
 from tiny_llama import tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from unsloth_multigpu.train import ddp as steering
 
 rank = int(os.environ["RANK"])
 NORM = "model.layers.0.input_layernorm.weight"
@@ -60,7 +58,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def train(name, line, is_last):
-    plant, max_steps = line.pop("plant", ""), line.pop("max_steps", 5)
+    plant, max_steps, hook = line.pop("plant", ""), line.pop("max_steps", 5), line.pop("hook", None)
     ump.disable_multi_gpu()
     ump.enable_multi_gpu(num_gpus=num_gpus, **{"verify_every": 2, **line})
     if rank == 0:
@@ -82,18 +80,16 @@ def train(name, line, is_last):
         train_dataset=Rows(),
         callbacks=[Plant(plant)],
     )
-    facts, original = {}, steering.check_compression
-    if plant == "one_bucket":
-        steering.check_compression = lambda *_, **__: None
+    if hook is not None:
+        settings = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
+        trainer.accelerator.ddp_handler = settings
+    facts = {}
     try:
-        for _ in range(2 if plant == "twice" else 1):
-            trainer.train()
+        trainer.train()
     except ump.MultiGPUError as error:
         if is_last:
             raise
         facts = {"error": f"{type(error).__name__}: {error}", "exit_code": error.exit_code}
-    finally:
-        steering.check_compression = original
     facts["norms"] = logged(trainer, "grad_norm")["grad_norm"]
     ddp = trainer.model_wrapped
     if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):

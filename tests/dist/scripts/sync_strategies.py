@@ -113,14 +113,19 @@ def server_of_resumed_run(model: Model, optimizer: torch.optim.Optimizer) -> Par
     return ParameterServerSync(model, optimizer)
 
 
+def in_buckets(sync, num_bytes):
+    sync.bucket_bytes = num_bytes
+    return sync
+
+
 def synchronous() -> dict:
     return {
         "ddp": train(None),
-        "each": train(lambda m, o: AllReduceSync(m, o, bucket_mb=0)),
-        "buckets": train(lambda m, o: AllReduceSync(m, o, bucket_mb=2e-4)),
+        "each": train(lambda m, o: in_buckets(AllReduceSync(m, o), 0)),
+        "buckets": train(lambda m, o: in_buckets(AllReduceSync(m, o), 200)),
         "one_bucket": train(AllReduceSync),
         "server": train(server_of_resumed_run),
-        "server_each": train(lambda m, o: ParameterServerSync(m, o, bucket_mb=0)),
+        "server_each": train(lambda m, o: in_buckets(ParameterServerSync(m, o), 0)),
         "without_broadcast": train(WithoutBroadcast),
     }
 

@@ -147,7 +147,7 @@ def advise(rows: Sequence[Estimate]) -> list[str]:
     )
     more = "Raise gradient_accumulation_steps or per_device_train_batch_size, which changes the training."
     limits = {
-        beyond.link: "the link. A faster one, more samples in a step, LoRA or grad_compression send less for each.",
+        beyond.link: "the link. A faster one, more samples in a step, LoRA sends less for each.",
         beyond.waiting: f"waiting for the slowest rank: few samples for each, of different length. {more}",
         beyond.update: f"what each rank does beside computing: the optimizer, loading, logging. {more}",
         beyond.computing - beyond.efficiency: f"micro-batches that are too small for the device. {more}",

@@ -195,9 +195,6 @@ def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple
     if (bound := rounding_bound(trainer)) > FINE:
         found = f"sums in another order round differently, gradients by up to {bound:.0e}; the bounds allow for it"
         yield "precision", found, "train in fp32"
-    if config.grad_compression is not None:
-        found = f"grad_compression={config.grad_compression!r} rounds gradients"
-        yield "compression", found, "leave grad_compression out"
     if "8bit" in str(trainer.args.optim):
         yield "8-bit optimizer", "it rounds its state; the bounds allow for it", "set optim='adamw_torch'"
     if trainer.args.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
