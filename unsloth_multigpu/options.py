@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_file import read_yaml
 from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
@@ -65,6 +64,7 @@ TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Sc
 
 _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
 _DDP = DDP()
+_FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."
 _ALL_GPUS = "all visible GPUs; where there is none, this process alone"
 _FOR_ELASTIC_NODES = (
     "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
@@ -261,6 +261,40 @@ def _sources(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str, An
     for shown, text in environment.items():
         if shown.startswith(ENV_PREFIX) and shown not in INTERNAL_VARIABLES:
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
+
+
+def read_yaml(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Place, name and text of each line of a YAML file: `off` is a word there, as in a variable, and no truth value.
+
+    Raises:
+        ConfigError: It cannot be read, is no mapping of texts, or has a name twice.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is no YAML: {error}", hint=_FORM) from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file} has no options in it.", hint=_FORM)
+    seen = set()
+    for key, node in root.value:
+        place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place}{name} has several values; expected one.", hint=_FORM)
+        if name in seen:
+            raise ConfigError(f"{place}{name} is given twice.", hint="Leave one of them out.")
+        seen.add(name)
+        yield place, name, node.value
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the file's rights.") from None
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:

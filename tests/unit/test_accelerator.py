@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of, only
 from unsloth_multigpu.group.precision import sum_dtype
-from unsloth_multigpu.notebook.kernel_refusal import read_state
 
 
 def test_backend_and_kind_lead_to_each_other() -> None:
@@ -24,16 +22,6 @@ def test_one_device_is_named_as_the_variable_names_it() -> None:
     assert only("xpu", 1, {"ZE_AFFINITY_MASK": "4, 5"}) == {"ZE_AFFINITY_MASK": "5"}
     with pytest.raises(IndexError, match="ZE_AFFINITY_MASK"):
         only("xpu", 2, {"ZE_AFFINITY_MASK": "4,5"})
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_kernel_that_has_opened_a_device_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    others = dict.fromkeys(("cuda", "xpu"), SimpleNamespace(is_initialized=lambda: False))
-    opened = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{**others, kind: opened}))  # type: ignore[arg-type]
-    assert read_state(had_workers=False).num_devices == 1
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**others))  # type: ignore[arg-type]
-    assert read_state(had_workers=False).num_devices is None
 
 
 @pytest.mark.parametrize(

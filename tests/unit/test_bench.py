@@ -18,8 +18,6 @@ from unsloth_multigpu.tools.bench import bench_command as bench
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import (
-    MeasuredStep,
-    RankRecord,
     Spread,
     summarize,
 )
@@ -29,16 +27,18 @@ from unsloth_multigpu.tools.bench.bench_table import result_row
 COLD = BenchOptions(warmup=0)
 
 
-def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> MeasuredStep:
-    return MeasuredStep(wall_s, cpu_s, compute_s, tuple(micro_batches), tuple(samples))
+def step(**given) -> dict:
+    return {"wall_s": 1.0, "cpu_s": 1.0, "compute_s": 1.0, "micro_batches": [[2, 10, 15]], "samples": [0, 1], **given}
 
 
-def rank(number: int, *steps: MeasuredStep, norms=None, **more) -> RankRecord:
-    return RankRecord(number, steps, tuple([1.0] * len(steps) if norms is None else norms), 100, "cpu", **more)
+def rank(number: int, *steps: dict, norms=None, **more) -> dict:
+    norms = [1.0] * len(steps) if norms is None else norms
+    record = {"rank": number, "steps": steps, "gradient_norms": norms, "peak_bytes": 100, "device": "cpu"}
+    return {**record, "sent_bytes": None, "planner": {}, **more}
 
 
 def test_samples_are_compared_with_how_often_they_occur() -> None:
-    def run(*ranks: tuple[tuple[int, ...], tuple[int, ...]]) -> list[list[RankRecord]]:
+    def run(*ranks: tuple[tuple[int, ...], tuple[int, ...]]) -> list[list[dict]]:
         return [[rank(r, step(samples=first), step(samples=second)) for r, (first, second) in enumerate(ranks)]]
 
     runs = {

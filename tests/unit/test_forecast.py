@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.tools.forecast.estimate import BACKWARD, Workload, advise, estimate
+from unsloth_multigpu.tools.forecast.estimate import BACKWARD, NVLINK, PCIE, Workload, advise, estimate, parse_link
 from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_what_is_not_known
-from unsloth_multigpu.tools.forecast.link import NVLINK, PCIE, parse_link
 
 GIB = 2**30
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import linecache
 import os
 import signal
 import socket
-from dataclasses import replace
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from unsloth_multigpu.errors import (
 )
 from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_refusal import KernelState, line_of_cell, refuse
+from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.worker import Worker
@@ -143,28 +145,71 @@ def test_outcome_names_the_cause_and_not_its_echo():
     assert outcome(asyncio.CancelledError(), "ValueError: one", **failed) is failure
 
 
-WELL = KernelState()
+class OneDevice(SimpleNamespace):
+    """What is loaded in a kernel that has opened one card."""
+
+    is_initialized = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 1)
+
+
+def partial_state(module: str, **shared: object) -> SimpleNamespace:
+    def prepare() -> None: ...
+
+    prepare.__module__ = module
+    return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared, _prepare_backend=prepare))
+
+
+class Model:
+    """Stands for PreTrainedModel."""
+
+
+LOADED = {
+    "torch": SimpleNamespace(),
+    "torch.distributed": None,
+    "accelerate.state": partial_state("accelerate.state"),
+    "transformers.modeling_utils": SimpleNamespace(PreTrainedModel=Model),
+}
 
 
 @pytest.mark.parametrize(
-    ("state", "options", "reason"),
+    ("loaded", "given", "reason"),
     [
-        (replace(WELL, is_main_thread=False), {}, "from a thread"),
-        (replace(WELL, had_workers=True), {}, "in effect in this kernel before"),
-        (replace(WELL, has_group=True), {}, "already has a process group"),
-        (replace(WELL, has_accelerator=True), {}, "made in this kernel for one process"),
-        (replace(WELL, num_devices=1), {}, "num_gpus=2, but this kernel has opened 1 device"),
-        (replace(WELL, is_one_device=True), {}, "unsloth was imported while one device was visible"),
-        (replace(WELL, has_model=True), {}, "the other ranks do not have it"),
-        (WELL, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
-        (WELL, {"shard": "auto"}, "cells run only when the user runs them"),
-        (WELL, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
+        ({}, {"had_workers": True}, "in effect in this kernel before"),
+        (
+            {"torch.distributed": SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)},
+            {},
+            "already has a process group",
+        ),
+        ({"accelerate.state": partial_state("accelerate.state", device=0)}, {}, "made in this kernel for one process"),
+        ({"torch": SimpleNamespace(cuda=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
+        ({"torch": SimpleNamespace(xpu=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
+        ({"accelerate.state": partial_state("unsloth")}, {}, "unsloth was imported while one device was visible"),
+        ({}, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
+        ({}, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
+        ({}, {"shard": "auto"}, "cells run only when the user runs them"),
     ],
 )
-def test_kernel_that_cannot_become_rank_0_is_refused(state, options, reason):
+def test_kernel_that_cannot_become_rank_0_is_refused(monkeypatch, loaded, given, reason):
+    for name, module in {**LOADED, **loaded}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    options = {name: value for name, value in given.items() if name != "had_workers"}
     with pytest.raises(ConfigError if options else SetupError, match=reason) as caught:
-        refuse(state, replace(MultiGPUConfig(), **options), 2, replay=False)
+        check_kernel(MultiGPUConfig(**options), 2, replay=False, had_workers="had_workers" in given)
     assert caught.value.hint
+
+
+def test_kernel_with_a_model_and_a_call_from_a_thread_are_refused(monkeypatch):
+    for name, module in LOADED.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    check = functools.partial(check_kernel, MultiGPUConfig(), 2, had_workers=False)
+    check(replay=False)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SetupError, match="from a thread"):
+        pool.submit(check, replay=False).result()
+    model = Model()
+    with pytest.raises(SetupError, match="the other ranks do not have it"):
+        check(replay=False)
+    check(replay=True)
+    del model
 
 
 def test_line_of_a_cell_is_named_in_a_hang():

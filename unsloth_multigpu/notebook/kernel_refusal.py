@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,31 +20,8 @@ from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
 
 
-@dataclass(frozen=True)
-class KernelState:
-    """What this kernel holds.
-
-    Args:
-        is_main_thread: The call comes from the main thread.
-        had_workers: It was rank 0 before.
-        has_group: torch.distributed is initialised, or a launcher's variables tell of other ranks.
-        has_accelerator: A Trainer, TrainingArguments or an Accelerator were made.
-        has_model: A model of transformers was loaded.
-        num_devices: Accelerators that torch has opened in this kernel; None = none yet.
-        is_one_device: Unsloth was imported while it saw one device, and has limited accelerate to one process.
-    """
-
-    is_main_thread: bool = True
-    had_workers: bool = False
-    has_group: bool = False
-    has_accelerator: bool = False
-    has_model: bool = False
-    num_devices: int | None = None
-    is_one_device: bool = False
-
-
 def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_workers: bool) -> None:
-    """Refuses a kernel that cannot become rank 0.
+    """Refuses a kernel that cannot become rank 0. Imports nothing.
 
     Args:
         config: The run's options.
@@ -64,7 +40,50 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
                 f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
                 hint=f'pip install "{name}{supported}"',
             )
-    refuse(read_state(had_workers=had_workers), config, num_ranks, replay=replay)
+    if config.max_restarts or config.nnodes != "1":
+        name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
+        raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    if config.shard == "auto":
+        raise ConfigError(
+            "shard='auto' runs a script once more to count its memory; cells run only when the user runs them.",
+            hint="Set shard='on' where the model does not fit one card, or leave it out.",
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
+    if had_workers:
+        raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
+    dist = sys.modules.get("torch.distributed")
+    if os.environ.get("WORLD_SIZE", "1") != "1" or (dist and dist.is_available() and dist.is_initialized()):
+        raise SetupError("This kernel already has a process group, or is one of a launcher's ranks.", hint=_RESTART)
+    _check_devices(num_ranks)
+    model_class = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if not replay and model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()):
+        raise SetupError(
+            "A model was loaded in this kernel, and the other ranks do not have it.",
+            hint=f"{_RESTART} Or set replay=True: the workers then run the earlier cells too.",
+        )
+
+
+def _check_devices(num_ranks: int) -> None:
+    """Refuses what torch, accelerate and Unsloth hold for one process."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if state is not None and state._shared_state:
+        raise SetupError(
+            "A Trainer, TrainingArguments or an Accelerator were made in this kernel for one process.", hint=_RESTART
+        )
+    torch = sys.modules.get("torch")
+    modules = [getattr(torch, name, None) for name in KINDS]
+    opened = [module.device_count() for module in modules if module is not None and module.is_initialized()]
+    if opened and opened[0] < num_ranks:
+        raise SetupError(
+            f"num_gpus={num_ranks}, but this kernel has opened {opened[0]} device(s), and cannot open more.",
+            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+        )
+    if state is not None and not state._prepare_backend.__module__.startswith("accelerate."):
+        raise SetupError(
+            "unsloth was imported while one device was visible, and has told accelerate that there is one process.",
+            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+        )
 
 
 def check_earlier_cells(cells: Iterable[str]) -> None:
@@ -79,72 +98,6 @@ def check_earlier_cells(cells: Iterable[str]) -> None:
             "is known in this process alone.",
             hint=f"{_RESTART} What follows it is asked and run once, and its values reach all ranks.",
         )
-
-
-def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:
-    """Raises for the first reason that is found; see `check_kernel`."""
-    if config.max_restarts or config.nnodes != "1":
-        name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
-        raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
-    if config.shard == "auto":
-        raise ConfigError(
-            "shard='auto' runs a script once more to count its memory; cells run only when the user runs them.",
-            hint="Set shard='on' where the model does not fit one card, or leave it out.",
-        )
-    if not state.is_main_thread:
-        raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
-    if state.had_workers:
-        raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
-    if state.has_group:
-        raise SetupError("This kernel already has a process group, or is one of a launcher's ranks.", hint=_RESTART)
-    if state.has_accelerator:
-        raise SetupError(
-            "A Trainer, TrainingArguments or an Accelerator were made in this kernel for one process.", hint=_RESTART
-        )
-    if state.num_devices is not None and state.num_devices < num_ranks:
-        raise SetupError(
-            f"num_gpus={num_ranks}, but this kernel has opened {state.num_devices} device(s), and cannot open more.",
-            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
-        )
-    if state.is_one_device:
-        raise SetupError(
-            "unsloth was imported while one device was visible, and has told accelerate that there is one process.",
-            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
-        )
-    if state.has_model and not replay:
-        raise SetupError(
-            "A model was loaded in this kernel, and the other ranks do not have it.",
-            hint=f"{_RESTART} Or set replay=True: the workers then run the earlier cells too.",
-        )
-
-
-def read_state(*, had_workers: bool) -> KernelState:
-    """Looks at this process. Imports nothing.
-
-    Args:
-        had_workers: See `check_kernel`.
-    """
-    torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
-    accelerate = sys.modules.get("accelerate.state")
-    transformers = sys.modules.get("transformers.modeling_utils")
-    model_class = getattr(transformers, "PreTrainedModel", None)
-    partial_state = getattr(accelerate, "PartialState", None)
-    modules = () if torch is None else (getattr(torch, name, None) for name in KINDS)
-    opened = next((module for module in modules if module is not None and module.is_initialized()), None)
-    return KernelState(
-        is_main_thread=threading.current_thread() is threading.main_thread(),
-        had_workers=had_workers,
-        has_group=os.environ.get("WORLD_SIZE", "1") != "1"
-        or bool(dist and dist.is_available() and dist.is_initialized()),
-        has_accelerator=partial_state is not None and bool(partial_state._shared_state),
-        has_model=model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()),
-        num_devices=None if opened is None else opened.device_count(),
-        is_one_device=partial_state is not None and not _is_accelerates(partial_state._prepare_backend),
-    )
-
-
-def _is_accelerates(function: Any) -> bool:
-    return bool(function.__module__.startswith("accelerate."))
 
 
 def line_of_cell(shell: Any) -> int:

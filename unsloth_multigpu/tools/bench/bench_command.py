@@ -15,7 +15,7 @@ from unsloth_multigpu.tools.bench.unsloth_arm import made_model
 from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.bench.bench_result import RankRecord
+    from unsloth_multigpu.tools.bench.bench_result import Record
 
 
 Options = BenchOptions
@@ -45,13 +45,13 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     return 0 if failed is None else 1
 
 
-def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[RankRecord]]]) -> None:
+def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[Record]]]) -> None:
     """Prints the table, or all figures."""
     from unsloth_multigpu.tools.bench.bench_result import summarize
     from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
 
     results = summarize(runs, options)
-    device = next(iter(runs.values()))[0][0].device
+    device = next(iter(runs.values()))[0][0]["device"]
     lines = [*conditions(options, device), *remarks]
     screen = Screen()
     if not options.json:
@@ -61,7 +61,7 @@ def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, l
         "options": dataclasses.asdict(options),
         "conditions": lines,
         "results": [dataclasses.asdict(result) for result in results],
-        "runs": {n: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for n, rounds in runs.items()},
+        "runs": runs,
     }
     screen.json(outcome)
 

@@ -1,59 +1,28 @@
-"""What a benchmark found: records of the ranks, and the figures made of them. Pure."""
+"""What a benchmark found: the figures that are made of what the ranks wrote. Pure.
+
+The record of a rank, as JSON, has `steps`; `gradient_norms`, one of each step, none where each rank has gradients of
+its own; `peak_bytes`, the most memory that it held; `sent_bytes`, for gradients and weights in the whole training, null
+where that is not known; `planner`, what our planner had measured at the end; `rank` and `device`.
+
+A step has `wall_s`, from the end of the one before to its own; `cpu_s` of the process in the same span; `compute_s` in
+forward and backward, without waiting for other ranks; `micro_batches`, of each its rows, the longest row and the tokens
+that are no padding; `samples`, the hashes of the rows (`fingerprint`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """One optimizer step of one rank.
-
-    Args:
-        wall_s: From the end of the step before to its own.
-        cpu_s: CPU time of the process in the same span.
-        compute_s: Time in forward and backward, without waiting for other ranks.
-        micro_batches: Of each: rows, longest row, tokens that are no padding.
-        samples: Hashes of the rows, see `fingerprint`.
-    """
-
-    wall_s: float
-    cpu_s: float
-    compute_s: float
-    micro_batches: Sequence[Sequence[int]]
-    samples: Sequence[str]
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """What one rank wrote.
-
-    Args:
-        gradient_norms: One of each step; none where each rank has gradients of its own.
-        peak_bytes: The most memory that it held.
-        sent_bytes: For gradients and weights, in the whole training; None = not known.
-        planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
-    """
-
-    rank: int
-    steps: Sequence[MeasuredStep]
-    gradient_norms: Sequence[float]
-    peak_bytes: int
-    device: str
-    sent_bytes: int | None = None
-    planner: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
-        """Reads what the worker left."""
-        return cls(**{**values, "steps": [MeasuredStep(**step) for step in values["steps"]]})
+Record = Mapping[str, Any]
+# runs[arm][round] = records of its ranks
+Runs = Mapping[str, Sequence[Sequence[Record]]]
 
 
 @dataclass(frozen=True)
@@ -101,10 +70,6 @@ class ArmResult:
     sent_bytes_per_step: float | None = None
 
 
-# runs[arm][round] = records of its ranks
-Runs = Mapping[str, Sequence[Sequence[RankRecord]]]
-
-
 def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
     """One result per arm, in the order of `runs`."""
     measures = {name: [measure_run(ranks, options) for ranks in rounds] for name, rounds in runs.items()}
@@ -118,7 +83,7 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
                 name=name,
                 **spreads,
                 times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
-                peak_bytes=max(rank.peak_bytes for rank in ranks),
+                peak_bytes=max(rank["peak_bytes"] for rank in ranks),
                 sent_bytes_per_step=_sent_per_step(ranks),
                 **_compared(runs[name], runs.get(REFERENCE)),
             )
@@ -126,19 +91,19 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
     return results
 
 
-def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> dict[str, float]:
+def measure_run(ranks: Sequence[Record], options: BenchOptions) -> dict[str, float]:
     """Figures of one run, without its warm-up; see `ArmResult`."""
-    timed = [rank.steps[options.num_warmup :] for rank in ranks]
+    timed = [rank["steps"][options.num_warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
-    sizes = [size for rank in timed for step in rank for size in step.micro_batches]
+    sizes = [size for rank in timed for step in rank for size in step["micro_batches"]]
     num_tokens = sum(tokens for _, _, tokens in sizes)
     # Of the whole run: who is late in one step may be early in the next.
-    wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
+    wall_s = max(sum(step["wall_s"] for step in rank) for rank in timed)
     return {
         "tokens_per_s": num_tokens / wall_s,
         "padding_share": 1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
-        "waiting_share": waiting_share([[rank.compute_s for rank in step] for step in steps]),
-        "cpu_s": sum(max(rank.cpu_s for rank in step) for step in steps),
+        "waiting_share": waiting_share([[rank["compute_s"] for rank in step] for step in steps]),
+        "cpu_s": sum(max(rank["cpu_s"] for rank in step) for step in steps),
     }
 
 
@@ -157,25 +122,25 @@ def ratios(mine: Sequence[float], other: Sequence[float]) -> Spread:
     return Spread.of(m / o for m, o in zip(mine, other, strict=True))
 
 
-def _compared(
-    rounds: Sequence[Sequence[RankRecord]], reference: Sequence[Sequence[RankRecord]] | None
-) -> dict[str, Any]:
+def _compared(rounds: Sequence[Sequence[Record]], reference: Sequence[Sequence[Record]] | None) -> dict[str, Any]:
     """Samples and gradients against those of one process."""
     if reference is None:
         return {"has_same_samples": None, "norm_difference": None}
     pairs = list(zip(rounds, reference, strict=True))
     is_same = all(_samples_of_steps(mine) == _samples_of_steps(other) for mine, other in pairs)
     norms = [
-        norm_difference(mine[0].gradient_norms, other[0].gradient_norms)
+        norm_difference(mine[0]["gradient_norms"], other[0]["gradient_norms"])
         for mine, other in pairs
-        if mine[0].gradient_norms
+        if mine[0]["gradient_norms"]
     ]
     return {"has_same_samples": is_same, "norm_difference": max(norms) if is_same and norms else None}
 
 
-def _samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[str]]:
+def _samples_of_steps(ranks: Sequence[Record]) -> list[list[str]]:
     """The samples of each step over all ranks, sorted: how often each was computed."""
-    return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
+    return [
+        sorted(s for rank in step for s in rank["samples"]) for step in zip(*(r["steps"] for r in ranks), strict=True)
+    ]
 
 
 def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
@@ -184,6 +149,6 @@ def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
     return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
-def _sent_per_step(ranks: Sequence[RankRecord]) -> float | None:
-    sent = [rank.sent_bytes / len(rank.steps) for rank in ranks if rank.sent_bytes is not None]
+def _sent_per_step(ranks: Sequence[Record]) -> float | None:
+    sent = [rank["sent_bytes"] / len(rank["steps"]) for rank in ranks if rank["sent_bytes"] is not None]
     return max(sent) if len(sent) == len(ranks) else None

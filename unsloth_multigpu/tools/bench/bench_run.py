@@ -14,7 +14,7 @@ from unsloth_multigpu.cli.screen import Progress
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
-from unsloth_multigpu.tools.bench.bench_result import RankRecord
+from unsloth_multigpu.tools.bench.bench_result import Record
 from unsloth_multigpu.wire.process import run_to_end
 from unsloth_multigpu.words import how_ended, last_lines
 
@@ -22,16 +22,14 @@ from unsloth_multigpu.words import how_ended, last_lines
 _TERMINATE_LIMIT_S = 35.0
 
 
-def run_rounds(
-    options: BenchOptions, progress: Progress
-) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
+def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, list[list[Record]]], LaunchError | None]:
     """Runs every arm in every round.
 
     Returns:
         `records[arm][round][rank]` of the rounds in which every arm ran to its end, and what ended the last one early.
     """
     names = options.arms.split(",")
-    records: dict[str, list[list[RankRecord]]] = {name: [] for name in names}
+    records: dict[str, list[list[Record]]] = {name: [] for name in names}
     numbers = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(options.repeats):
@@ -53,7 +51,7 @@ def run_rounds(
     return records, None
 
 
-def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
+def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[Record]:
     """Trains once and returns the records of its ranks, rank 0 first.
 
     Args:
@@ -84,4 +82,4 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
             f"The arm {arm.name} ({arm.text}) {problem}. The end of its output:\n{tail}",
             hint=f"Run it alone: unsloth-multigpu bench --arms {arm.name}",
         )
-    return [RankRecord.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

@@ -68,7 +68,7 @@ class Meter:
         self._begin = end
 
     def steps(self) -> list[dict[str, Any]]:
-        """One record per step, see `bench_result.MeasuredStep`."""
+        """One record per step, see `bench_result`."""
         return [
             {
                 "wall_s": after[0] - before[0],
@@ -110,7 +110,7 @@ class Meter:
 
 
 def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
-    """What these micro-batches were, as `MeasuredStep` has it."""
+    """What these micro-batches were, as a step of `bench_result` has it."""
     samples: list[str] = []
     sizes = []
     for (inputs, is_sample, _), _ in micro_batches:

@@ -15,8 +15,7 @@ from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.forecast.estimate import Estimate, Workload, advise, estimate
-from unsloth_multigpu.tools.forecast.link import Link, parse_link
+from unsloth_multigpu.tools.forecast.estimate import Estimate, Link, Workload, advise, estimate, parse_link
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,

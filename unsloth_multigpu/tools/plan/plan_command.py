@@ -161,11 +161,8 @@ def _cells(training: Training, row: MemoryForecast, device_bytes: int | None) ->
     cells = (str(row.num_ranks), row.mode, *map(_shown, sizes))
     if device_bytes is None:
         return cells
-    if not training.has_samples(row.num_ranks):
-        return (*cells, "too few samples")
-    if fits(row, device_bytes):
-        return (*cells, "fits")
-    return (*cells, "too large")
+    mark = "fits" if fits(row, device_bytes) else "too large"
+    return (*cells, mark if training.has_samples(row.num_ranks) else "too few samples")
 
 
 def _shown(num_bytes: int) -> str:
