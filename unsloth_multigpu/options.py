@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
 from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
@@ -64,7 +65,6 @@ TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Sc
 
 _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
 _DDP = DDP()
-_FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."
 _ALL_GPUS = "all visible GPUs; where there is none, this process alone"
 _FOR_ELASTIC_NODES = (
     "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
@@ -186,11 +186,12 @@ class MultiGPUConfig:
 
     @classmethod
     def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
-        """Arguments win over variables, variables over the YAML file, and that over defaults.
+        """Arguments win over variables, variables over the YAML file, that over pyproject.toml, and that over defaults.
 
         Args:
             arguments: What the caller gave; a missing name or None means "not given".
-            environment: Variables to read, and the file that one names; None = `os.environ`.
+            environment: Variables to read, and the files that they name; None = `os.environ`, and the pyproject.toml of
+                the working folder or of one above it.
 
         Raises:
             ConfigError: A value cannot be used, or a variable with our prefix or a name in a file names no option.
@@ -238,7 +239,7 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     """
     options = options_of(MultiGPUConfig)
     values: dict[str, Any] = {}
-    for place, shown, name, value in _sources(os.environ if environment is None else environment):
+    for place, shown, name, value in _sources(os.environ if environment is None else environment, environment is None):
         if name not in options:
             known = {n: n if place else variable(n) for n in options}
             raise unknown_option(f"{place}{shown}", value, name, known)
@@ -253,47 +254,15 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     return {**values, **{name: value for name, value in arguments.items() if value is not None}}
 
 
-def _sources(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
-    """Place, shown name, name and value of all that file and variables say, what counts more behind the others."""
+def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[str, str, str, Any]]:
+    """Place, shown name, name and value of all that files and variables say, what counts more behind the others."""
+    if searches and (pyproject := find_pyproject()):
+        yield from ((place, name, name, value) for place, name, value in read_pyproject(pyproject))
     if file := environment.get(ENV_CONFIG, "").strip():
         yield from ((place, name, name, value) for place, name, value in read_yaml(Path(file)))
     for shown, text in environment.items():
         if shown.startswith(ENV_PREFIX) and shown not in INTERNAL_VARIABLES:
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
-
-
-def read_yaml(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Place, name and text of each line of a YAML file: `off` is a word there, as in a variable, and no truth value.
-
-    Raises:
-        ConfigError: It cannot be read, is no mapping of texts, or has a name twice.
-    """
-    import yaml
-
-    try:
-        root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}", hint=_FORM) from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} has no options in it.", hint=_FORM)
-    seen = set()
-    for key, node in root.value:
-        place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
-        if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{place}{name} has several values; expected one.", hint=_FORM)
-        if name in seen:
-            raise ConfigError(f"{place}{name} is given twice.", hint="Leave one of them out.")
-        seen.add(name)
-        yield place, name, node.value
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the file's rights.") from None
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:

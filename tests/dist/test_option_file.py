@@ -1,4 +1,4 @@
-"""Options of a file reach the ranks: those of a script with the line, which changes the folder, as well."""
+"""Options of files reach the ranks: those of a script with the line, which changes the folder, as well."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ with open(f"facts_{status.rank}.json", "w") as file:
 """
 
 
-def test_file_of_options_reaches_every_rank(tmp_path: Path) -> None:
+def test_files_of_options_reach_every_rank(tmp_path: Path) -> None:
+    table = "num_gpus = 3\ntimeout_s = 50\ngrace_s = 7\nmax_restarts = 4"
+    (tmp_path / "pyproject.toml").write_text(f"[tool.unsloth_multigpu]\n{table}\n")
     folder = tmp_path / "scripts"
     folder.mkdir()
-    (folder / "multigpu.yaml").write_text("num_gpus: 2\ntimeout_s: 60\ngrace_s: 8\nmax_restarts: 4\nlog_dir: records\n")
+    (folder / "multigpu.yaml").write_text("num_gpus: 2\ntimeout_s: 60\ngrace_s: 8\nlog_dir: records\n")
     (folder / "train.py").write_text(SCRIPT)
     run = ["-m", "unsloth_multigpu.cli.main", "run", "--config", "multigpu.yaml", "--grace-s", "9", "train.py"]
     done = run_python(run, folder, {**BARE, "UNSLOTH_MULTIGPU_TIMEOUT_S": "70"})
     assert done.code == 0, done.err
     for rank in range(2):
-        # The variable over the file, and the flag over both.
+        # The file over the table, the variable over the file, the flag over both, and the table where nothing else is.
         assert json.loads((folder / f"facts_{rank}.json").read_text()) == [2, 2, 70.0, 9.0, 4]
     assert not (folder / "facts_2.json").exists()
     assert (folder / "records" / "rank_1.log").exists()

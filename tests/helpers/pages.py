@@ -26,7 +26,7 @@ _INTRODUCTION = """<!-- Generated: python -m tests.helpers.pages -->
 # Options
 
 Every option of a run: an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
-Arguments win over variables, variables over the YAML file, and that over defaults.
+Arguments win over variables, variables over the YAML file, the file over `pyproject.toml`, and that over defaults.
 Those with a flag are options of `unsloth-multigpu run`, too, where they count as variables. An unknown argument,
 variable with our prefix or name in a file is an error, and so is an option that nothing would follow. The last column
 says who follows an option that not every run follows, or, in front of a colon, which of its values:
@@ -49,9 +49,17 @@ max_restarts: 3
 hang_timeout_s: 300
 ```
 
-Values are written as in variables, so `off` is the word; `null` or nothing means "not given". A name that is no
-option, one that is given twice and a value that cannot be used are errors that name file and line. `verify` and
-`chaos` read the same file.
+Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always
+wants stands in the `pyproject.toml` of the working folder, or of the nearest one above it:
+
+```toml
+[tool.unsloth_multigpu]
+hang_timeout_s = 300
+resume = "auto"
+```
+
+A name that is no option, one that is given twice and a value that cannot be used are errors that name file and line.
+`verify` and `chaos` read the same files.
 """
 _STRATEGIES = """
 ## Strategies

@@ -1,4 +1,4 @@
-"""Options in a YAML file: what wins over what, and what is refused with a hint."""
+"""Options in a YAML file and in pyproject.toml: what wins over what, and what is refused with a hint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ def yaml_config(folder: Path, text: str) -> MultiGPUConfig:
     return MultiGPUConfig.resolve({}, {ENV_CONFIG: str(file)})
 
 
-def test_arguments_win_over_variables_over_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def toml_config(folder: Path, text: str) -> MultiGPUConfig:
+    (folder.parent / "pyproject.toml").write_text(text, encoding="utf-8")
+    return MultiGPUConfig.resolve({})
+
+
+def test_arguments_win_over_variables_over_the_file_over_pyproject(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("grace_s", "timeout_s", "max_restarts", "verify_every", "log_dir")
 
     def found(**arguments: float) -> list[object]:
@@ -38,13 +45,16 @@ def test_arguments_win_over_variables_over_the_file(folder: Path, monkeypatch: p
         return [getattr(config, name) for name in names]
 
     assert found() == [30.0, 1800.0, 0, 100, "logs"]
+    table = "grace_s = 1\ntimeout_s = 1.5\nmax_restarts = 1\nverify_every = 1\n"
+    (folder.parent / "pyproject.toml").write_text(f"[tool.unsloth_multigpu]\n{table}")
+    assert found() == [1.0, 1.5, 1, 1, "logs"]
     (folder / "m.yaml").write_text("grace_s: 2\ntimeout_s: 2\nmax_restarts: 2  # restarts\n")
     monkeypatch.setenv(ENV_CONFIG, "m.yaml")
-    assert found() == [2.0, 2.0, 2, 100, "logs"]
+    assert found() == [2.0, 2.0, 2, 1, "logs"]
     monkeypatch.setenv(variable("timeout_s"), "3")
     monkeypatch.setenv(variable("grace_s"), "3")
-    assert found() == [3.0, 3.0, 2, 100, "logs"]
-    assert found(grace_s=4) == [4.0, 3.0, 2, 100, "logs"]
+    assert found() == [3.0, 3.0, 2, 1, "logs"]
+    assert found(grace_s=4) == [4.0, 3.0, 2, 1, "logs"]
 
 
 def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None:
@@ -66,6 +76,18 @@ def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None
     assert (by_variable.balance, by_variable.nnodes, by_variable.rdzv_id) == ("off", "4", "007")
     assert by_variable.strategy == DiLoCo(every_steps=8)
     assert yaml_config(folder, "# nothing\n") == yaml_config(folder, "num_gpus: null\n") == MultiGPUConfig()
+
+
+def test_every_option_is_read_from_pyproject(folder: Path) -> None:
+    text = '[tool.unsloth_multigpu]\nnum_gpus = 2\nshard_offload = false\ntimeout_s = 60\nbalance = "tokens"\n'
+    config = toml_config(folder, text)
+    assert (config.num_gpus, config.shard_offload, config.timeout_s) == (2, False, 60.0)
+    assert toml_config(folder, '[tool.unsloth_multigpu]\nstrategy = "diloco:every_steps=8"\n').strategy == DiLoCo(
+        every_steps=8
+    )
+    assert toml_config(folder, "[tool.other]\nnum_gpus = 9\n") == MultiGPUConfig()
+    # What this package has no part in is not read: not even its form.
+    assert toml_config(folder, "this is no TOML") == MultiGPUConfig()
 
 
 @pytest.mark.parametrize(
@@ -93,9 +115,33 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, mes
     assert hint in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 names no option.", "Did you mean num_gpus?"),
+        ("[tool.unsloth_multigpu]\nnum_gpus = 2.5", ": num_gpus=2.5; expected a whole number", "Leave num_gpus out"),
+        ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option in a line"),
+        ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option in a line"),
+        ("tool = [1] # unsloth_multigpu", " is [1]; expected a table.", "one option in a line"),
+        ("[tool.unsloth_multigpu\n", " cannot be read: ", "Mend it"),
+    ],
+)
+def test_wrong_pyproject_is_named(folder: Path, text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        toml_config(folder, text)
+    assert str(error.value.args[0]).startswith(str(folder.parent / "pyproject.toml"))
+    assert message in error.value.args[0]
+    assert hint in error.value.hint
+
+
 def test_file_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: "):
         MultiGPUConfig.resolve({}, {ENV_CONFIG: "none.yaml"})
+
+
+def test_folder_that_is_gone_has_no_files(folder: Path) -> None:
+    folder.rmdir()
+    assert MultiGPUConfig.resolve({}) == MultiGPUConfig()
 
 
 def test_run_reads_the_file_that_it_is_given(

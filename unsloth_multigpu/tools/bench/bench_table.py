@@ -17,6 +17,7 @@ from unsloth_multigpu.versions import installed_version
 
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
 _NOT_SHOWN = ("arms", "device", "json", "timeout_s", "model_folder", "is_card_shared")
+_BAR_WIDTH = 60
 # Cells as text, by the names of the columns.
 Row = dict[str, str]
 _COLUMNS: Mapping[str, Callable[[ArmResult], str]] = {
@@ -49,8 +50,20 @@ def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResu
     screen.line()
     screen.table(list(rows[0]), [list(row.values()) for row in rows], num_left=1)
     screen.line()
-    for line in _LEGEND:
+    for line in (*_LEGEND, *bars(results)):
         screen.line(line)
+
+
+def bars(results: Sequence[ArmResult]) -> list[str]:
+    """The ratios of the medians as a picture in lines; [] where nothing is compared with a baseline."""
+    base = next((name for name in reversed(BASELINES) if all(name in r.times for r in results)), None)
+    if base is None or len(results) < 2:
+        return []
+    most = max(r.times[base].median for r in results)
+    width = max(len(r.name) for r in results)
+    drawn = [(r.name, r.times[base].median) for r in results]
+    rows = [f"{name:<{width}}  {'#' * round(_BAR_WIDTH * times / most)} {times:.2f}" for name, times in drawn]
+    return ["", f"times as fast as {base}:", *rows]
 
 
 def result_row(r: ArmResult) -> Row:
