@@ -21,6 +21,7 @@ DEALT = ["grpo:2x6:grpo", "grpo:2x6:dapo", "grpo:2x6:dr_grpo", "rloo:2x6:"]
 OLD = "grpo:2x6:dapo:old"
 # Losses that cannot be dealt, with the first step that shows it.
 IN_ORDER = {"grpo:2x6:bnpo": 1, "drift:2x6:grpo:old": 2, "third:2x6:grpo:old": 4}
+TOOLS = "tools:2x6:grpo"
 MISTAKES = ["lost:2x6:grpo", "dropped:2x6:grpo"]
 
 
@@ -38,8 +39,8 @@ def folder(tmp_path_factory):
     build_tiny(path / "model")
     start_ranks(path, "1", 1, {*JOBS, *DEALT})
     start_ranks(path, "4", 4, [*JOBS, SHAPED])
-    start_ranks(path, "2", 2, [*DEALT, OLD, *IN_ORDER, *MISTAKES])
-    start_ranks(path, "off", 2, [DEALT[0], OLD, *IN_ORDER], UNSLOTH_MULTIGPU_BALANCE="off")
+    start_ranks(path, "2", 2, [*DEALT, OLD, TOOLS, *IN_ORDER, *MISTAKES])
+    start_ranks(path, "off", 2, [DEALT[0], OLD, TOOLS, *IN_ORDER], UNSLOTH_MULTIGPU_BALANCE="off")
     start_ranks(path, "blind", 2, MISTAKES, UNSLOTH_MULTIGPU_BALANCE="tokens", UNSLOTH_MULTIGPU_CHECK_FIRST_STEP="off")
     return path
 
@@ -113,14 +114,15 @@ def test_completions_dealt_by_length_have_the_gradient_of_one_process(folder, jo
     assert distance(weights, of_ranks) < 1e-6
 
 
-def test_old_and_reference_log_probabilities_move_with_their_completion(folder):
-    (dealt, weights), (in_order, before) = outcome(folder / "2", OLD), outcome(folder / "off", OLD)
-    assert len(dealt["grad_norm"]) == 5
+@pytest.mark.parametrize("job", [OLD, TOOLS])
+def test_log_probabilities_and_masks_move_with_their_completion(folder, job):
+    (dealt, weights), (in_order, before) = outcome(folder / "2", job), outcome(folder / "off", job)
+    assert len(dealt["grad_norm"]) == (5 if job == OLD else 2)
     assert dealt["grad_norm"] == pytest.approx(in_order["grad_norm"], rel=1e-5)
     assert distance(weights, before) < 1e-6
 
 
-@pytest.mark.parametrize("job", [DEALT[0], OLD])
+@pytest.mark.parametrize("job", [DEALT[0], OLD, TOOLS])
 def test_dealt_micro_batches_have_the_same_tokens_and_less_padding(folder, job):
     computed, of_tokens = [], []
     for name in ("2", "off"):

@@ -142,9 +142,10 @@ def micro_batch(**more):
     [
         ({}, ""),
         ({"old_per_token_logps": torch.ones(2, 3), "ref_per_token_logps": None}, ""),
-        ({"tool_mask": torch.ones(2, 3)}, "'tool_mask'"),
+        ({"tool_mask": torch.ones(2, 3), "importance_sampling_ratio": torch.ones(2, 3)}, ""),
+        ({"completion_mask": None}, "a micro-batch without 'completion_mask'"),
         ({"pixel_values": torch.ones(2, 3)}, "'pixel_values'"),
-        ({"importance_sampling_ratio": torch.ones(2, 3)}, "'importance_sampling_ratio'"),
+        ({"importance_sampling_ratio": torch.ones(2, 1)}, ""),
         ({"num_images": [1, 1]}, "'num_images'"),
         ({"advantages": torch.ones(2, 3)}, "the shape of 'advantages'"),
         ({"ref_per_token_logps": torch.ones(2, 5)}, "the shape of 'ref_per_token_logps'"),

@@ -34,9 +34,12 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
 
-# What the inputs of a micro-batch hold: padded on the left, padded on the right, one number a completion.
+# What the inputs of a micro-batch hold: padded on the left, padded on the right or one number a completion, that alone.
 _PROMPT = ("prompt_ids", "prompt_mask")
-_COMPLETION = ("completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps")
+_COMPLETION = (
+    *("completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps"),
+    *("sampling_per_token_logps", "importance_sampling_ratio", "tool_mask"),
+)
 _ROW = ("advantages", "old_logps")
 _NEEDED = (*_PROMPT, *_COMPLETION[:2], _ROW[0])
 # One number of the generation, equal on all ranks.
@@ -238,27 +241,26 @@ class CompletionDeal(Part):
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """The completions of all ranks; None where their micro-batches hold what is not known here. Collective."""
-        what = unknown_inputs(buffered)
-        widths = [0, 0] if what else [buffered[0][name].shape[1] for name in ("prompt_ids", "completion_ids")]
+        what, first = unknown_inputs(buffered), buffered[0]
+        padded = (*_PROMPT, *_COMPLETION)
+        widths = [0 if what or first.get(name) is None else first[name].shape[1] for name in padded]
         # All ranks decide alike, and send tensors of one shape.
         ranks = self._manager.gather_int64([bool(what), *widths])
         if any(is_unknown for is_unknown, *_ in ranks):
             self._keep_order(f"{what or 'a micro-batch of another rank'} is not known here")
             return None
-        most_prompt, most_completion = (max(rank[i] for rank in ranks) for i in (1, 2))
+        most = {name: max(rank[i] for rank in ranks) for i, name in enumerate(padded, 1)}
         rows = {}
-        for name in sorted(
-            n for n, value in buffered[0].items() if value is not None and n not in (_OF_ALL, _LEFT_PAD)
-        ):
+        for name in sorted(n for n, value in first.items() if value is not None and n not in (_OF_ALL, _LEFT_PAD)):
             mine = torch.cat([micro_batch[name] for micro_batch in buffered])
-            filling = self._pad_id if name.endswith("_ids") else 0
-            if name in _PROMPT:
-                mine = nn.functional.pad(mine, (most_prompt - mine.shape[1], 0), value=filling)
-            elif name in _COMPLETION:
-                mine = nn.functional.pad(mine, (0, most_completion - mine.shape[1]), value=filling)
+            if name in most:
+                missing = most[name] - mine.shape[1]
+                filling = self._pad_id if name.endswith("_ids") else 0
+                mine = nn.functional.pad(mine, (missing, 0) if name in _PROMPT else (0, missing), value=filling)
             rows[name] = self._trainer.accelerator.gather(mine.contiguous())
-        num_rows = len(buffered) * len(buffered[0]["advantages"])
-        return _Generation(buffered, rows, _lengths(rows), num_rows * sum(p + c for _, p, c in ranks))
+        of_ids = [padded.index(name) + 1 for name in ("prompt_ids", "completion_ids")]
+        num_tokens = len(buffered) * len(first["advantages"]) * sum(rank[i] for rank in ranks for i in of_ids)
+        return _Generation(buffered, rows, _lengths(rows), num_tokens)
 
     def _block(self, generation: _Generation) -> int:
         """Micro-batches of a rank that are dealt together: those of an optimizer step, or its part of a generation."""
@@ -339,16 +341,18 @@ def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
             return f"a micro-batch without '{missing[0]}'"
         batch = len(micro_batch["advantages"])
         prompt, completion = (micro_batch[name].shape for name in ("prompt_ids", "completion_ids"))
-        of_row = torch.Size([batch])
-        shapes = dict.fromkeys(_PROMPT, prompt) | dict.fromkeys(_COMPLETION, completion) | dict.fromkeys(_ROW, of_row)
-        shapes |= {_OF_ALL: torch.Size([]), _LEFT_PAD: torch.Size([batch, 1])}
+        shapes: dict[str, tuple[torch.Size, ...]] = dict.fromkeys(_PROMPT, (prompt,))
+        shapes |= dict.fromkeys(_ROW, (torch.Size([batch]),))
+        # One number a completion, too: the ratio of sampling of all its tokens.
+        shapes |= dict.fromkeys(_COMPLETION, (completion, torch.Size([batch, 1])))
+        shapes |= {_OF_ALL: (torch.Size([]),), _LEFT_PAD: (torch.Size([batch, 1]),)}
         has_old = any(micro_batch.get(name) is not None for name in _COMPLETION[2:])
         for name, value in micro_batch.items():
             if value is None:
                 continue
             if name not in shapes or not isinstance(value, torch.Tensor):
                 return f"'{name}'"
-            if value.shape != shapes[name]:
+            if value.shape not in shapes[name]:
                 return f"the shape of '{name}'"
             if name == _LEFT_PAD and has_old:
                 return "the layout of Unsloth's log-probabilities"

@@ -2,7 +2,7 @@
 
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
-"lost" and "dropped" are mistakes in our own dealing; "drift" and "third" are losses of the script's own.
+"lost" and "dropped" are mistakes in our own dealing; "tools", "drift" and "third" are trainers of the script's own.
 """
 
 import json
@@ -77,6 +77,19 @@ class Third(Grpo):
         return loss * (inputs["completion_mask"].sum() if self.state.global_step > 1 else 1)
 
 
+class Tools(Grpo):
+    """Some tokens of a completion are answers of a tool, and not trained; each completion has a ratio of sampling."""
+
+    def _generate_and_score_completions(self, inputs):
+        made = super()._generate_and_score_completions(inputs)
+        ids = made["completion_ids"]
+        return {**made, "tool_mask": (ids % 3 > 0).int(), "importance_sampling_ratio": ids[:, :1] / 500}
+
+    def _compute_loss(self, model, inputs):
+        ratio = inputs["importance_sampling_ratio"][:, 0]
+        return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * ratio})
+
+
 class Rloo(PlainTorch, RLOOTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return list(completions_of(prompt_ids))
@@ -107,6 +120,7 @@ MISTAKES = {"lost": ("_taken", without_the_first), "dropped": ("deal_completions
 CLASSES = {
     "grpo": (Grpo, GRPOConfig),
     "rloo": (Rloo, RLOOConfig),
+    "tools": (Tools, GRPOConfig),
     "drift": (Drift, GRPOConfig),
     "third": (Third, GRPOConfig),
     **dict.fromkeys(MISTAKES, (Grpo, GRPOConfig)),
