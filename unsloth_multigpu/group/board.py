@@ -31,7 +31,8 @@ class Board:
         store: Shared by the ranks; its server does one thing after the other. None = a subclass finds it.
 
     Attributes:
-        is_abandoned: True where rank 0 has left the code that this rank runs, and publishes nothing more in it.
+        is_abandoned: True where rank 0 (for rank 0: all others) has left the code that this rank runs, and publishes
+            nothing more in it.
     """
 
     def __init__(self, rank: int, store: Store | None = None) -> None:
@@ -118,8 +119,9 @@ class Board:
             if (found := read()) is not None:
                 return found
             if is_abandoned:
+                who = "rank 0 has" if self.rank else "the other ranks have"
                 raise DistributedError(
-                    f"rank {self.rank} waits for {what}, and rank 0 has left the cell.",
+                    f"rank {self.rank} waits for {what}, and {who} left the cell.",
                     hint="Let all ranks take the same way through the cell.",
                 )
             waited_s = time.monotonic() - begin_s

@@ -172,18 +172,19 @@ class Saves:
         """Waits in the save that this rank visits for all ranks, each of which holds a part of what is saved.
 
         Raises:
-            DistributedError: Another rank's script has ended without it.
+            DistributedError: Another rank's script or cell has ended without it.
             RankTimeoutError: Another rank does not come within `timeout_s`.
         """
         here = self._at
         missing = list(range(self._manager.identity.world_size))
 
         def are_there() -> bool:
-            gone = [rank for rank in missing if self._has_left(rank)]  # Asked first: a rank may save and leave.
+            is_over = self._manager.is_abandoned()  # Asked first: a rank may save and leave.
+            gone = [rank for rank in missing if is_over or self._has_left(rank)]
             missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != here[:2]]
             if lost := [rank for rank in gone if rank in missing]:
                 raise DistributedError(
-                    f"{here.what}: the script of rank(s) {_listed(lost)} has ended without this save. {_GATHERS}",
+                    f"{here.what}: rank(s) {_listed(lost)} ended the script or cell without this save. {_GATHERS}",
                     hint=_ON_ALL_RANKS,
                 )
             return not missing
@@ -296,6 +297,11 @@ class Saves:
             )
         result = outcome["result"]
         return tuple(result) if isinstance(result, list) else result
+
+
+def saved_alone(what: str) -> DistributedError:
+    """The error where a sharded model is saved in code that the other ranks do not run."""
+    return DistributedError(f"{what} is called on this rank alone. {_GATHERS}", hint=_ON_ALL_RANKS)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -131,6 +131,8 @@ class SaveGate:
             is_run = path is None or self._is_writer or runs_everywhere
             return self._call(original, args, self._given(args, kwargs)) if is_run else None
         manager = None if path is None else self._get_manager()
+        if manager is None and path is not None and sharded_model(args) is not None:
+            raise self._alone(original)
         if path is None or manager is None:
             return self._call(original, args, kwargs)
         what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
@@ -150,6 +152,11 @@ class SaveGate:
                 save()
             is_rank_0s, result = saves.follow()
             return result if is_rank_0s or runs_here else save(is_writer=True)
+
+    def _alone(self, original: Callable[..., Any]) -> Exception:
+        from unsloth_multigpu.group.saves import saved_alone
+
+        return saved_alone(getattr(original, "__qualname__", "save"))
 
     def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
         """Puts the shards of a model together on rank 0, unless the saver does. Collective.

@@ -30,10 +30,7 @@ class Publisher:
 
     Attributes:
         is_apart: No other rank runs what rank 0 runs now.
-        is_abandoned: As that of `Receiver`; rank 0 leaves all others, and none leaves it.
     """
-
-    is_abandoned = False
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -41,6 +38,11 @@ class Publisher:
         self._cell_number = 0
         self._depth = 0
         self.is_apart = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        """All other ranks have ended the cell that runs here."""
+        return self._kernel.current is not None and not self._kernel.pending()
 
     def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
         """Calls `make` and sends its result to the other ranks. A call inside another one only calls `make`.
