@@ -53,9 +53,20 @@ def page() -> str:
 
 
 class ConfigError(MultiGPUError, ValueError):
-    """An argument or an UNSLOTH_MULTIGPU_* variable has a value that cannot be used."""
+    """An argument or an UNSLOTH_MULTIGPU_* variable has a value that cannot be used.
+
+    Args:
+        most_ranks: Where a step cannot be shared by all ranks: the largest number of ranks that can share it.
+    """
 
     exit_code = 64
+
+    def __init__(self, message: str, *, hint: str, most_ranks: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.most_ranks = most_ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), hint=self.hint, most_ranks=self.most_ranks), self.args
 
 
 class SetupError(MultiGPUError, RuntimeError):

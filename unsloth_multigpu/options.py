@@ -80,7 +80,8 @@ class MultiGPUConfig:
 
     Args:
         num_gpus: Ranks on this machine. More than there are GPUs is an error. Without a GPU, that many CPU ranks over
-            gloo, after a warning. Not given: all GPUs.
+            gloo, after a warning. Not given: all GPUs, or where an optimizer step has too few samples for that, as
+            many as can share it.
         batch_size_per_gpu: Samples of one micro-batch on each rank, in place of per_device_train_batch_size. An
             optimizer step then sees N times as many, as with global_batch="scale".
         enable_ddp: One process per device. Off: the older plugin's serial path, which is slower than one GPU: this

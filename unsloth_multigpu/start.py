@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS
@@ -117,14 +118,24 @@ def visible_accelerators() -> tuple[str, int]:
 def supervise(
     command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
 ) -> None:
-    """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
+    """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return.
+
+    Where they are as many as there are devices, and too many to share a step, fewer are started once more.
+    """
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
     if num_nodes(config.nnodes) > 1:
         await_name(*split_endpoint(config), config.timeout_s)
-    config = _with_shard_chosen(command, config, num_ranks)
-    exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
+    launcher = DDPLauncher(command, num_ranks, _with_shard_chosen(command, config, num_ranks), saves_when_stopped)
+    code = launcher.run()
+    if (most_ranks := launcher.most_ranks) is not None:
+        if launcher.stop.is_asked():  # While what the ranks have left was removed.
+            exit_like(-launcher.stop.signal_number)
+        config = replace(config, num_gpus=most_ranks)
+        told = _with_shard_chosen(command, config, most_ranks)
+        code = DDPLauncher(command, most_ranks, told, saves_when_stopped).run()
+    exit_like(code)
 
 
 def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:

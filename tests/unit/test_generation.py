@@ -1,7 +1,6 @@
 """How completions are dealt to ranks: steps and generations keep their number, or numbers that work are named."""
 
 import functools
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +65,7 @@ def _most_ranks(share, world_size):
     try:
         share(world_size)
     except ConfigError as error:
-        return int(re.search(r"Set num_gpus=(\d+)", error.hint)[1])
+        return error.most_ranks
     return world_size
 
 

@@ -156,6 +156,22 @@ def test_this_process_ends_as_its_ranks_do(started: list[launcher.DDPLauncher]) 
     assert started == [launcher.DDPLauncher([sys.executable, "-X", "dev", "-c", "pass", "a"], 3, config)]
 
 
+@pytest.mark.parametrize("number", [0, signal.SIGTERM])
+def test_signal_between_ranks_and_fewer_ranks_ends_the_run(
+    started: list[launcher.DDPLauncher], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def run(self: launcher.DDPLauncher) -> int:
+        started.append(self)
+        self.stop = SimpleNamespace(signal_number=number, is_asked=lambda: number != 0)  # type: ignore[assignment]
+        self.most_ranks = 2 if len(started) == 1 else None
+        return 64 if len(started) == 1 else 7
+
+    monkeypatch.setattr(launcher.DDPLauncher, "run", run)
+    with pytest.raises(Ended, match=f"-{int(number)}" if number else "7"):
+        start_this_command(MultiGPUConfig(), 3)
+    assert [each.num_ranks for each in started] == ([3] if number else [3, 2])
+
+
 def test_ranks_are_not_started_from_a_test_but_from_its_process() -> None:
     # It only makes the command: nothing is started, whatever is broken.
     with pytest.raises(SetupError, match="cannot start ranks from a test"):

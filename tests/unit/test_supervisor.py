@@ -112,6 +112,21 @@ def test_what_a_restart_cannot_cure_is_not_tried_again(
     assert ("no restart: the ranks would fail the same way" in capfd.readouterr().err) is is_refused
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_ranks_that_cannot_share_a_step_are_fewer_next_unless_they_have_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_first: bool
+) -> None:
+    trained = [] if is_first else [event("training"), event("trained")]
+    facts = {"error": "ConfigError: A step of 1.\nHint: x", "traceback": "Traceback\n", "exit_code": 64}
+    made = launcher_of(tmp_path)
+    watch = Watched(*trained, event("exception", 1, **facts, most_ranks=1), r1=64)
+    assert made._judge(0, watch, "") == 64  # type: ignore[arg-type]
+    assert made.most_ranks == (1 if is_first else None)
+    told = capfd.readouterr().err
+    assert ("A step of 1. 1 of 2 devices train" in told) is is_first
+    assert ("Traceback" in told) is not is_first
+
+
 def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert judge(tmp_path, Watched(ERROR, r1=1), Stopped(signal.SIGTERM)) == 1
     told = capfd.readouterr().err

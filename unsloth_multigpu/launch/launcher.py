@@ -22,7 +22,7 @@ from unsloth_multigpu.launch.refusal import find_refusal
 from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.event import Event
@@ -48,6 +48,8 @@ class DDPLauncher:
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
 
     Attributes:
+        most_ranks: The number of ranks that can share a step, where `num_ranks` cannot in the first training, and
+            nobody has asked for them; None where the run has another end.
         run_dir: The run's private folder.
         log_dir: Folder of rank_N.log.
         stop: Receives signals.
@@ -58,6 +60,7 @@ class DDPLauncher:
     num_ranks: int
     config: MultiGPUConfig
     saves_when_stopped: bool = True
+    most_ranks: int | None = field(init=False, compare=False, default=None)
     run_dir: Path = field(init=False, compare=False, repr=False)
     log_dir: Path = field(init=False, compare=False, repr=False)
     stop: Stop = field(init=False, compare=False, repr=False)
@@ -152,6 +155,8 @@ class DDPLauncher:
         return None
 
     def _tell_failure(self, attempt: int, cause: Cause, events: Sequence[Event]) -> int | None:
+        if self._takes_fewer_ranks(events):
+            return cause.exit_code
         self.meeting.fail(cause.message)
         what = f"\n{cause.traceback}unsloth_multigpu: {cause.message}."
         if attempt < self.config.max_restarts:
@@ -173,6 +178,18 @@ class DDPLauncher:
         if self.num_ranks > 1:
             tell(f"unsloth_multigpu: logs of ranks that have no terminal: {self.log_dir}/rank_N.log\n")
         return cause.exit_code
+
+    def _takes_fewer_ranks(self, events: Sequence[Event]) -> bool:
+        refusal = next((event for event in events if "most_ranks" in event.facts), None)
+        is_asked_for = self.config.num_gpus is not None or num_nodes(self.config.nnodes) > 1
+        has_trained = any(event.kind == "trained" for event in events)  # The script would do that again.
+        if refusal is None or is_asked_for or has_trained or self.stop.is_asked():
+            return False
+        self.most_ranks = int(refusal.facts["most_ranks"])
+        why = str(refusal.facts["error"]).split("\n")[0].partition(": ")[2]
+        how = f"{self.most_ranks} of {self.num_ranks} devices train, in ranks that are started now"
+        tell(f"\nunsloth_multigpu: warning: {why} {how}. global_batch='scale' uses all.\n")
+        return True
 
     def _tell_end(self, events: Sequence[Event]) -> int:
         """The exit code of a run of which all ranks ended with 0."""

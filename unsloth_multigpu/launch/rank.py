@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S, await_others, shown_error
 from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.logs import tell
@@ -130,6 +130,8 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
         shown = shown_error(kind, error, tb)
         facts: dict[str, Any] = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
+        if isinstance(error, ConfigError) and error.most_ranks:
+            facts["most_ranks"] = error.most_ranks
         try:
             if issubclass(kind, KeyboardInterrupt):
                 # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.

@@ -175,6 +175,7 @@ def check_divisible(num_samples: int, world_size: int) -> None:
             f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
             hint=f"Set num_gpus={num_samples} (of all nodes together), or raise per_device_train_batch_size or "
             f"gradient_accumulation_steps to {world_size} samples or more, or use global_batch='scale'.",
+            most_ranks=num_samples,
         )
 
 

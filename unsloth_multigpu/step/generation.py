@@ -86,6 +86,7 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
             f"completions of a step, or of a generation, cannot be shared evenly by {world_size} ranks.",
             hint=f"Set num_gpus={most_ranks} (of all nodes together); or per_device_train_batch_size={batch} works "
             "with this accumulation; or use global_batch='scale'.",
+            most_ranks=most_ranks,
         )
     mine = shared // world_size
     batch = next(b for b in range(min(one.batch, mine), 0, -1) if mine % b == 0)
