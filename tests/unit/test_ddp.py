@@ -31,7 +31,7 @@ TINY = {
 }
 
 
-ONE_OF_TWO = SimpleNamespace(rank=0, world_size=2)
+ONE_OF_TWO = SimpleNamespace(rank=0, world_size=2, launcher="torchrun")
 WAITS = Waits(lambda: torch.device("cpu"))
 
 

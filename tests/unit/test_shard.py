@@ -208,7 +208,7 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
 
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
-    _stored_as_computed(lambda _: None)(config)
+    _stored_as_computed(lambda _: None, config)
     assert config.bnb_4bit_quant_storage == stored
 
 
