@@ -121,6 +121,15 @@ def test_out_of_memory_on_a_rank_says_how_much_and_what_to_set(trainings):
     assert not (folder / "memory_0.json").exists()
 
 
+def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
+    run = run_python([SCRIPT, "stream"], tmp_path, PLAIN)
+    assert (
+        "unsloth_multigpu: rank 1 failed after step 5: DivergenceError: rank 1 has no more batches in step 6, rank 0 "
+        "has: rank 1 got 5 in this epoch, rank 0 6 or more."
+    ) in run.err
+    assert run.code == 77
+
+
 @pytest.mark.thorough
 def test_rank_that_trains_on_behind_an_error_waits_for_those_in_the_training_that_has_failed(tmp_path):
     """Without our supervisor. What it sends in the next training, the others would take for gradients of that one."""

@@ -1,16 +1,21 @@
 """Gradients that are no finite numbers, and the check of each step that finds them, without ranks."""
 
 import math
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import NonFiniteGradientError
+from unsloth_multigpu.errors import NonFiniteGradientError, RankTimeoutError
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.check import (
     MAX_SKIPPED_IN_A_ROW,
+    BatchCount,
     StepCheck,
 )
 from unsloth_multigpu.train.loop import Loop
@@ -36,7 +41,7 @@ class OneRank(FakeTrainer):
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
         )
-        self.check = StepCheck(self, self.manager)
+        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
 
     def checked(self):
         return Loop(self, [self.check]).steering()
@@ -136,3 +141,41 @@ def _raising(error):
             raise error
 
     return Inputs(ids=torch.ones(5, 9, dtype=torch.int64), mask=torch.ones(5, 3))
+
+
+@contextmanager
+def batch_counts(*, one_order=False):
+    """Two ranks' counts over one store."""
+    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05)
+    counts = []
+    for rank in range(2):
+        manager = manager_of(store, rank, 2, config)
+        trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
+        counts.append(BatchCount(trainer, manager, SimpleNamespace(has_one_order=one_order)))
+        counts[-1].begin()
+    yield counts
+
+
+def draw(count, iterator):
+    return count.batch_samples(lambda batches: next(batches, None), iterator)
+
+
+def test_ranks_with_as_many_batches_pass_to_the_next_epoch():
+    with batch_counts() as (first, second):
+        for _ in range(2):
+            mine, its = iter(range(2)), iter(range(2))
+            for _ in range(2):
+                assert draw(first, mine) == draw(second, its)
+            # It waits for the other one, no longer than it may.
+            with pytest.raises(
+                RankTimeoutError, match=r"rank 0 waited 0.05 seconds for rank 1 to have no more batches"
+            ):
+                draw(first, mine)
+            assert draw(second, its) is None
+            assert draw(first, mine) is None
+
+
+def test_one_order_for_all_ranks_is_not_counted():
+    with batch_counts(one_order=True) as (first, _):
+        batches = iter(range(1))
+        assert [draw(first, batches) for _ in range(3)] == [0, None, None]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +75,40 @@ def test_barrier_is_on_the_device_of_the_rank(
     vars(state).update(distributed_type=DistributedType.NO, num_processes=1)
     state.wait_for_everyone()
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_cards_that_cannot_be_connected_get_accelerates_variables(
+    sees: Any, landed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_supported: bool
+) -> None:
+    import accelerate.state
+
+    monkeypatch.setattr(accelerate.state, "check_cuda_p2p_ib_support", lambda: is_supported)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")  # The user's stays.
+    landed(sees(2))
+    with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
+        for _ in range(2):
+            assert accelerate.state.check_cuda_p2p_ib_support() is is_supported
+    set_now = {name: os.environ.get(name) for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")}
+    assert set_now == {"NCCL_P2P_DISABLE": None if is_supported else "1", "NCCL_IB_DISABLE": "0"}
+    assert [r.getMessage().count("NCCL_P2P_DISABLE=1") for r in caplog.records] == ([] if is_supported else [1])
+
+
+def test_accelerate_asks_before_it_refuses(sees: Any, landed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state asks the function that is patched, and refuses only where the variables are missing."""
+    import accelerate.state
+    from accelerate.state import PartialState
+
+    monkeypatch.setattr(accelerate.state, "check_cuda_p2p_ib_support", lambda: False)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, None))
+
+    def on_a_card(state: Any) -> None:
+        state.device = SimpleNamespace(type="cuda")
+
+    monkeypatch.setattr(PartialState, "set_device", on_a_card)
+    with pytest.raises(NotImplementedError, match="RTX 4000"):
+        PartialState()
+    PartialState._shared_state.clear()
+    landed(sees(2))
+    PartialState()

@@ -77,6 +77,8 @@ class Board:
         again without waiting.
 
         Args:
+            world_size: Number of ranks.
+            timeout_s: The limit.
             hint: What a user does about a rank that does not come.
 
         Raises:
@@ -107,6 +109,7 @@ class Board:
         Args:
             read: Looks without waiting.
             what: What is waited for.
+            timeout_s: The limit.
             hint: What a user does about its end.
 
         Raises:

@@ -28,6 +28,7 @@ class ShutdownBarrier:
 
     Args:
         board: Its store is served by rank 0's process.
+        world_size: Number of ranks.
     """
 
     def __init__(self, board: Board, world_size: int) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
+
+logger = get_logger(__name__)
 
 _SUPPORTS = "accelerate>=1.4"
 _PASSED_ON = ("accelerate.", "unsloth_multigpu.")  # Between a call of `Accelerator()` and its patch.
@@ -29,6 +33,17 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
         local_rank: Place of this rank on its machine.
     """
     patches = []
+    if device_type == "cuda":
+        patches.append(
+            Patch(
+                target="accelerate.state:check_cuda_p2p_ib_support",
+                supports=_SUPPORTS,
+                wrap=_checked,
+                reason="Where cards and driver cannot do without them, accelerate's launcher sets two variables of "
+                "NCCL, and ranks of other launchers are refused.",
+                optional=True,
+            )
+        )
     if device_type != "cpu" and device_index != local_rank:
         patches.append(
             Patch(
@@ -114,6 +129,20 @@ def _is_of_trainer(caller: FrameType | None) -> bool:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> bool:
+    is_supported = original(*args, **kwargs)
+    missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
+    if not is_supported and missing:
+        # Set before the first collective, when NCCL reads them.
+        os.environ.update(dict.fromkeys(missing, "1"))
+        logger.warning(
+            "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver "
+            "(550.40 for the RTX 40 series) is faster",
+            " ".join(f"{name}=1" for name in missing),
+        )
+    return is_supported
 
 
 def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:

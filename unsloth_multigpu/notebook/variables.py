@@ -7,8 +7,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# With these a rank tells accelerate its device.
-DEVICE_VARIABLES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP")
+# With these a rank tells accelerate its device, and NCCL what the device can do.
+DEVICE_VARIABLES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+)
 
 
 class RankVariables:

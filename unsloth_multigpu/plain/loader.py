@@ -29,6 +29,7 @@ class EpochPlan:
     Args:
         num_samples: Samples of the data set.
         step_samples: Samples of one step over all ranks.
+        world_size: Number of ranks.
         drop_last: Samples that do not fill a step are left out.
     """
 

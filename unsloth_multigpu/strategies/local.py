@@ -19,6 +19,8 @@ class LocalSGDSync(GradientSync):
     0's. Source: Stich 2019, "Local SGD Converges Fast and Communicates Little".
 
     Args:
+        model: See `GradientSync`.
+        optimizer: See `GradientSync`.
         every_steps: Optimizer steps between two synchronizations. An extra one in between restarts the count.
     """
 
@@ -67,6 +69,8 @@ class DiLoCoSync(LocalSGDSync):
     once more: saves and evaluations should fall on multiples of `every_steps`.
 
     Args:
+        model: See `GradientSync`.
+        optimizer: See `GradientSync`.
         every_steps: See `LocalSGDSync`.
         learning_rate: Of the outer step. 1 without momentum = the mean of the ranks' weights.
         momentum: Of the outer step; 0 = none.

@@ -34,6 +34,8 @@ class ParameterServerSync(GradientSync):
     so their steps do nothing, and the gradient norm of the step is rank 0's.
 
     Args:
+        model: See `GradientSync`.
+        optimizer: See `GradientSync`.
         is_loss_scaled: A GradScaler scales the loss. It wants a gradient on every rank, and its scale must stay the
             same on all; so each worker keeps one, of its smallest parameter: zeros, or NaN where rank 0's overflowed.
     """

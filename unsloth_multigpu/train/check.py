@@ -1,7 +1,8 @@
-"""Checks each step of one training: is its gradient finite, was there enough memory?"""
+"""Checks each step of one training: is its gradient finite, has every rank a batch, was there enough memory?"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import NonFiniteGradientError
+from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import has_shards, part_of, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory, size_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
@@ -35,11 +37,14 @@ class StepCheck(Part):
 
     Cost: the gradient norm, which clipping needs anyway, is read: the device is waited for once per step, where Hugging
     Face's loop has just waited for the loss.
+
+    Args:
+        steps: What chooses the samples, if that is ours.
     """
 
     place = "check"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._on_nan = manager.config.on_nan
@@ -50,10 +55,12 @@ class StepCheck(Part):
         self._is_judged = self._is_skipped = False
         self._place = ""
         self._is_evaluation = False
+        self._batches = BatchCount(trainer, manager, steps)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Explains where the memory was not enough."""
+        self._batches.begin()
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -65,6 +72,8 @@ class StepCheck(Part):
         found: dict[str, Override] = {"compute_loss": self._compute_loss, "clip_grad_norm_": self._clip}
         if not self._is_shared:
             found["training_step"] = self._training_step
+        if self._batches.is_needed:
+            found["get_batch_samples"] = self._batches.batch_samples
         return found
 
     def is_needed(self, seam: str) -> bool:
@@ -249,3 +258,79 @@ def describe(
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+class BatchCount:
+    """Ends a training in which a rank has run out of batches and another has not: the others would wait for it.
+
+    Each rank publishes how many batches of the epoch it has got, without waiting. Only a rank that has none left reads
+    the others', and waits until they have none either.
+
+    Args:
+        steps: What chooses the samples; where it follows one order of samples on all ranks, nothing can differ.
+    """
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._steps = steps
+        self._iterator: Any = None
+        self._epoch = self._num_batches = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """False for ranks that step by themselves, which do not wait for each other."""
+        return self._manager.config.is_synchronous and self._manager.identity.world_size > 1
+
+    def begin(self) -> None:
+        """Deletes what an earlier training has published. Called before the ranks first meet in this one."""
+        if self.is_needed:
+            self._publish()
+
+    def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.get_batch_samples`."""
+        if self._steps.has_one_order:
+            return original(epoch_iterator, *args, **kwargs)
+        if epoch_iterator is not self._iterator:
+            self._iterator, self._num_batches = epoch_iterator, 0
+            self._epoch += 1
+        return original(self._counted(epoch_iterator), *args, **kwargs)
+
+    def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
+        # Noted before the loop asks for more: counting tokens may be the first collective in which a rank is missing.
+        for batch in epoch_iterator:
+            self._num_batches += 1
+            self._publish()
+            yield batch
+        self._publish(has_ended=True)
+        mine = self._manager.identity.rank
+        for rank in set(range(self._manager.identity.world_size)) - {mine}:
+            self._manager.wait(
+                functools.partial(self._has_ended_epoch, rank),
+                f"rank {rank} to have no more batches either",
+                timeout_s=self._manager.config.timeout_s,
+                hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
+            )
+
+    def _publish(self, *, has_ended: bool = False) -> None:
+        facts = json.dumps([self._epoch, self._num_batches, has_ended])
+        self._manager.publish(f"batches/{self._manager.identity.rank}", facts)
+
+    def _has_ended_epoch(self, rank: int) -> bool | None:
+        """True once the rank has no more batches in this epoch, as this one; None before.
+
+        Raises:
+            DivergenceError: It has had more of them, or fewer.
+        """
+        epoch, num_batches, has_ended = json.loads(self._manager.read(f"batches/{rank}") or "[0, 0, false]")
+        if epoch != self._epoch:
+            return epoch > self._epoch or None
+        if num_batches > self._num_batches or (has_ended and num_batches < self._num_batches):
+            mine = self._manager.identity.rank
+            less, more = (mine, rank) if num_batches > self._num_batches else (rank, mine)
+            raise DivergenceError(
+                f"rank {less} has no more batches in step {self._trainer.state.global_step + 1}, rank {more} has: rank "
+                f"{mine} got {self._num_batches} in this epoch, rank {rank} {num_batches} or more.",
+                hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
+            )
+        return has_ended or None

@@ -110,7 +110,7 @@ class DDPTrainer:
         self.parts: list[Part] = [
             self.steps.metrics,
             self.meter,
-            StepCheck(trainer, manager),
+            StepCheck(trainer, manager, self.steps),
             Guard(trainer, beat),
             self.progress,
             preemption,

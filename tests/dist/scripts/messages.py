@@ -119,6 +119,8 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
     try:
         trainer.train()
     except (ump.NonFiniteGradientError, ump.DivergenceError, ump.SetupError) as error:
+        if name == "stream":
+            raise
         seen["error"] = f"{type(error).__name__}: {error}"
     seen |= {
         "checkpoints": sorted(p.name for p in Path("checkpoints").glob("checkpoint-*")),
@@ -162,6 +164,7 @@ JOBS = {
     "part": lambda: train("part", rows=ROWS),
     "caught": train_on_behind_an_error,
     # In these rank 1 alone raises, and the supervisor ends the run.
+    "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),
     "memory": lambda: train("memory", rows=LONG_ROWS, spoil="memory", steps=[2]),
 }
 for job in sys.argv[1:]:
