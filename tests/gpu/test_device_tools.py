@@ -51,6 +51,7 @@ def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
     assert (reduced["num_ranks"], reduced["backend"], reduced["num_wrong_by_rank"]) == (2, "nccl", [0, 0])
 
 
+@pytest.mark.thorough
 def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     script = [SCRIPTS / "tiny_train.py", "--out", tmp_path / "log.json"]
     run = run_python([*COMMAND, "verify", "--json", "--steps", "2", *script], tmp_path, {**BARE, **VISIBLE})
@@ -217,6 +218,7 @@ def test_clients_see_one_device_each_and_the_server_opens_none(tmp_path: Path) -
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
 
 
+@pytest.mark.thorough
 def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
     report = {"FAKE_CUDA_REPORT": str(tmp_path / "report")} if IS_FAKE else {}
     run = run_python([*TORCHRUN, SCRIPTS / "plain.py", tmp_path], tmp_path, {**VISIBLE, **report})
