@@ -75,7 +75,7 @@ MARKS = {
 }
 LIGHT = {"packaging", "wrapt", "psutil"}
 # Read files of options, which few users have: inside functions, where there is one. dill comes with datasets.
-PARSERS = {"yaml", "dill"}
+PARSERS = {"yaml", "tomli", "dill"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 
