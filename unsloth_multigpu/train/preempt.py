@@ -207,7 +207,7 @@ class Preemption(Part):
             step = self.trainer.state.global_step
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
         if self._is_cell:
-            self._trainer.is_in_train = False  # All ranks leave it here: to the notebook nothing is cut off.
+            self.trainer.is_in_train = False  # All ranks leave it here: to the notebook nothing is cut off.
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.signal_number)
