@@ -74,7 +74,7 @@ def test_doctor_finds_every_planted_fault(tmp_path):
     failed = [line.strip() for line in run.out.splitlines() if line.startswith("  FAIL")]
     assert any(line.startswith("FAIL  peft  ") and "0.1.0 (>=0.18,<0.22)" in line for line in failed), run.out
     assert any("wrong sums, by rank [0, 1]" in line for line in failed), run.out
-    assert any("peft.peft_model:infer_device is known for >=0.18" in line for line in failed)
+    assert any("peft 0.1.0 is installed, but peft." in line and "is known for >=0.18" in line for line in failed)
     assert run.out.count("Hint: ") >= len(failed)
     last = run.out.splitlines()[-1]
     assert last.startswith(f"NOT READY: {len(failed)} of ")

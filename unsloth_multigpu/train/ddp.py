@@ -148,8 +148,8 @@ def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
     hooks = list(getattr(ddp, "_comm_hooks", ()))
     if any("PowerSGDState" in type(state).__name__ for _, state in hooks):
         raise SetupError(
-            "grad_compression='powersgd' carries what it has left out for the parameters that it began with.",
-            hint="Leave grad_compression out where parameters become trainable or frozen later.",
+            "DDP's PowerSGD hook carries what it has left out for the parameters that it began with.",
+            hint="Use another hook where parameters become trainable or frozen later.",
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise SetupError(
