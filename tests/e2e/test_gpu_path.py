@@ -197,6 +197,7 @@ def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(mode
         assert first[what] == pytest.approx(alone[what], rel=TOLERANCE), what
 
 
+@pytest.mark.thorough
 def test_vision_model_equals_one_process(model: Path) -> None:
     folder, one, two = (model.parent / name for name in ("llava", "vision_one", "vision_two"))
     built = run_python(["-m", "tests.helpers.tiny_vision", model, folder], ROOT)

@@ -203,6 +203,7 @@ def test_stop_in_a_training_ends_the_cell_and_the_next_one_trains(notebook: Any)
 # Clients, a plain loop, eight ranks.
 
 
+@pytest.mark.thorough
 def test_clients_see_one_device_each_and_the_server_opens_none(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="Flower needs Python 3.11")
     run = run_python([ROOT / "tests" / "gpu" / "clients.py", tmp_path], tmp_path, {**LIGHT, **VISIBLE})
