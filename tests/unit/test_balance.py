@@ -131,6 +131,27 @@ def test_limit_below_the_longest_sample_is_an_error() -> None:
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_causal", "has_encoder", "part"),
+    [("sdpa", True, False, 0.5), ("eager", True, False, 1.0), ("sdpa", False, False, 1.0), ("sdpa", True, True, 1.0)],
+)
+def test_shape_of_the_model_gives_the_weight_of_attention(
+    kind: str, is_causal: bool, has_encoder: bool, part: float
+) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24), "adapted": nn.Identity()})
+    # As a layer of PEFT: it has the sizes of the layer that it holds.
+    vars(model["adapted"]).update(base_layer=model["a"], in_features=8, out_features=8)
+    vars(model["a"]).update(is_causal=is_causal)
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        hidden_size=8, num_hidden_layers=2, _attn_implementation=kind, is_encoder_decoder=has_encoder
+    )
+    ours = balancer()
+    ours._trainer.model = model
+    ours.prepare(loader(), TOKEN_SUM)
+    assert ours.balance is not None
+    assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
+
+
 def measured_steps(ours: Balancer, count: int) -> None:
     """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
     for _ in range(count):
