@@ -202,7 +202,7 @@ def test_what_each_rank_counts_for_itself_is_said_before_it_changes_the_loss(fol
 
 def test_sampler_that_reads_what_a_rank_has_noted_is_named(folder):
     (warning,) = warnings(folder, HARD_FIRST)
-    assert warning.startswith("BatchSampler, HardestRows gives ranks other orders of samples, and did not before: ")
+    assert warning.startswith("HardestRows gives ranks other orders of samples, and did not before: ")
     assert facts_of(folder, HARD_FIRST)["inexact"] in warning
     assert difference(folder, HARD_FIRST) > 1e-5  # Said for a reason.
 

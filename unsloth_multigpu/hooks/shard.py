@@ -78,6 +78,36 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
         device: This rank's `torch.device`.
         num_ranks: That share the model.
     """
+    return [
+        *_loading_patches(device, rank, num_ranks),
+        Patch(
+            target="peft.tuners.lora.bnb:Linear4bit.merge",
+            supports="peft>=0.18",
+            wrap=_whole_only,
+            reason="Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
+            optional=True,
+        ),
+        Patch(
+            target="unsloth.models.fsdp2_native:_shard_device",
+            supports=_UNSLOTH,
+            wrap=functools.partial(_device_of_rank, device),
+            reason="It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
+            needs=("model",),
+            optional=True,
+        ),
+        Patch(
+            target="unsloth.models.fsdp2_native:shard_model",
+            supports=_UNSLOTH,
+            wrap=functools.partial(_divided_as_loaded, rank, num_ranks),
+            reason="A rank has its rows of the 4-bit weights: another division would train with others.",
+            needs=("model",),
+            optional=True,
+        ),
+    ]
+
+
+def _loading_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
+    """Those by which transformers loads 4-bit weights in parts."""
     place = functools.partial(_in_parts, device, rank, num_ranks)
     quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
     return [
@@ -112,29 +142,6 @@ def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
                 optional=True,
             )
             for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
-        ),
-        Patch(
-            target="peft.tuners.lora.bnb:Linear4bit.merge",
-            supports="peft>=0.18",
-            wrap=_whole_only,
-            reason="Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
-            optional=True,
-        ),
-        Patch(
-            target="unsloth.models.fsdp2_native:_shard_device",
-            supports=_UNSLOTH,
-            wrap=functools.partial(_device_of_rank, device),
-            reason="It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
-            needs=("model",),
-            optional=True,
-        ),
-        Patch(
-            target="unsloth.models.fsdp2_native:shard_model",
-            supports=_UNSLOTH,
-            wrap=functools.partial(_divided_as_loaded, rank, num_ranks),
-            reason="A rank has its rows of the 4-bit weights: another division would train with others.",
-            needs=("model",),
-            optional=True,
         ),
     ]
 

@@ -34,7 +34,7 @@ from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_pro
 from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
-from unsloth_multigpu.step.sampler import StepLoader, samplers_of, step_loader
+from unsloth_multigpu.step.sampler import StepLoader, own_samplers, step_loader
 from unsloth_multigpu.step.step import Step, StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
@@ -221,7 +221,8 @@ class StepFeed(Part):
         is_same = all(row[0] for row in manager.gather_int64([is_same]))
         had_one_order, self._had_one_order = self._had_one_order, is_same
         if had_one_order and not is_same:
-            names = ", ".join(type(each).__name__ for each in samplers_of(self.loader.one_process))  # type: ignore[union-attr]
+            assert self.loader is not None
+            names = ", ".join(own_samplers(self.loader.one_process))
             what = f"{names} gives ranks other orders of samples, and did not before: it reads what each rank has noted"
             ways = "Let it read what all ranks have, such as self.state.log_history, or gather what a loss notes."
             self.tell(what, f"{what} of its own samples.", "Rank 0's order is trained.", ways)

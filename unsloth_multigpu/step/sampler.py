@@ -189,8 +189,7 @@ def step_loader(
     if shape.world_size > 1:
         _refuse_divided(loader)
     one_process = reference(loader)
-    is_own = not all(is_library(type(each).__module__) for each in samplers_of(loader))
-    sampler = StepSampler(one_process, shape, broadcast, compare if is_own and shape.world_size > 1 else None)
+    sampler = StepSampler(one_process, shape, broadcast, compare if own_samplers(loader) else None)
     steps = StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
@@ -237,15 +236,21 @@ class _StepDataset(Dataset[Any]):
         return len(self._dataset)
 
 
-def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """What draws the order of its rows: the sampler of batches, and that of rows, which it may ask."""
     rows = getattr(loader.batch_sampler, "sampler", None)
     return [loader.batch_sampler] if rows is None else [loader.batch_sampler, rows]
 
 
+def own_samplers(loader: DataLoader[Any]) -> list[str]:
+    """Names of the classes of those that the script wrote."""
+    classes = map(type, _samplers_of(loader))
+    return [each.__name__ for each in classes if not is_library(each.__module__)]
+
+
 def _refuse_divided(loader: DataLoader[Any]) -> None:
     """A sampler for one of several ranks has a part of the rows: all that there is of them in rank 0's order."""
-    for sampler in samplers_of(loader):
+    for sampler in _samplers_of(loader):
         if (num_parts := getattr(sampler, "num_replicas", None) or 1) > 1:
             raise SetupError(
                 f"The data loader has a {type(sampler).__name__} with num_replicas={num_parts}: it gives each rank a "

@@ -163,13 +163,17 @@ class KeptObjects:
                 self._look(value)
 
     def numbers(self) -> dict[str, Any]:
-        """What attributes and variables of the script count now, by name; those of libraries are left out."""
-        found = {}
+        """What attributes and variables of the script count now, by name; those of libraries are left out.
+
+        Several objects of a class share a name, which has the numbers of all.
+        """
+        found: dict[str, Any] = {}
         for read, owner in self._counted:
             for name, value in read():
                 number = _number(value)
-                if number is not None and not (owner and _is_of_library(owner, name)):
-                    found[f"{owner.__name__}.{name}" if owner else name] = number
+                if number is not None and not (owner and name in _names_of_libraries(owner)):
+                    shown = f"{owner.__name__}.{name}" if owner else name
+                    found[shown] = (*found.get(shown, ()), number)
         return found
 
     def restore(self) -> None:
@@ -280,11 +284,11 @@ def _number(value: Any) -> Any:
 
 
 @functools.cache
-def _is_of_library(cls: type, name: str) -> bool:
-    """True where methods of a library's class handle an attribute: it belongs to the library."""
+def _names_of_libraries(cls: type) -> frozenset[str]:
+    """What the methods of a class name, where a library wrote them: such an attribute belongs to the library."""
     libraries = [each for each in cls.__mro__ if is_library(each.__module__)]
     methods = [inspect.unwrap(f) for each in libraries for f in vars(each).values() if callable(f)]
-    return any(name in method.__code__.co_names for method in methods if hasattr(method, "__code__"))
+    return frozenset(name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names)
 
 
 def _is_own(value: Any) -> bool:

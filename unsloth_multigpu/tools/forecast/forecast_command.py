@@ -31,7 +31,6 @@ SCHEMA_VERSION = 3
 _FEWEST_STEPS = 3
 # A fit that repeats what it was made from worse than this is worth a word.
 _TOLERANCE = 0.15
-_REDUCE_LIMIT_S = 120.0
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
     "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
