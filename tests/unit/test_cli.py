@@ -152,8 +152,14 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "-m"], "run: no module was given.\nHint: "),
         (["run", "absent.py", "--num-gpus", "2"], "run: there is no file 'absent.py'.\nHint: "),
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
-        (["run", "--num-gpu", "2", "train.py"], "arguments: --num-gpu"),
-        (["doctor", "--jsn"], "unrecognized arguments: --jsn\nHint: unsloth-multigpu --help lists what there is."),
+        (
+            ["doctor", "--jsn"],
+            "unrecognized arguments: --jsn\nHint: Did you mean --json? unsloth-multigpu doctor --help ",
+        ),
+        (
+            ["run", "--num-gpu", "2", "train.py"],
+            "--num-gpu\nHint: Did you mean --num-gpus? unsloth-multigpu run --help ",
+        ),
         (["verfy", "train.py"], "invalid choice: 'verfy'"),
         (
             ["bench", "--device", "gpu"],

@@ -16,7 +16,7 @@ from unsloth_multigpu.cli.command import Command, usage_of
 from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.option_type import flag
+from unsloth_multigpu.option_type import did_you_mean, flag
 from unsloth_multigpu.versions import installed_version
 
 # In the order of the list of commands.
@@ -76,8 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 0
     own, program = split_program(given)
     try:
-        parsed = parser.parse_args(own)
+        parsed, unknown = parser.parse_known_args(own)
         command = commands[parsed.command]
+        if unknown:
+            flags = {each: each for each in map(flag, command.table())}
+            hint = did_you_mean(unknown[0].partition("=")[0], flags)
+            raise ConfigError(
+                f"unrecognized arguments: {' '.join(unknown)}",
+                hint=f"{hint}unsloth-multigpu {command.name} --help lists what there is.",
+            )
         options, of_run = command.read(parsed)
         if command.runs_program:
             if program and len(own) + len(program) == len(given):  # No `--` says whose they are.
