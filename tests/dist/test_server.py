@@ -18,6 +18,7 @@ from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import ROOT, finish, light, orphans, run_python, start, wait_until
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import GeneratorError
+from unsloth_multigpu.wire.process import is_alive
 
 pytestmark = needs_device
 SCRIPT = Path(__file__).parent / "scripts" / "server.py"
@@ -44,8 +45,9 @@ def facts_of(path: Path) -> dict:
 
 def assert_nothing_left(path: Path) -> None:
     """Neither the server nor what it has started."""
+    server = facts_of(path)
     assert orphans(str(path)) == []
-    assert not Path(f"/proc/{facts_of(path)['child']}").exists()
+    assert [pid for pid in (server["pid"], server["child"]) if is_alive(pid)] == []
 
 
 @pytest.fixture(scope="module")

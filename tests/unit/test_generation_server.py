@@ -34,6 +34,7 @@ child = subprocess.Popen(sleeps, start_new_session=True)
 port = int(sys.argv[sys.argv.index("--port") + 1])
 ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 facts = {"argv": sys.argv[1:], "cards": os.environ.get("CUDA_VISIBLE_DEVICES"), "ignores": ignores, "child": child.pid}
+facts["pid"] = os.getpid()
 Path(os.environ["HERE"], "facts.json").write_text(json.dumps(facts))
 fault = os.environ.get("STAND_IN")
 if fault == "dies":
@@ -143,6 +144,6 @@ def test_server_ends_with_its_supervisor(make, tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(supervisor, 0)
     facts = json.loads((tmp_path / "facts.json").read_text())
-    wait_until(lambda: not orphans("_become_server"), 30, "the end of the server")
+    wait_until(lambda: not is_alive(facts["pid"]), 30, "the end of the server")
     os.kill(facts["child"], signal.SIGKILL)  # vLLM's end when their parent does.
     time.sleep(0.1)
