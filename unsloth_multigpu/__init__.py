@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.errors import DistributedError as DistributedError
     from unsloth_multigpu.errors import DivergenceError as DivergenceError
     from unsloth_multigpu.errors import FederatedError as FederatedError
+    from unsloth_multigpu.errors import GeneratorError as GeneratorError
     from unsloth_multigpu.errors import LaunchError as LaunchError
     from unsloth_multigpu.errors import MultiGPUError as MultiGPUError
     from unsloth_multigpu.errors import NonFiniteGradientError as NonFiniteGradientError
@@ -60,6 +61,7 @@ _HOMES = {
         "DistributedError",
         "DivergenceError",
         "FederatedError",
+        "GeneratorError",
         "LaunchError",
         "MultiGPUError",
         "NonFiniteGradientError",

@@ -5,7 +5,7 @@ The one module that names them. NVIDIA's and AMD's cards are both "cuda" to torc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -56,16 +56,25 @@ def kind_of(backend: str) -> str | None:
 def only(kind: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that let a process see one device: "GPU-8932f937", or "5" of CUDA_VISIBLE_DEVICES="4,5".
 
+    See `among`.
+    """
+    return among(kind, [index], environment)
+
+
+def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that let a process see some devices.
+
     Args:
         kind: As torch names it.
-        index: Counts the devices that `environment` shows.
+        indices: Count the devices that `environment` shows.
         environment: This process's variables.
 
     Raises:
-        IndexError: `environment` does not show the device; its argument is the variable.
+        IndexError: `environment` does not show one of the devices; its argument is the variable.
     """
     names = KINDS[kind].choosers
     shown = {name: environment[name].split(",") for name in names if environment.get(name)}
-    if hiding := [name for name, entries in shown.items() if index >= len(entries)]:
+    if hiding := [name for name, entries in shown.items() if max(indices) >= len(entries)]:
         raise IndexError(hiding[0])
-    return {name: entries[index].strip() for name, entries in shown.items()} or {names[-1]: str(index)}
+    chosen = {name: ",".join(entries[index].strip() for index in indices) for name, entries in shown.items()}
+    return chosen or {names[-1]: ",".join(map(str, indices))}

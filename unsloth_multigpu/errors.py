@@ -96,6 +96,12 @@ class LaunchError(MultiGPUError, RuntimeError):
     exit_code = 71
 
 
+class GeneratorError(LaunchError):
+    """The server that generates, `generators`, was not started, or has ended while the ranks needed it."""
+
+    exit_code = 82
+
+
 class DistributedError(MultiGPUError, RuntimeError):
     """The ranks do not form one run."""
 

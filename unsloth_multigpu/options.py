@@ -28,6 +28,8 @@ ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
 ENV_TOOL = ENV_PREFIX + "TOOL"
+# Marks the processes of the server that generates; see launch.generation_server.
+ENV_SERVER = ENV_PREFIX + "SERVER"
 # What shard="auto" has become: "on" or "off".
 ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
@@ -102,6 +104,9 @@ class MultiGPUConfig:
             the same training wrote one. "off": as the script says.
         device: "auto", "cpu", "cuda" (ROCm too), "xpu" or "npu". "auto": accelerators if there are any, else the CPU.
         log_dir: Folder of rank_N.log, made if missing.
+        generators: GPUs, the last ones, that no rank gets. TRL's server generates on them for a GRPOTrainer or
+            RLOOTrainer with use_vllm=True and vllm_mode="server". It is started when that Trainer is made, with the
+            Trainer's model, and ends with the run.
         shard_offload: With shard="on" or "auto": weights, gradients and optimizer states of a sharded model lie in host
             memory. A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models that do
             not fit sharded either.
@@ -153,6 +158,7 @@ class MultiGPUConfig:
     resume: Annotated[str, Option(EVERYDAY, TRAINED, words=("off", "auto"))] = "off"
     device: Annotated[str, Option(PLACE, words=("auto", "cpu", *KINDS), commands=_EVERY_COMMAND)] = "auto"
     log_dir: Annotated[str, Option(PLACE, shown="FOLDER", commands=_RUN_AND_VERIFY, is_of_node=True)] = "logs"
+    generators: Annotated[int, Option(PLACE, TRAINED)] = 0
     shard_offload: Annotated[bool, Option(PLACE, RANKS, commands=_EVERY_COMMAND)] = False
     max_tokens_per_micro_batch: Annotated[
         int | None,
@@ -317,6 +323,12 @@ def _check_together(config: MultiGPUConfig) -> None:
             raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")
     if num_nodes(config.nnodes) > 1:
         _check_nodes(config)
+    if config.generators and (num_nodes(config.nnodes) > 1 or config.shard != "off" or not config.is_synchronous):
+        others = f"nnodes={config.nnodes!r}, shard={config.shard!r}, strategy='{config.strategy}'"
+        raise ConfigError(
+            f"generators={config.generators} is for one node whose ranks have equal and whole weights; {others}.",
+            hint="Leave generators out, or the other options.",
+        )
     if config.shard != "off" and config.strategy != DDP():
         raise ConfigError(
             f"shard={config.shard!r} leaves the exchange of gradients to FSDP2, and strategy='{config.strategy}'.",

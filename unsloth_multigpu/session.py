@@ -23,7 +23,7 @@ from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
@@ -68,6 +68,8 @@ class Session:
     num_running: int = 0
     # An error came out of the last training: the other ranks may still be in it.
     has_failed: bool = False
+    # A Trainer of this process generates by the server that `generators` asks for.
+    is_served: bool = False
     # The last training was refused, so far as the supervisor knows.
     was_refused: bool = False
     # Counts the sessions of this process.
@@ -164,6 +166,12 @@ class Session:
                     hint="Leave it out in a search.",
                 )
             return original_train()
+        if self.config.generators and not self.is_served:
+            raise SetupError(
+                f"generators={self.config.generators} keeps GPUs for completions, and {type(trainer).__name__} asks "
+                "for none.",
+                hint='Train a GRPOTrainer or RLOOTrainer with use_vllm=True and vllm_mode="server", or leave it out.',
+            )
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
             from unsloth_multigpu.legacy.serial import SerialTrainer
@@ -204,6 +212,25 @@ class Session:
         self.program.end_training()
         self.tool.end_training()
         return result
+
+    def ask_for_server(self, given: Mapping[str, Any]) -> None:
+        """A Trainer is being made that generates as `given` says; see `hooks.server_patches`.
+
+        Raises:
+            SetupError: It is not the first one.
+        """
+        from unsloth_multigpu.hooks.server_patches import ask_for_server
+
+        if self.is_served:
+            raise SetupError(
+                "generators: the server has the model and the weights of one Trainer, and this is another one.",
+                hint="Train it in a run of its own.",
+            )
+        port, is_first, timeout_s = self.context.server_port, self.identity.rank == 0, self.config.timeout_s
+        assert self.events is not None
+        assert port is not None
+        ask_for_server(self.events, is_first=is_first, port=port, timeout_s=timeout_s, given=given)
+        self.is_served = True
 
     def _meet_after_failure(self, train_index: int) -> None:
         """The script has caught an error of the last training. Another rank may still be in that one, where it would
@@ -278,6 +305,12 @@ def open_session(
             f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
             hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
         )
+    if config.generators and session.context.server_port is None:
+        raise SetupError(
+            f"generators={config.generators}: the process that starts the ranks starts the server too, and "
+            f"{identity.launcher} has started them.",
+            hint="Start the script with python alone, or leave generators out and start TRL's server yourself.",
+        )
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)
@@ -348,8 +381,17 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
     from unsloth_multigpu.hooks.trainer_patches import trainer_patches
 
     run, notice = session.run_training, session.notice_training
-    num_ranks, adjust = session.identity.world_size, session.tool.adjust_arguments
-    return trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust)
+    num_ranks, adjust, port = session.identity.world_size, session.tool.adjust_arguments, session.context.server_port
+    if port is None:
+        return trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust)
+    from unsloth_multigpu.hooks.server_patches import name_server, server_patch
+
+    def adjust_and_name(args: ArgumentsLike) -> None:
+        adjust(args)
+        name_server(args, session.config.generators, port)
+
+    patches = trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust_and_name)
+    return [*patches, server_patch(session.ask_for_server)]
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:

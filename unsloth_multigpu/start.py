@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from unsloth_multigpu.accelerator import HIDDEN, KINDS
+from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, num_nodes, variable
@@ -58,7 +58,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
     num_devices = _devices_to_use(config)
     num_ranks = num_devices if config.enable_ddp else 1
     if needs_supervisor(config, num_ranks) and sys.platform != "linux":
-        what = "Several ranks need" if num_ranks > 1 else "max_restarts and nnodes need"
+        what = "Several ranks need" if num_ranks > 1 else "generators, max_restarts and nnodes need"
         raise SetupError(f"{what} Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or set num_gpus=1 alone.")
     return num_ranks
 
@@ -70,7 +70,7 @@ def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
         num_ranks: Ranks of this machine.
     """
     has_others = num_ranks > 1 or num_nodes(config.nnodes) > 1
-    return config.enable_ddp and (has_others or config.max_restarts > 0)
+    return config.enable_ddp and (has_others or config.max_restarts > 0 or config.generators > 0)
 
 
 def _devices_to_use(config: MultiGPUConfig) -> int:
@@ -84,6 +84,12 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
             f"device={config.device!r}, but {found}.",
             hint="Set device='auto', or check the driver and the installed torch.",
         )
+    if config.generators and (config.device == "cpu" or kind != "cuda" or config.generators >= available):
+        found = f"{available} {kind} accelerator(s) are visible, and device={config.device!r}"
+        raise SetupError(
+            f"generators={config.generators} needs as many CUDA devices, and one or more for the ranks; {found}.",
+            hint="Leave generators out: each rank then generates by itself.",
+        )
     if config.device == "cpu" or available == 0:
         num_devices = config.num_gpus or 1
         if num_devices > 1 and not config.enable_ddp:  # Ranks say it themselves.
@@ -93,10 +99,12 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
         if available:
             os.environ.update(HIDDEN)
         return num_devices
+    available -= config.generators
     num_devices = config.num_gpus or available
     if num_devices > available and not (config.enable_ddp and ranks_share_device(available, os.environ)):
         raise SetupError(
-            f"num_gpus={num_devices}, but {available} GPU(s) are visible.",
+            f"num_gpus={num_devices}, but {available} GPU(s) are visible"
+            f"{f' beside those of generators={config.generators}' if config.generators else ''}.",
             hint=f"Set num_gpus={available}, or CUDA_VISIBLE_DEVICES.",
         )
     return num_devices
@@ -127,15 +135,27 @@ def supervise(
 
     if num_nodes(config.nnodes) > 1:
         await_name(*split_endpoint(config), config.timeout_s)
-    launcher = DDPLauncher(command, num_ranks, _with_shard_chosen(command, config, num_ranks), saves_when_stopped)
+    told, devices = _with_shard_chosen(command, config, num_ranks), _devices_of_server(config)
+    launcher = DDPLauncher(command, num_ranks, told, saves_when_stopped, devices)
     code = launcher.run()
     if (most_ranks := launcher.most_ranks) is not None:
         if launcher.stop.is_asked():  # While what the ranks have left was removed.
             exit_like(-launcher.stop.signal_number)
         config = replace(config, num_gpus=most_ranks)
         told = _with_shard_chosen(command, config, most_ranks)
-        code = DDPLauncher(command, most_ranks, told, saves_when_stopped).run()
+        code = DDPLauncher(command, most_ranks, told, saves_when_stopped, devices).run()
     exit_like(code)
+
+
+def _devices_of_server(config: MultiGPUConfig) -> dict[str, str]:
+    """The variables by which the server that generates sees the last devices. Hides them from what is started else."""
+    if not config.generators:
+        return {}
+    kind, available = visible_accelerators()
+    num_others = available - config.generators
+    of_server = among(kind, range(num_others, available), os.environ)
+    os.environ.update(among(kind, range(num_others), os.environ))
+    return of_server
 
 
 def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:

@@ -58,6 +58,8 @@ class OptionalArguments(ArgumentsLike, Protocol):
     fsdp_config: Any  # dict, a file's name, or None
     loss_type: Any  # DPO: list of texts
     steps_per_generation: int | None  # GRPO, RLOO
+    use_vllm: bool  # GRPO, RLOO
+    vllm_mode: str  # GRPO, RLOO
 
 
 class StateLike(Protocol):

@@ -29,6 +29,7 @@ TREE: dict[type[MultiGPUError], tuple[type[Exception], int]] = {
     errors.NonFiniteGradientError: (ArithmeticError, 78),
     errors.ResumeError: (ValueError, 79),
     errors.FederatedError: (RuntimeError, 80),
+    errors.GeneratorError: (RuntimeError, 82),
     errors.SaveError: (OSError, 81),
 }
 

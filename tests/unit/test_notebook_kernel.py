@@ -185,6 +185,7 @@ LOADED = {
         ({"torch": SimpleNamespace(xpu=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
         ({"accelerate.state": partial_state("unsloth")}, {}, "unsloth was imported while one device was visible"),
         ({}, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
+        ({}, {"generators": 1}, "generators=1 is for scripts"),
         ({}, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
         ({}, {"shard": "auto"}, "cells run only when the user runs them"),
     ],

@@ -39,6 +39,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "global_batch": {"global_batch": "scale"},
     "strategy": {"strategy": "allreduce"},
     "shard": {"shard": "on"},
+    "generators": {"generators": 1},
     "shard_offload": {"shard": "on", "shard_offload": True},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},

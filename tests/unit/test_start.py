@@ -57,6 +57,59 @@ def test_number_of_ranks_is_what_was_asked_for(
 
 
 @pytest.mark.parametrize(
+    ("visible", "num_gpus", "num_ranks", "of_server", "of_ranks"),
+    [
+        ("4,5,6,GPU-7", None, 2, "6,GPU-7", "4,5"),
+        ("4,5,6,GPU-7", 1, 1, "6,GPU-7", "4,5"),
+        ("0,1,2,3,4,5,6,7", None, 6, "6,7", "0,1,2,3,4,5"),
+    ],
+)
+def test_last_devices_are_those_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, visible: str, num_gpus: int | None, num_ranks: int, of_server: str, of_ranks: str
+) -> None:
+    see(monkeypatch, "cuda", visible.count(",") + 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    config = MultiGPUConfig(num_gpus=num_gpus, generators=2)
+    assert ranks_to_start(config) == num_ranks
+    assert needs_supervisor(config, 1)
+    assert start._devices_of_server(config) == {"CUDA_VISIBLE_DEVICES": of_server}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == of_ranks
+    assert start._devices_of_server(MultiGPUConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "options", "message"),
+    [
+        (
+            "cuda",
+            2,
+            {"generators": 2},
+            "generators=2 needs as many CUDA devices, and one or more for the ranks; 2 cuda",
+        ),
+        ("cpu", 0, {"generators": 1}, "generators=1 needs as many CUDA devices"),
+        ("xpu", 4, {"generators": 1}, "generators=1 needs as many CUDA devices"),
+        ("cuda", 4, {"generators": 1, "device": "cpu"}, "and device='cpu'"),
+        ("cuda", 4, {"generators": 1, "num_gpus": 4}, "3 GPU.s. are visible beside those of generators=1"),
+    ],
+)
+def test_server_without_devices_of_its_own_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, options: dict[str, Any], message: str
+) -> None:
+    see(monkeypatch, kind, count)
+    with pytest.raises(SetupError, match=message):
+        ranks_to_start(MultiGPUConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "others", [SEVERAL_NODES, {"shard": "on"}, {"strategy": "diloco"}], ids=["nodes", "shard", "strategy"]
+)
+def test_server_beside_what_it_cannot_serve_is_an_error(others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="generators=1 is for one node whose ranks have equal and whole weights"):
+        MultiGPUConfig(generators=1, **others)
+
+
+@pytest.mark.parametrize(
     ("kind", "count", "num_gpus", "device", "message", "hint"),
     [
         ("cuda", 1, 4, "auto", "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),

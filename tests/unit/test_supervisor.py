@@ -14,6 +14,7 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
 from unsloth_multigpu.launch import engine, launcher
 from unsloth_multigpu.launch.cause import Cause, find_cause
+from unsloth_multigpu.launch.generation_server import GenerationServer
 from unsloth_multigpu.launch.launcher import DDPLauncher
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import Event
@@ -70,6 +71,7 @@ class Met:
 def launcher_of(folder: Path, stop: Stopped | None = None, met: Met | None = None) -> DDPLauncher:
     made = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
     made.run_dir = made.log_dir = folder
+    made.server = GenerationServer(made.config, {}, folder, folder, 0)
     made.stop, made.meeting = stop or Stopped(), met or Met()  # type: ignore[assignment]
     return made
 
@@ -180,7 +182,7 @@ def test_signal_before_the_first_start_starts_nothing(tmp_path: Path, monkeypatc
 
 def test_signal_while_ranks_are_started_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    start = engine._start
+    start = engine.start_process
 
     def start_and_interrupt(*given: Any) -> subprocess.Popen[bytes]:
         started.append(start(*given))
@@ -188,7 +190,7 @@ def test_signal_while_ranks_are_started_ends_them_all(tmp_path: Path, monkeypatc
             os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(engine, "_start", start_and_interrupt)
+    monkeypatch.setattr(engine, "start_process", start_and_interrupt)
     sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
     assert DDPLauncher(sleeps, 2, MultiGPUConfig(log_dir=str(tmp_path / "logs"))).run() == -signal.SIGINT
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2

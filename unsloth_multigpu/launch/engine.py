@@ -112,7 +112,9 @@ def start_ranks(
         rank = place.first_rank + local_rank
         variables = {**environment, **place.variables(local_rank, num_ranks)}
         try:
-            processes[rank] = _start(command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log")
+            processes[rank] = start_process(
+                command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log"
+            )
         except BaseException as error:
             with Ranks(processes):
                 pass  # Ends those that were started.
@@ -125,7 +127,13 @@ def start_ranks(
     return Ranks(processes)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Starts a process that leads a session of its own.
+
+    Args:
+        environment: All of its variables.
+        log: Where its output is appended; it then reads nothing. None = it has the terminal.
+    """
     if log is None:
         return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
     with open(log, "ab", opener=_open_private) as output:

@@ -16,6 +16,7 @@ from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupE
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
 from unsloth_multigpu.launch.engine import Ranks, start_ranks
+from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
 from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
@@ -46,6 +47,7 @@ class DDPLauncher:
         command: What every rank executes.
         num_ranks: Ranks to start; rank r drives device r.
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
+        devices: Variables by which the server that generates, if one is asked for, sees its devices.
 
     Attributes:
         most_ranks: The number of ranks that can share a step, where `num_ranks` cannot in the first training, and
@@ -54,17 +56,20 @@ class DDPLauncher:
         log_dir: Folder of rank_N.log.
         stop: Receives signals.
         meeting: Of this node with the others.
+        server: Generates for the ranks of this attempt, where they ask.
     """
 
     command: Sequence[str]
     num_ranks: int
     config: MultiGPUConfig
     saves_when_stopped: bool = True
+    devices: Mapping[str, str] = field(default_factory=dict)
     most_ranks: int | None = field(init=False, compare=False, default=None)
     run_dir: Path = field(init=False, compare=False, repr=False)
     log_dir: Path = field(init=False, compare=False, repr=False)
     stop: Stop = field(init=False, compare=False, repr=False)
     meeting: Meeting = field(init=False, compare=False, repr=False)
+    server: GenerationServer = field(init=False, compare=False, repr=False)
 
     def run(self) -> int:
         """Blocks until all ranks have ended.
@@ -112,19 +117,25 @@ class DDPLauncher:
             "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        with start_ranks(self.command, self.num_ranks, place, variables, self.log_dir) as ranks:
+        self.server = GenerationServer(self.config, self.devices, self.run_dir, self.log_dir, attempt)
+        with self.server, start_ranks(self.command, self.num_ranks, place, variables, self.log_dir) as ranks:
             watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.meeting.unheard_s)
             trouble = self._follow(ranks, watch)
         return self._judge(attempt, watch, trouble)
 
     def _follow(self, ranks: Ranks, watch: Watch) -> str:
-        """Returns when all ranks of this node have ended: by which trouble of another node, "" = by themselves."""
+        """Returns when all ranks of this node have ended: by which trouble of another node or of the server, "" = by
+        themselves.
+        """
         trouble = ""
         try:
             while ranks.living():
-                if (signal_number := self.stop.turn(watch.look())) is not None:
+                events = watch.look()
+                if (signal_number := self.stop.turn(events)) is not None:
                     ranks.send(signal_number)
-                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble()):
+                # Whoever stops the run may have sent the signal to the server as well.
+                of_server = "" if self.stop.signal_number else self.server.turn(events)
+                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or of_server):
                     watch.end()
                 time.sleep(POLL_S)
             watch.look()
@@ -150,6 +161,8 @@ class DDPLauncher:
         if not trouble:
             return self._tell_failure(attempt, watch.cause(), events)
         if attempt >= self.config.max_restarts or self.meeting.is_over():
+            if self.server.error is not None:
+                raise self.server.error
             raise LaunchError(f"The run has ended: {trouble}.", hint="Start the command again on all nodes.")
         tell(f"\nunsloth_multigpu: {trouble}. Starting all ranks again ({attempt + 1}).\n")
         return None
@@ -229,6 +242,7 @@ def rank_environment(
         seed=shared_seed(config),
         draws=generator_digests(),
         run_id=run_id,
+        server_port=free_ports(2) if config.generators else None,
     )
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.

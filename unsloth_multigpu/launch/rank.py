@@ -108,10 +108,10 @@ def leave_group(has_failed: Callable[[], bool]) -> None:
         dist.destroy_process_group()
 
 
-def die_with_supervisor(supervisor_pid: int) -> None:
-    """Lets the system kill this process when the one that started it ends."""
+def die_with_supervisor(supervisor_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
+    """Lets the system send this process a signal when the one that started it ends. It holds behind an `exec` too."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == supervisor_pid:
         return

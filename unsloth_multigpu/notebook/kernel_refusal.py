@@ -40,9 +40,10 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
                 f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
                 hint=f'pip install "{name}{supported}"',
             )
-    if config.max_restarts or config.nnodes != "1":
-        name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
-        raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    usual = {"max_restarts": 0, "generators": 0, "nnodes": "1"}
+    values = config.plain_values()
+    if asked := [f"{name}={values[name]!r}" for name, value in usual.items() if values[name] != value]:
+        raise ConfigError(f"{asked[0]} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
     if config.shard == "auto":
         raise ConfigError(
             "shard='auto' runs a script once more to count its memory; cells run only when the user runs them.",

@@ -172,6 +172,7 @@ class Probe(Tool):
         return dataclasses.replace(
             config,
             num_gpus=1,
+            generators=0,
             max_restarts=0,
             nnodes="1",
             rdzv_endpoint=None,

@@ -105,6 +105,12 @@ class FirstSteps(Part, Tool):
                 "process.",
                 hint="Leave enable_ddp out for this comparison.",
             )
+        if config.generators:
+            raise SetupError(
+                f"{self.name} compares the same samples on one process and on several ranks, and generators="
+                f"{config.generators} draws others each time.",
+                hint=f"Leave generators out for {self.name}.",
+            )
         given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": self.request.num_gpus}
         given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, **given, **changes)

@@ -157,7 +157,8 @@ class DDPTrainer:
             self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
         if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
             name = type(self.trainer).__name__
-            logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)
+            draws = "a server draws completions" if self.config.generators else "each rank draws completions of its own"
+            logger.info("%s: %s, so this is another run than on one GPU", name, draws)
         loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
         start = time.monotonic()

@@ -17,7 +17,7 @@ from unsloth_multigpu.options import (
 )
 
 # What a supervisor tells all attempts of its ranks.
-_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id")
+_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class RunContext:
         seed: For generators that a script does not seed, the same on all ranks.
         draws: Digests of the supervisor's random generators at the line, see `launch.seeding`.
         run_id: Of this run, the same for all its attempts.
+        server_port: Where the server that generates will listen; the next port is for weights. None = there is none.
         attempt: How often the ranks were started before.
         tool: Takes part in the run.
         shard_choice: What `shard="auto"` has become, "on" or "off".
@@ -61,6 +62,7 @@ class RunContext:
     seed: int | None = None
     draws: Mapping[str, str] = field(default_factory=dict)
     run_id: str | None = None
+    server_port: int | None = None
     attempt: int = 0
     tool: ToolRequest | None = None
     shard_choice: str | None = None

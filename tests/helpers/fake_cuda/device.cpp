@@ -690,7 +690,7 @@ void record_stream(at::Tensor&, Stream) {}
 
 // On a card, too, these take tensors of the host beside those of the device.
 const std::unordered_set<std::string> kTakesHostTensors = {
-    "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+    "aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
 // Their result has a size, or is a value, that the host has to read first.
 const std::unordered_set<std::string> kReadByHost = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",

@@ -38,6 +38,7 @@ def all_patches() -> list[Patch]:
     import torch
 
     from unsloth_multigpu.hooks.saving import SaveGate
+    from unsloth_multigpu.hooks.server_patches import server_patch
     from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.notebook.kernel_share import notebook_patches
     from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
@@ -50,6 +51,7 @@ def all_patches() -> list[Patch]:
         # A device that has not the number of the rank needs more of them.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
+        server_patch(_not_in_a_run),
     ]
 
 

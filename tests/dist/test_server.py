@@ -1,0 +1,124 @@
+"""GRPO with `generators`: two ranks train, and TRL's server generates on a third device.
+
+TRL's Trainer, client and command are its own, and devices are in host memory; vLLM alone is the stand-in of
+tests/helpers/stand_in_vllm, whose completions depend on the prompt and their place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fake_cuda import cards, needs_device, reports
+from tests.helpers.outcome import distance, outcome
+from tests.helpers.run import ROOT, finish, light, orphans, run_python, start, wait_until
+from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.errors import GeneratorError
+from unsloth_multigpu.wire.process import is_alive
+
+pytestmark = needs_device
+SCRIPT = Path(__file__).parent / "scripts" / "server.py"
+PLAIN = {
+    **light("rich", "triton"),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "helpers" / "stand_in_vllm"), str(ROOT)]),
+}
+
+
+def served(path: Path, fault: str = "", **others: str) -> dict[str, str]:
+    return {
+        **PLAIN,
+        **cards(3, report=path / "devices"),
+        "UNSLOTH_MULTIGPU_GENERATORS": "1",
+        "STAND_IN": fault,
+        "STAND_IN_REPORT": str(path / "server.json"),
+        **others,
+    }
+
+
+def facts_of(path: Path) -> dict:
+    return json.loads((path / "server.json").read_text())
+
+
+def assert_nothing_left(path: Path) -> None:
+    """Neither the server nor what it has started."""
+    server = facts_of(path)
+    assert orphans(str(path)) == []
+    assert [pid for pid in (server["pid"], server["child"]) if is_alive(pid)] == []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    build_tiny(path)
+    return path
+
+
+def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model):
+    one, two = tmp_path / "1", tmp_path / "2"
+    one.mkdir()
+    two.mkdir()
+    for path, environment in ((one, PLAIN), (two, served(two))):
+        run = run_python([SCRIPT, model, path], path, environment)
+        assert run.code == 0, run.err
+    (alone, weights), (first, of_first) = outcome(one, "grpo"), outcome(two, "grpo")
+    second, of_second = outcome(two, "grpo", rank=1)
+    assert len(alone["grad_norm"]) == 3
+    assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    assert first["reward"] == pytest.approx(alone["reward"], rel=1e-5)
+    assert distance(weights, of_first) < 1e-6
+    assert distance(of_first, of_second) == 0
+
+    server = facts_of(two)
+    assert server["weights"] == pytest.approx(first["weights"], rel=1e-6)
+    assert (server["calls"], len(set(server["weights"]))) == (3, 3)
+    assert (server["devices"], first["devices"], second["devices"]) == ("2", "0,1", "0,1")
+    assert [report.opened for report in reports(two / "devices")] == [[0], [1]]
+    port = server["argv"][server["argv"].index("--port") + 1]
+    assert first["address"] == second["address"] == f"http://127.0.0.1:{port}"
+    assert "generators=1: the server starts, its log is " in run.err
+    assert "Grpo: a server draws completions, so this is another run than on one GPU" in run.err
+    assert_nothing_left(two)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("dies", "ended with exit code 1 while it loaded"),
+        ("dies:2", "was ended by SIGKILL"),
+        pytest.param("taken", "ended with exit code 1 while it loaded", marks=pytest.mark.thorough),
+    ],
+)
+def test_run_ends_with_a_server_that_dies(tmp_path, model, fault, what):
+    run = run_python([SCRIPT, model, tmp_path], tmp_path, served(tmp_path, fault))
+    assert run.code == GeneratorError.exit_code, run.err
+    assert f"generators=1: the server {what}" in run.err
+    assert f"Its log is {tmp_path / 'logs' / 'generators.log'}." in run.err
+    assert ("[server] the model does not fit" in run.err) == (fault == "dies")
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.thorough
+def test_run_is_started_again_with_a_new_server(tmp_path, model):
+    environment = served(tmp_path, "dies:2 once", UNSLOTH_MULTIGPU_MAX_RESTARTS="1")
+    run = run_python([SCRIPT, model, tmp_path], tmp_path, environment)
+    assert run.code == 0, run.err
+    assert "while it served. Starting all ranks again (1)" in run.err
+    assert facts_of(tmp_path)["calls"] == 3
+    assert_nothing_left(tmp_path)
+
+
+def test_signal_to_the_supervisor_ends_the_server_behind_the_ranks(tmp_path, model):
+    process = start([SCRIPT, model, tmp_path, 10_000], tmp_path, served(tmp_path))
+    try:
+        wait_until(lambda: (tmp_path / "server.json").exists() and facts_of(tmp_path)["calls"] > 1, 300, "two steps")
+        process.send_signal(signal.SIGTERM)
+    finally:
+        run = finish(process)
+    assert run.code == -signal.SIGTERM, run.err
+    assert "stopped by SIGTERM after step" in run.err
+    assert "the server" not in run.err.partition("the ranks finish their step")[2]
+    assert_nothing_left(tmp_path)

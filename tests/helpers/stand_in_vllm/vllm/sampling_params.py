@@ -1,0 +1,5 @@
+"""A name that TRL imports."""
+
+
+class StructuredOutputsParams:
+    """Not used."""

@@ -1,0 +1,149 @@
+"""The process of the server that generates: started when it is asked for, watched, and ended with what it has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import orphans, wait_until
+from unsloth_multigpu.errors import GeneratorError
+from unsloth_multigpu.launch import generation_server
+from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.server_request import SERVER_WANTED, is_ready
+
+PORT = free_ports(2)
+ASKED = [Event(SERVER_WANTED, 0, 0, 0.0, -1, {"port": PORT, "arguments": ["--model", "tiny"]})]
+# The module that stands for TRL's. Its child leads a session of its own, as those of vLLM may.
+MODULE = """
+import http.server, json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)", os.environ["HERE"]]
+child = subprocess.Popen(sleeps, start_new_session=True)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+facts = {"argv": sys.argv[1:], "cards": os.environ.get("CUDA_VISIBLE_DEVICES"), "ignores": ignores, "child": child.pid}
+facts["pid"] = os.getpid()
+Path(os.environ["HERE"], "facts.json").write_text(json.dumps(facts))
+fault = os.environ.get("STAND_IN")
+if fault == "dies":
+    sys.exit("the model does not fit")
+if fault == "hangs":
+    time.sleep(600)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        time.sleep(600 if fault == "mute" else 0)
+        self.send_response(503 if fault == "loads" else 200)
+        self.end_headers()
+
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """Makes a server whose program is MODULE, with an option of it."""
+    (tmp_path / "stand_in_server.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setattr(generation_server, "_PROGRAM", "stand_in_server")
+    # As `-m` starts it, with another program.
+    starts = generation_server.start_process
+    run = "import sys; from unsloth_multigpu.launch import generation_server as g; g._PROGRAM = 'stand_in_server'; "
+
+    def start(command, *others):
+        assert command[:3] == [sys.executable, "-m", "unsloth_multigpu.launch.generation_server"]
+        return starts([sys.executable, "-c", f"{run}g._become_server()", *command[3:]], *others)
+
+    monkeypatch.setattr(generation_server, "start_process", start)
+
+    def server(fault: str = "", timeout_s: float = 60.0) -> GenerationServer:
+        monkeypatch.setenv("STAND_IN", fault)
+        config = MultiGPUConfig(generators=2, timeout_s=timeout_s)
+        return GenerationServer(config, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path, tmp_path, 0)
+
+    yield server
+    assert orphans(str(tmp_path)) == []
+
+
+def turned(server: GenerationServer, until) -> list[str]:
+    said = []
+    wait_until(lambda: said.append(server.turn(ASKED)) or until(), 60, "the server")
+    return said
+
+
+def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_path: Path, capfd) -> None:
+    with make() as server:
+        assert server.turn([]) == ""
+        assert not server.log.exists()
+        assert set(turned(server, lambda: is_ready(tmp_path, 0))) == {""}
+        facts = json.loads((tmp_path / "facts.json").read_text())
+        options = ["--tensor_parallel_size", "2", "--host", "127.0.0.1", "--port", str(PORT)]
+        assert facts["argv"] == ["--model", "tiny", *options]
+        assert (facts["cards"], facts["ignores"]) == ("5,7", True)
+        assert is_alive(facts["child"])
+    assert not is_alive(facts["child"])
+    assert "the server of generators answers after" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("dies", "ended with exit code 1 while it loaded"),
+        ("hangs", "did not answer within timeout_s=3 s"),
+        ("mute", "did not answer within timeout_s=3 s"),
+        ("loads", "did not answer within timeout_s=3 s"),
+    ],
+)
+def test_server_that_does_not_come_is_an_error(make, fault: str, what: str, capfd) -> None:
+    with make(fault, 60.0 if fault == "dies" else 3.0) as server:
+        said = turned(server, lambda: server.error is not None)
+    assert said[-1] == f"generators=2: the server {what}"
+    assert isinstance(server.error, GeneratorError)
+    assert str(server.error).endswith(f"Hint: Its log is {server.log}.")
+    assert ("  [server] the model does not fit\n" in capfd.readouterr().err) == (fault == "dies")
+
+
+def test_taken_port_is_an_error_that_the_log_explains(make, capfd) -> None:
+    # It listens, but answers nothing.
+    with socket.create_server(("127.0.0.1", PORT)), make() as server:
+        said = turned(server, lambda: server.error is not None)
+    assert said[-1] == "generators=2: the server ended with exit code 1 while it loaded"
+    assert "Address already in use" in capfd.readouterr().err
+
+
+def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path: Path) -> None:
+    with make() as server:
+        turned(server, lambda: is_ready(tmp_path, 0))
+        os.kill(server._process.pid, signal.SIGKILL)
+        said = turned(server, lambda: server.error is not None)
+    assert said[-1].startswith("generators=2: the server was ended by SIGKILL")
+    assert said[-1].endswith(" while it served")
+
+
+def test_server_ends_with_its_supervisor(make, tmp_path: Path) -> None:
+    supervisor = os.fork()
+    if supervisor == 0:
+        server = make()
+        while not (tmp_path / "facts.json").exists():
+            server.turn(ASKED)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    wait_until(lambda: not is_alive(facts["pid"]), 30, "the end of the server")
+    os.kill(facts["child"], signal.SIGKILL)  # vLLM's end when their parent does.
+    time.sleep(0.1)

@@ -1,0 +1,126 @@
+"""Arguments of a Trainer of TRL that name the server of `generators`, and how a rank waits for that server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
+from unsloth_multigpu.hooks import server_patches
+from unsloth_multigpu.hooks.server_patches import ask_for_server, name_server
+from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.logs import Console
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.session import Session, open_session
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.server_request import say_ready
+
+
+@dataclass
+class Arguments:
+    """As GRPOConfig has them."""
+
+    use_vllm: bool = True
+    vllm_mode: str = "server"
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_group_port: int = 51216
+
+
+@pytest.fixture(autouse=True)
+def _without_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    monkeypatch.setenv("no_proxy", "local")
+
+
+def test_arguments_name_the_server_also_when_they_are_built_again() -> None:
+    args = Arguments()
+    name_server(args, 1, 20000)
+    assert args == Arguments(vllm_server_base_url="http://127.0.0.1:20000", vllm_group_port=20001)
+    again = Arguments(**vars(args))
+    name_server(again, 1, 20000)
+    assert again == args
+    name_server(SimpleNamespace(), 1, 20000)  # Those of a Trainer that does not generate.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_vllm": False}, "generators=1, but use_vllm=False and vllm_mode='server'"),
+        ({"vllm_mode": "colocate"}, "generators=1, but use_vllm=True and vllm_mode='colocate'"),
+        ({"vllm_server_base_url": "http://other:8000"}, "vllm_server_base_url='http://other:8000' names another one"),
+        ({"vllm_server_host": "other"}, "vllm_server_host='other' names another one"),
+        ({"vllm_server_port": 8001}, "vllm_server_port=8001 names another one"),
+    ],
+)
+def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        name_server(Arguments(**given), 1, 20000)
+
+
+def test_unsloth_and_an_old_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
+    with pytest.raises(SetupError, match="Unsloth's generate in each process"):
+        name_server(Arguments(), 1, 20000)
+    monkeypatch.setattr(server_patches, "check_version", lambda _: SimpleNamespace(ok=False))
+    with pytest.raises(VersionError, match=r"generators=1 needs trl>=0\.28"):
+        name_server(Arguments(), 1, 20000)
+
+
+def events_of(folder: Path, rank: int = 0) -> EventWriter:
+    return EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
+
+
+def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path: Path) -> None:
+    given = {"model": SimpleNamespace(name_or_path="tiny"), "max_model_length": 64, "model_impl": "auto"}
+    asked = {"port": 20000, "timeout_s": 0.1, "given": given}
+    for rank in (0, 1):
+        with pytest.raises(RankTimeoutError, match=r"no server answered within twice timeout_s=0\.1 s"):
+            ask_for_server(events_of(tmp_path, rank), is_first=rank == 0, **asked)
+    (event,) = read_events(tmp_path, 0)
+    assert (event.rank, event.facts["port"]) == (0, 20000)
+    assert event.facts["arguments"] == ["--model", "tiny", "--max_model_len", "64", "--vllm_model_impl", "auto"]
+    say_ready(tmp_path, 0)
+    ask_for_server(events_of(tmp_path, 1), is_first=False, **asked)
+    assert set(os.environ["no_proxy"].split(",")) == {"local", "127.0.0.1"}
+    given["model"].name_or_path = ""
+    with pytest.raises(ConfigError, match="by its name, and it has none"):
+        ask_for_server(events_of(tmp_path), is_first=True, **asked)
+
+
+def session_of(tmp_path: Path, **context: Any) -> Session:
+    identity = RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
+    told = RunContext(run_dir=str(tmp_path), server_port=20000, **context)
+    return Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
+
+
+def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path: Path) -> None:
+    session = session_of(tmp_path)
+    with pytest.raises(SetupError, match="keeps GPUs for completions, and Other asks for none"):
+        session.run_training(type("Other", (), {})(), lambda: None, {})  # type: ignore[arg-type]
+    say_ready(tmp_path, 0)
+    session.ask_for_server({"model": SimpleNamespace(name_or_path="tiny")})
+    assert session.is_served
+    with pytest.raises(SetupError, match="this is another one"):
+        session.ask_for_server({})
+
+
+def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match="starts the server too, and torchrun has started them"):
+        open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
+
+
+def test_ranks_are_told_the_port(tmp_path: Path) -> None:
+    for generators in (0, 1):
+        told = rank_environment(MultiGPUConfig(generators=generators), 2, tmp_path, tmp_path, "id", {})
+        assert (RunContext.read(told).server_port in range(20000, 32000)) == bool(generators)

@@ -1,0 +1,173 @@
+"""The server that generates for the ranks: TRL's, on devices that no rank has.
+
+`python -m unsloth_multigpu.launch.generation_server PID ARGUMENTS...` becomes the server.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unsloth_multigpu.errors import GeneratorError
+from unsloth_multigpu.launch.engine import start_process
+from unsloth_multigpu.launch.nodes import socket_interfaces
+from unsloth_multigpu.launch.rank import die_with_supervisor
+from unsloth_multigpu.logs import tell
+from unsloth_multigpu.options import ENV_SERVER, MultiGPUConfig
+from unsloth_multigpu.wire.child import read_tail
+from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.folder import make_log
+from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.server_request import SERVER_WANTED, say_ready
+from unsloth_multigpu.words import duration, how_ended
+
+# In every version of TRL this starts what its Trainers speak to: first a server of TRL's own, later `vllm serve`.
+_PROGRAM = "trl.scripts.vllm_serve"
+_HOST = "127.0.0.1"
+# Below the ports that Linux gives to connections, which may take any of theirs before the server has begun.
+_PORTS = range(20000, 32000)
+_LOOK_S, _ANSWER_S = 1.0, 1.0
+# From SIGTERM to SIGKILL: workers of an engine end with it.
+_END_LIMIT_S = 10.0
+
+
+@dataclass(eq=False, repr=False)
+class GenerationServer:
+    """Starts the server when rank 0 asks for it, watches it, and ends it with the ranks of this attempt.
+
+    A server that has served ranks which have failed has their weights and their connection: each attempt has its own.
+
+    Args:
+        devices: Variables by which it sees its devices.
+        run_dir: The run's private folder.
+        log_dir: Where its log goes.
+        attempt: How often the ranks were started before.
+
+    Attributes:
+        port: Where it listens, which rank 0 knows from what it was told.
+        error: Why it can serve no more.
+    """
+
+    config: MultiGPUConfig
+    devices: Mapping[str, str]
+    run_dir: Path
+    log_dir: Path
+    attempt: int
+    port: int = field(init=False, default=0)
+    error: GeneratorError | None = field(init=False, default=None)
+    _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+    _since_s: float = field(init=False, default=0.0)
+    _looked_s: float = field(init=False, default=0.0)
+    _is_ready: bool = field(init=False, default=False)
+
+    def __enter__(self) -> GenerationServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process is not None:
+            end_command(self._process, self._marker, _END_LIMIT_S)
+
+    @property
+    def log(self) -> Path:
+        """What it prints."""
+        return self.log_dir / "generators.log"
+
+    @property
+    def _marker(self) -> str:
+        return f"{ENV_SERVER}={self.run_dir}/{self.attempt}"
+
+    def turn(self, events: Sequence[Event]) -> str:
+        """Called some ten times a second while ranks run.
+
+        Args:
+            events: All ranks' events of this attempt.
+
+        Returns:
+            Why the ranks cannot be served any more; "" = they are, or nobody has asked.
+        """
+        if self._process is None:
+            if wanted := next((event for event in events if event.kind == SERVER_WANTED), None):
+                self._start(**wanted.facts)
+        elif self.error is None:
+            self._look(self._process)
+        return "" if self.error is None else str(self.error.args[0])
+
+    def _start(self, port: int, arguments: Sequence[str]) -> None:
+        make_log(self.log)
+        self.port = port
+        # Of a dense model TRL documents tensor parallelism: vLLM refuses to serve copies of one.
+        of_machine = ["--tensor_parallel_size", str(self.config.generators), "--host", _HOST, "--port", str(port)]
+        program = [sys.executable, "-m", "unsloth_multigpu.launch.generation_server", str(os.getpid())]
+        name, _, value = self._marker.partition("=")
+        variables = {**socket_interfaces(self.config), **os.environ, **self.devices, name: value}
+        tell(f"unsloth_multigpu: generators={self.config.generators}: the server starts, its log is {self.log}\n")
+        try:
+            self._process = start_process([*program, *arguments, *of_machine], variables, self.log)
+        except OSError as error:
+            self.error = self._failure(f"was not started: {error}")
+        self._since_s = time.monotonic()
+
+    def _look(self, process: subprocess.Popen[bytes]) -> None:
+        if (code := process.poll()) is not None:
+            when = "while it served" if self._is_ready else "while it loaded"
+            self.error = self._failure(f"{how_ended(code)} {when}")
+            return
+        now_s = time.monotonic()
+        if self._is_ready or now_s - self._looked_s < _LOOK_S:
+            return
+        if answers(self.port):
+            self._is_ready = True
+            say_ready(self.run_dir, self.attempt)
+            tell(f"unsloth_multigpu: the server of generators answers after {duration(now_s - self._since_s)}\n")
+        elif now_s - self._since_s > self.config.timeout_s:
+            self.error = self._failure(f"did not answer within timeout_s={self.config.timeout_s:g} s")
+        self._looked_s = time.monotonic()
+
+    def _failure(self, what: str) -> GeneratorError:
+        tell("".join(f"  [server] {line[:200]}\n" for line in read_tail(self.log, 15).splitlines()))
+        return GeneratorError(f"generators={self.config.generators}: the server {what}", hint=f"Its log is {self.log}.")
+
+
+def answers(port: int) -> bool:
+    """True if the health page of a server of this machine can be read now."""
+    # Without a proxy, which urllib would ask.
+    connection = http.client.HTTPConnection(_HOST, port, timeout=_ANSWER_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def free_ports(count: int) -> int:
+    """The first of several ports, one behind the other, that are free now."""
+    while True:
+        port = random.SystemRandom().randrange(_PORTS.start, _PORTS.stop - count)
+        with suppress(OSError), ExitStack() as stack:
+            for number in range(count):
+                stack.enter_context(socket.create_server(("", port + number)))
+            return port
+
+
+def _become_server() -> None:
+    die_with_supervisor(int(sys.argv.pop(1)), signal.SIGTERM)
+    # SLURM sends it to all processes of a step; the supervisor knows what it means.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _become_server()
