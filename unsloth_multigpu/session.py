@@ -278,6 +278,11 @@ def open_session(
             f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
             hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
         )
+    if identity.world_size % config.sequence_parallel:
+        raise SetupError(
+            f"sequence_parallel={config.sequence_parallel}, and {identity.world_size} rank(s) do not divide by it.",
+            hint="Set num_gpus to a multiple of it, or leave it out.",
+        )
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)

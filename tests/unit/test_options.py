@@ -40,6 +40,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": "allreduce"},
     "shard": {"shard": "on"},
     "shard_offload": {"shard": "on", "shard_offload": True},
+    "sequence_parallel": {"sequence_parallel": 2},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
