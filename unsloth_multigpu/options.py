@@ -107,6 +107,8 @@ class MultiGPUConfig:
         generators: GPUs, the last ones, that no rank gets. TRL's server generates on them for a GRPOTrainer or
             RLOOTrainer with use_vllm=True and vllm_mode="server". It is started when that Trainer is made, with the
             Trainer's model, and ends with the run.
+        sequence_parallel: Ranks that share each sample: every one has a part of its positions, and in attention a part
+            of the heads. For rows that do not fit one GPU; the number of ranks and of heads is a multiple of it.
         shard_offload: With shard="on" or "auto": weights, gradients and optimizer states of a sharded model lie in host
             memory. A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models that do
             not fit sharded either.
@@ -159,6 +161,7 @@ class MultiGPUConfig:
     device: Annotated[str, Option(PLACE, words=("auto", "cpu", *KINDS), commands=_EVERY_COMMAND)] = "auto"
     log_dir: Annotated[str, Option(PLACE, shown="FOLDER", commands=_RUN_AND_VERIFY, is_of_node=True)] = "logs"
     generators: Annotated[int, Option(PLACE, TRAINED)] = 0
+    sequence_parallel: Annotated[int, Option(PLACE, TRAINED, least=1)] = 1
     shard_offload: Annotated[bool, Option(PLACE, RANKS, commands=_EVERY_COMMAND)] = False
     max_tokens_per_micro_batch: Annotated[
         int | None,
@@ -338,6 +341,12 @@ def _check_together(config: MultiGPUConfig) -> None:
         raise ConfigError(
             "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
             hint="Set shard='on' or shard='auto', or leave shard_offload out.",
+        )
+    is_plain = config.shard == "off" and config.strategy == DDP() and config.keeps_global_batch
+    if config.sequence_parallel > 1 and not is_plain:
+        raise ConfigError(
+            f"sequence_parallel={config.sequence_parallel} needs strategy='ddp', shard='off' and the script's batch.",
+            hint="Leave sequence_parallel out, or strategy, shard, global_batch and batch_size_per_gpu.",
         )
     if config.on_nan == "skip" and not config.strategy.has_one_gradient:
         raise ConfigError(

@@ -311,6 +311,11 @@ def open_session(
             f"{identity.launcher} has started them.",
             hint="Start the script with python alone, or leave generators out and start TRL's server yourself.",
         )
+    if identity.world_size % config.sequence_parallel:
+        raise SetupError(
+            f"sequence_parallel={config.sequence_parallel}, and {identity.world_size} rank(s) do not divide by it.",
+            hint="Set num_gpus to a multiple of it, or leave it out.",
+        )
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)

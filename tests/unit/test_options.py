@@ -41,6 +41,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "shard": {"shard": "on"},
     "generators": {"generators": 1},
     "shard_offload": {"shard": "on", "shard_offload": True},
+    "sequence_parallel": {"sequence_parallel": 2},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},

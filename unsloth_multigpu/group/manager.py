@@ -62,6 +62,12 @@ class DDPManager(Board):
         self.saves = Saves(self)
         self.waits = Waits(lambda: local_device(identity, config))
 
+    @functools.cached_property
+    def sequence_group(self) -> dist.ProcessGroup:
+        """The ranks that share samples with this one. Collective when it is first read."""
+        timeout = timedelta(seconds=self.config.timeout_s)
+        return dist.new_subgroups(self.config.sequence_parallel, timeout=timeout)[0]  # type: ignore[no-any-return]
+
     @property
     def store(self) -> Store:
         """Keys and values shared by all ranks, which work before there is a process group and without collectives."""

@@ -69,14 +69,13 @@ class Balancer:
         self._manager = manager
         self._config = manager.config
         self._is_lockstep = self._has_grown = False
+        num_shares = manager.identity.world_size // self._config.sequence_parallel
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
-        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(
-            maxlen=_EXCHANGES_KEPT * manager.identity.world_size
-        )
+        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * num_shares)
         self._is_settled = False
         self._regroups = True
-        self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
+        self._last_speeds: tuple[float, ...] = (1.0,) * num_shares
         self.balance: Balance | None = None
         self.lengths: list[int] = []
         self.num_steps = 0
@@ -205,6 +204,8 @@ class Balancer:
         self._laps.clear()
         flat = [value for pair in mine for value in pair]
         rows = self._manager.gather_floats([len(mine), *flat, *[0.0] * (2 * _MOST_LAPS - len(flat))])
+        # Ranks that share samples wait for each other: the first one's times are those of all.
+        rows = rows[:: self._config.sequence_parallel]
         laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
         if all(laps):
             assert self.balance is not None

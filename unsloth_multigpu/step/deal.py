@@ -164,18 +164,24 @@ def _filler(*positions: int, is_muted: bool) -> Piece:
     return Piece(positions, share=0.0, is_filler=True, is_muted=is_muted)
 
 
-def check_divisible(num_samples: int, world_size: int) -> None:
+def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
     """Raises where a full step has fewer samples than there are ranks.
+
+    Args:
+        num_samples: Of a step.
+        world_size: Number of ranks, or of groups of ranks that share each sample.
+        num_sharing: Ranks of such a group.
 
     Raises:
         ConfigError: `num_samples < world_size`.
     """
     if num_samples < world_size:
         raise ConfigError(
-            f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
-            hint=f"Set num_gpus={num_samples} (of all nodes together), or raise per_device_train_batch_size or "
-            f"gradient_accumulation_steps to {world_size} samples or more, or use global_batch='scale'.",
-            most_ranks=num_samples,
+            f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size * num_sharing} ranks.",
+            hint=f"Set num_gpus={num_samples * num_sharing} (of all nodes together), or raise "
+            f"per_device_train_batch_size or gradient_accumulation_steps to {world_size} samples or "
+            "more, or use global_batch='scale'.",
+            most_ranks=num_samples * num_sharing,
         )
 
 

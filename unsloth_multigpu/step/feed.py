@@ -187,16 +187,18 @@ class StepFeed(Part):
 
     def _step_loader(self, raw: DataLoader[Any], *, is_seedable: bool) -> StepLoader:
         trainer, identity = self._trainer, self._manager.identity
+        num_sharing = self._manager.config.sequence_parallel
         shape = StepShape(
-            rank=identity.rank,
-            world_size=identity.world_size,
+            rank=identity.rank // num_sharing,
+            world_size=identity.world_size // num_sharing,
             num_accumulated=self.num_accumulated,
             regroup=False,
             planner=self.balancer.plan,
             seed=trainer.args.seed,
             # As the generators of the training itself, see the callback of `DDPTrainer`.
-            rank_seed=trainer.args.seed + identity.rank,
+            rank_seed=trainer.args.seed + identity.rank // num_sharing,
             is_lockstep=self.passes.is_lockstep,
+            num_sharing=num_sharing,
         )
         one_process = functools.partial(as_one_process, trainer, is_seedable=is_seedable)
         steps = step_loader(raw, shape, one_process, self._manager.broadcast_batches, self._compare_order)
@@ -251,7 +253,8 @@ class StepFeed(Part):
         in_each = is_gathered and not passes.is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
         sizes = [trainer._train_batch_size] * self.num_accumulated
-        check_divisible(sum(sizes), shape.world_size)
+        check_divisible(sum(sizes), shape.world_size, shape.num_sharing)
+        passes.check_sequences()
         dealt = ""
         if self._is_shared:
             dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
@@ -266,7 +269,8 @@ class StepFeed(Part):
                 "per_device_train_batch_size, or gradient_accumulation_steps, be a multiple of %d",
                 *(sizes[0], shape.world_size, shape.world_size),
             )
-        logger.info("samples per step: %s%s%s%s", how, whole, gathered, dealt)
+        together = f", each on {shape.num_sharing} ranks" if shape.num_sharing > 1 else ""
+        logger.info("samples per step: %s%s%s%s%s", how, together, whole, gathered, dealt)
         self.metrics.begin(loader, self.num_accumulated)
         return shape
 

@@ -45,7 +45,7 @@ def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequen
         if batch is before:
             continue
         micro_batch.inputs = batch
-        if micro_batch.piece.is_filler and isinstance(batch, Mapping) and isinstance(before, Mapping):
+        if before is not labelled and isinstance(batch, Mapping) and isinstance(before, Mapping):
             # A mean over no labels is not a number: a filler has them, and its share is zero.
             kept = {n: labelled[n] for n, v in before.items() if v is not labelled[n] and batch.get(n) is v}
             micro_batch.inputs = {**batch, **kept}

@@ -17,6 +17,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.loss import IGNORED
+from unsloth_multigpu.step.sequence import SharedSequence
 from unsloth_multigpu.step.step import MicroBatch, Step
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -62,8 +63,8 @@ class Metrics(Part):
         # Of each step since the last exchange: the number of steps before it, whether ranks share its micro-batches,
         # and what this rank's micro-batches add to its loss.
         self._losses: list[tuple[int, bool, torch.Tensor]] = []
-        # Metric, number of the step and whether ranks share the micro-batch -> value, its weight, and how many
-        # micro-batches of one process it is of; of each of this rank's micro-batches.
+        # Metric, number of the step (below 0: of a micro-batch whose samples ranks share) and whether ranks share the
+        # micro-batch -> value, its weight, and how many micro-batches of one process it is of; of each of this rank's.
         self._noted: dict[tuple[str, int, bool], list[tuple[float, float, float]]] = defaultdict(list)
         # Metric -> sum and number of its values that were exchanged, and are not logged yet.
         self._merged: dict[str, tuple[float, float]] = {}
@@ -88,15 +89,22 @@ class Metrics(Part):
         self._num_references = (len(loader), num_accumulated) if has_length(loader) else None
 
     @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch, step: Step) -> Iterator[None]:
-        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again."""
+    def micro_batch(
+        self, micro_batch: MicroBatch, step: Step, sequence: SharedSequence | None = None
+    ) -> Iterator[None]:
+        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again.
+
+        Ranks that share its samples note a part each, and the first one its tokens.
+        """
         before = {name: len(values) for name, values, _ in self._collected()}
         num_tokens = getattr(self._trainer, _TOKENS, None)
         yield
         piece = micro_batch.piece
-        if piece.is_filler and num_tokens is not None:
+        is_repeated = sequence is not None and sequence.rank > 0
+        if (piece.is_filler or is_repeated) and num_tokens is not None:
             setattr(self._trainer, _TOKENS, num_tokens)
         num_references, is_shared = _of_references(piece, step.sizes)
+        is_shared |= sequence is not None
         for name, values, store in self._collected():
             num_old, metric = before.get(name, 0), _metric(name)
             new = [float(value) for value in values[num_old:]]
@@ -107,9 +115,13 @@ class Metrics(Part):
                 del store[metric]
             if not piece.is_filler:
                 is_over_tokens = is_shared and metric in _MEANS_OVER_TOKENS
-                weight = (_num_targets(micro_batch.inputs) if is_over_tokens else 0) or num_references
+                if is_over_tokens and sequence is not None and not sequence.num_targets:
+                    continue
+                num_targets = _num_targets(micro_batch.inputs) if sequence is None else sequence.num_targets
+                weight = (num_targets if is_over_tokens else 0) or num_references
                 row = (sum(new) / len(new), weight, num_references)
-                self._noted[name, len(self._losses), is_shared].append(row)
+                place = len(self._losses) if sequence is None else -sequence.number
+                self._noted[name, place, is_shared].append(row)
 
     def end_step(self, losses: torch.Tensor, *, is_shared: bool) -> None:
         """All micro-batches of a step are computed.

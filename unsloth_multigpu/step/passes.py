@@ -19,7 +19,8 @@ from unsloth_multigpu.step.inputs import free_rows, on_device, take
 from unsloth_multigpu.step.loss import GATHERED, SUM, TOKEN_SUM, LossReduction, without_effect
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import seen_alone
-from unsloth_multigpu.step.own_code import has_own_step
+from unsloth_multigpu.step.own_code import has_own_step, name_of
+from unsloth_multigpu.step.sequence import SharedSequence, shared_sequence
 from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -42,6 +43,7 @@ class StepPasses:
         current: The micro-batch that is being computed.
         in_loss: A loss of the training is being computed.
         compute_loss: The trainer's own `compute_loss`.
+        sequence: Lets ranks share a sample; None where each has samples of its own.
         num_samples: That were computed.
         num_micro_batches: That were computed.
     """
@@ -61,6 +63,7 @@ class StepPasses:
         self._is_own_backward = False
         self.current: MicroBatch | None = None
         self.compute_loss: Any = None
+        self.sequence: SharedSequence | None = None
         self._count: Callable[..., Any] | None = None
         self.num_samples = self.num_micro_batches = 0
 
@@ -70,8 +73,30 @@ class StepPasses:
         self.compute_loss = self._trainer.compute_loss
         # A mean over each rank's own tokens is not what one process computes.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
-        with self.balancer.stopwatch.on_model(), gathering(gathering_losses(self._trainer), False):
+        with ExitStack() as stack:
+            stack.enter_context(self.balancer.stopwatch.on_model())
+            stack.enter_context(gathering(gathering_losses(self._trainer), False))
+            self.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
             yield
+
+    def check_sequences(self) -> None:
+        """Checks that ranks may share samples, where they are to.
+
+        Raises:
+            SetupError: The loss is not known as a sum over tokens.
+        """
+        if self.sequence is not None and (not self.reduction.is_token_normalised or has_own_step(self._trainer)):
+            raise SetupError(
+                "sequence_parallel shares losses that are sums over tokens, and it is not known that "
+                f"{name_of(self._trainer, self.compute_loss)} is one.",
+                hint="Leave sequence_parallel out; or set loss_reduction='token_sum' where it is one, divided by "
+                "num_items_in_batch, and reads labels and logits alone.",
+            )
+
+    @property
+    def is_repeated(self) -> bool:
+        """Another rank counts the samples of this one."""
+        return self.sequence is not None and self.sequence.rank > 0
 
     def accumulation_of_script(self) -> AbstractContextManager[None]:
         """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""
@@ -108,8 +133,10 @@ class StepPasses:
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
             micro_batch.inputs = on_device(trainer, micro_batch.inputs)
-        # The samples of a filler already count in the step.
-        inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
+        # The samples of a filler already count in the step, and those that another rank has as well.
+        inputs = [
+            without_labels(m.inputs) if m.piece.is_filler or self.is_repeated else m.inputs for m in step.micro_batches
+        ]
         batches, num_items = self._count(iter(inputs), len(inputs), device)
         take(trainer, step, inputs, batches)
         if self.balancer.varies_rows:
@@ -188,14 +215,15 @@ class StepPasses:
         for i, micro_batch in enumerate(self._each(step)):
             self.balancer.stopwatch.start()
             is_synced = is_last and i == len(step.micro_batches) - 1
-            noted = self.metrics.micro_batch(micro_batch, step)
+            noted = self.metrics.micro_batch(micro_batch, step, self.sequence)
             with noted, nullcontext() if is_synced else self._trainer.accelerator.no_sync(model):
                 loss = self._call(original, model, micro_batch, num_items)
             # A mean over nothing is NaN; it counts nothing.
             losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
-            self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
+            is_counted = not (micro_batch.piece.is_filler or self.is_repeated)
+            self.num_samples += len(micro_batch.piece.positions) if is_counted else 0
         return losses
 
     def mark(self, micro_batch: int) -> None:
@@ -230,7 +258,7 @@ class StepPasses:
         """
         micro_batch.is_weighed, self._is_own_backward = False, True
         is_left_out = micro_batch.piece.is_filler and has_own_step(self._trainer)
-        with _without_gradient(model) if is_left_out else nullcontext():
+        with _without_gradient(model) if is_left_out else nullcontext(), self._sharing():
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
         if self._is_own_backward and self.is_lockstep:
@@ -251,11 +279,14 @@ class StepPasses:
     def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
         self.in_loss = model.training
-        try:
-            with self.accumulation_of_script(), self._undivided(), seen_alone(self._trainer, self.compute_loss):
-                result = original(model, inputs, *args, **kwargs)
-        finally:
-            self.in_loss = False
+        with ExitStack() as stack:
+            stack.callback(setattr, self, "in_loss", False)
+            stack.enter_context(self.accumulation_of_script())
+            stack.enter_context(self._undivided())
+            stack.enter_context(seen_alone(self._trainer, self.compute_loss))
+            if self.sequence is not None and self.sequence.is_on:
+                inputs = stack.enter_context(self.sequence.part_of(inputs))
+            result = original(model, inputs, *args, **kwargs)
         if not model.training or self.current is None:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
@@ -302,6 +333,9 @@ class StepPasses:
         A gradient in fp16 has to overflow where that of one process does: other steps would be skipped, or end the run.
         """
         return float(self._manager.identity.world_size) if self._is_half and not self.is_alone else 1.0
+
+    def _sharing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
 
     @functools.cached_property
     def _is_half(self) -> bool:

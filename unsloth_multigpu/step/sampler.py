@@ -186,7 +186,7 @@ def step_loader(
             f"{num_rows} row(s) make no whole batch of {loader.batch_size} with dataloader_drop_last=True.",
             hint="Leave dataloader_drop_last out, or set a smaller per_device_train_batch_size.",
         )
-    if shape.world_size > 1:
+    if shape.world_size * shape.num_sharing > 1:
         _refuse_divided(loader)
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast, compare if own_samplers(loader) else None)

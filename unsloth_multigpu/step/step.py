@@ -33,6 +33,7 @@ class StepShape:
         whole: See `deal_step`.
         in_each: See `deal_step`.
         is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
+        num_sharing: Ranks that share each sample, which count as one.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class StepShape:
     whole: bool = False
     in_each: bool = False
     is_lockstep: bool = False
+    num_sharing: int = 1
 
     def pieces(self, sizes: Sequence[int], make: MakePlan | None = None) -> list[Piece]:
         """This rank's pieces of a step, by a plan of the planner or in order."""

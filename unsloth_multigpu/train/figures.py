@@ -146,7 +146,8 @@ class Meter(Part):
         if model.training:
             self._num_micro_batches += 1
             micro_batch = None if self._feed is None else self._feed.passes.current
-            self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
+            if self._feed is None or not self._feed.passes.is_repeated:
+                self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
         return original(model, inputs, *args, **kwargs)
 
     @property

@@ -151,6 +151,11 @@ class DDPTrainer:
         self._lead.begin()
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
+        elif self.config.sequence_parallel > 1:
+            raise SetupError(
+                f"sequence_parallel shares samples that are dealt, and {type(self.trainer).__name__} makes its own.",
+                hint="Leave sequence_parallel out for this trainer.",
+            )
         elif self._deals_completions():
             from unsloth_multigpu.step.completions import CompletionDeal
 

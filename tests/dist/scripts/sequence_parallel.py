@@ -1,0 +1,142 @@
+"""Trains a Trainer of transformers or TRL whose ranks share samples, and writes what it did, for comparison.
+
+Usage: sequence_parallel.py --jobs full,lora --out DIR [OPTION=VALUE ...], options of the line
+"""
+
+import argparse
+import random
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--jobs", required=True)
+parser.add_argument("--out", required=True)
+parser.add_argument("--model", default="")
+parser.add_argument("options", nargs="*")
+args = parser.parse_args()
+
+ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split("=") for each in args.options)})
+
+import torch
+from common import SGD, logged, move_off_zero, write_outcome
+from packaging.version import Version
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+COMMON = {**SGD, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+folder = str(Path(args.out) / "checkpoints")
+
+
+def ragged(num_rows=10):
+    draws = random.Random(3)
+    lengths = [draws.randint(5, 37) for _ in range(num_rows)]
+    return [{"input_ids": [draws.randint(1, 63) for _ in range(length)]} for length in lengths]
+
+
+def padded(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
+    mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
+    ids, mask = torch.tensor(ids), torch.tensor(mask)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def end_to_end(rows):
+    ids = torch.tensor([token for row in rows for token in row["input_ids"]])[None]
+    places = torch.tensor([i for row in rows for i in range(len(row["input_ids"]))])[None]
+    return {"input_ids": ids, "position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
+
+
+def llama(num_kv=2, attention="sdpa", **more):
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=num_kv, attn_implementation=attention, **more))
+
+
+def of_transformers(model, collate=padded, cls=Trainer, **more):
+    common = TrainingArguments(folder, **{**COMMON, **more})
+    return cls(model=model, args=common, train_dataset=ragged(), data_collator=collate)
+
+
+def full():
+    return of_transformers(llama())
+
+
+def one_kv_head():
+    return of_transformers(llama(num_kv=1), gradient_checkpointing=True)
+
+
+def packed():
+    return of_transformers(llama(), end_to_end)
+
+
+def window():
+    shape = {**SHAPE, "num_hidden_layers": 3, "head_dim": 8, "num_key_value_heads": 2}
+    config = Qwen3Config(**shape, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    return of_transformers(Qwen3ForCausalLM(config))
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    return of_transformers(move_off_zero(get_peft_model(llama(), adapter)))
+
+
+def sft(**layout):
+    import trl.trainer.utils
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from tests.helpers.log_probs import LogProbs
+
+    if Version(version("trl")).release[:2] == (1, 15):
+        # By a Triton kernel on any device; later ones use it where there is a card.
+        trl.trainer.utils._ChunkedLogProbFunction = LogProbs
+    config = SFTConfig(folder, **COMMON, bf16=False, **layout)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    return SFTTrainer(model=llama(), args=config, train_dataset=Dataset.from_list(ragged()), processing_class=tokenizer)
+
+
+def eager():
+    return of_transformers(llama(attention="eager"))
+
+
+class RowMean(Trainer):
+    """A loss that needs the logits of whole rows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits.float().logsumexp(-1).mean(1).mean()
+
+
+def row_mean():
+    return of_transformers(llama(), cls=RowMean)
+
+
+out = Path(args.out)
+out.mkdir(parents=True, exist_ok=True)
+for job in args.jobs.split(","):
+    torch.manual_seed(3)
+    trainer = globals()[job]()
+    trainer.train()
+    facts = {"log": trainer.state.log_history, **logged(trainer, "loss", "grad_norm")}
+    facts["total_tokens"] = getattr(trainer, "_total_train_tokens", 0)
+    write_outcome(out, job, facts, ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
