@@ -43,41 +43,21 @@ if TYPE_CHECKING:
     from unsloth_multigpu.strategy import LocalSGD as LocalSGD
     from unsloth_multigpu.strategy import ParameterServer as ParameterServer
 
+# Module -> its names.
 _HOMES = {
-    "plugin": (
-        "MultiGPUStatus",
-        "disable_multi_gpu",
-        "enable_multi_gpu",
-        "get_active_config",
-        "get_multi_gpu_status",
-        "is_main_process",
-        "is_multi_gpu_enabled",
-        "on_main_process",
-    ),
-    "options": ("MultiGPUConfig",),
-    "errors": (
-        "ConfigError",
-        "DistributedError",
-        "DivergenceError",
-        "FederatedError",
-        "LaunchError",
-        "MultiGPUError",
-        "NonFiniteGradientError",
-        "PatchError",
-        "RankTimeoutError",
-        "ResumeError",
-        "SaveError",
-        "SetupError",
-        "VersionError",
-    ),
-    "report": ("RankReport", "RunReport"),
-    "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
-    "plain.api": ("distributed_loader", "wrap_model_multi_gpu"),
-    "plain.wrap": ("unwrap_model",),
-    "federated.server": ("create_multigpu_flower_server",),
-    "federated.training": ("FederatedServer",),
+    "plugin": "MultiGPUStatus disable_multi_gpu enable_multi_gpu get_active_config get_multi_gpu_status "
+    "is_main_process is_multi_gpu_enabled on_main_process",
+    "options": "MultiGPUConfig",
+    "errors": "ConfigError DistributedError DivergenceError FederatedError LaunchError MultiGPUError PatchError "
+    "NonFiniteGradientError RankTimeoutError ResumeError SaveError SetupError VersionError",
+    "report": "RankReport RunReport",
+    "strategy": "DDP AllReduce DiLoCo LocalSGD ParameterServer",
+    "plain.api": "distributed_loader wrap_model_multi_gpu",
+    "plain.wrap": "unwrap_model",
+    "federated.server": "create_multigpu_flower_server",
+    "federated.training": "FederatedServer",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # A list that is computed would hide the names above from a type checker.
     __all__ = [*sorted(_HOME_OF), "__version__"]
