@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.strategy import LocalSGD as LocalSGD
     from unsloth_multigpu.strategy import ParameterServer as ParameterServer
 
+# Module -> its names.
 _HOMES = {
     "plugin": (
         "MultiGPUStatus",

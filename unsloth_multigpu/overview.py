@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from unsloth_multigpu.report import NO_WAITING, share, total
+from unsloth_multigpu.report import NO_WAITING, Rates, rates_of
 from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beats
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import aligned, duration, gib, shown_lines
@@ -29,29 +29,6 @@ _SPARED = ("padding", "peak", "samples/s", "memory", "device")
 _LEAST_OF_LOG = 16
 _NOT_SHOWN = ("pid_begin_ticks", "begin_s")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What was done in a time. None = it is not known.
-
-    Args:
-        steps_per_s: Optimizer steps.
-        samples_per_s: Samples whose gradient counted.
-        tokens_per_s: Tokens.
-        waiting: Part of the time in which it waited for others.
-        padding: Part of the places of its micro-batches that is padding.
-    """
-
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    waiting: float | None = None
-    padding: float | None = None
-
-    def values(self) -> dict[str, float | None]:
-        """JSON values."""
-        return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
 
 
 @dataclass(frozen=True)
@@ -157,9 +134,9 @@ class Overview:
         figures = {rank: beat.figures for rank, beat in beats.items()}
         before = self._before(now_s, figures)
         gone = {rank: found.since(before.get(rank, Figures())) for rank, found in figures.items()}
-        rows = tuple(self._row(rank, beat, _rates_of([gone[rank]]), now_s) for rank, beat in beats.items())
+        rows = tuple(self._row(rank, beat, rates_of([gone[rank]]), now_s) for rank, beat in beats.items())
         elapsed_s = time.time() - self.run.begin_s
-        return Look(self.run, rows, _rates_of(list(gone.values())), elapsed_s)
+        return Look(self.run, rows, rates_of(list(gone.values())), elapsed_s)
 
     def _before(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
         """An earlier look at the same training, in which some rank had made fewer steps."""
@@ -272,23 +249,6 @@ def _values(row: RankRow) -> dict[str, Any]:
 
 def _num_steps(figures: Figures | None) -> int:
     return 0 if figures is None else figures.num_steps or 0
-
-
-def _rates_of(gone: Sequence[Mapping[str, Any]]) -> Rates:
-    """Of some ranks together. Their time is that of the first."""
-    seconds = gone[0]["loop_s"] if gone else None
-    if not seconds:
-        return Rates()
-    counts = {name: total(g[name] for g in gone) for name in ("num_samples", "num_tokens", "num_padding_tokens")}
-    per_s = {name: None if count is None else count / seconds for name, count in counts.items()}
-    num_tokens, num_padding = counts["num_tokens"], counts["num_padding_tokens"]
-    return Rates(
-        gone[0]["num_steps"] / seconds,
-        per_s["num_samples"],
-        per_s["num_tokens"],
-        share((g["waiting_s"], g["loop_s"]) for g in gone),
-        share([(num_padding, None if num_tokens is None else num_tokens + (num_padding or 0))]),
-    )
 
 
 def _process(pid: int) -> tuple[str, int | None]:

@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from unsloth_multigpu.trainer_protocol import TrainerLike
+
 if TYPE_CHECKING:
     from torch import nn
+
+    from unsloth_multigpu.group.manager import DDPManager
 
 # Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
@@ -35,6 +39,10 @@ class Part:
 
     It handles those of `EVENTS` of which it has a method. All callbacks of the script have handled an event before.
 
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+
     Attributes:
         place: Its row in `train.loop.PLACES`.
         keeps: Attributes of the Trainer that the part changes while it trains, such as "args.logging_steps". They are
@@ -43,6 +51,10 @@ class Part:
 
     place: ClassVar[str]
     keeps: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+        self._trainer = trainer
+        self._manager = manager
 
     def overrides(self) -> Mapping[str, Override]:
         """Returns a replacement for each method that this part replaces, by its name in `seam.SEAMS`.
@@ -62,30 +74,28 @@ class Part:
 
 
 class GradientExchange(Part):
-    """Exchanges gradients or weights between ranks in place of DDP, as the rest of a training sees it."""
+    """Exchanges gradients or weights between ranks, as the rest of a training sees it: DDP, FSDP2 or a strategy."""
 
     place = "exchange"
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """What it exchanges, once the training has begun."""
-        raise NotImplementedError
-
-    @property
     def are_replicas_equal(self) -> bool:
         """False between two meetings, for ranks that step independently."""
-        raise NotImplementedError
+        return True
 
     @property
     def may_stop(self) -> bool:
         """False where a stop would need an additional meeting, which would change the training."""
-        raise NotImplementedError
+        return True
 
     @property
-    def sent_bytes(self) -> int | None:
-        """What this rank has sent; None where it is not known."""
-        raise NotImplementedError
+    def parameters(self) -> Sequence[nn.Parameter] | None:
+        """What it exchanges, once the training has begun; None = what is trainable, which is followed."""
+        return None
+
+    def sent_bytes(self, num_steps: int) -> int | None:
+        """What this rank has sent in a training of so many steps; None where it is not known."""
+        return None
 
     def save_state(self, folder: Path) -> None:
         """Adds its state to a checkpoint."""
-        raise NotImplementedError

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 # Said where the number is missing.
 NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was done in a time. None = it is not known.
+
+    Args:
+        steps_per_s: Optimizer steps.
+        samples_per_s: Samples whose gradient counted.
+        tokens_per_s: Tokens.
+        waiting: Part of the time in which it waited for others, the mean of all ranks: 0.0 to 1.0.
+        padding: Part of the places of its micro-batches that is padding: 0.0 to 1.0.
+    """
+
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    waiting: float | None = None
+    padding: float | None = None
+
+    def values(self) -> dict[str, float | None]:
+        """JSON values."""
+        return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
+
+
+def rates_of(ranks: Sequence[Mapping[str, Any]]) -> Rates:
+    """Of some ranks together, given the counts and seconds of each. Their time is that of the first."""
+    seconds = ranks[0]["loop_s"] if ranks else None
+    if not seconds:
+        return Rates()
+    names = ("num_samples", "num_tokens", "num_padding_tokens")
+    num_samples, num_tokens, num_padding = (_total(rank[name] for rank in ranks) for name in names)
+    return Rates(
+        ranks[0]["num_steps"] / seconds,
+        None if num_samples is None else num_samples / seconds,
+        None if num_tokens is None else num_tokens / seconds,
+        _share((rank["waiting_s"], rank["loop_s"]) for rank in ranks),
+        None if num_tokens is None or num_padding is None else num_padding / ((num_tokens + num_padding) or 1),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,27 +120,25 @@ class RunReport:
     @property
     def num_tokens(self) -> int | None:
         """Tokens of all ranks together; None where they are not known."""
-        return total(r.num_tokens for r in self.ranks)
+        return _total(r.num_tokens for r in self.ranks)
+
+    @property
+    def rates(self) -> Rates:
+        """Of all ranks together, from the begin of the first step to the end of the last one."""
+        return rates_of([vars(r) for r in self.ranks])
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together, from the begin of the first step to the end of the last one."""
-        num_tokens, loop_s = self.num_tokens, self.ranks[0].loop_s
-        return num_tokens / loop_s if num_tokens is not None and loop_s else None
+        """See `Rates`, and so of the next two."""
+        return self.rates.tokens_per_s
 
     @property
     def waiting(self) -> float | None:
-        """Part of the time in which a rank waited for others, the mean of all ranks: 0.0 to 1.0."""
-        return share((r.waiting_s, r.loop_s) for r in self.ranks)
+        return self.rates.waiting
 
     @property
     def padding(self) -> float | None:
-        """Part of the places of all micro-batches that is padding: 0.0 to 1.0."""
-        num_padding_tokens = total(r.num_padding_tokens for r in self.ranks)
-        num_tokens = self.num_tokens
-        if num_tokens is None or num_padding_tokens is None:
-            return None
-        return num_padding_tokens / ((num_tokens + num_padding_tokens) or 1)
+        return self.rates.padding
 
     @property
     def had_nothing_to_do(self) -> bool:
@@ -136,13 +173,13 @@ class RunReport:
         return f"{line}; not exactly the training of one process: {self.inexact}" if self.inexact else line
 
 
-def total(counts: Iterable[int | None]) -> int | None:
+def _total(counts: Iterable[int | None]) -> int | None:
     """The sum; None where one is not known."""
     found = list(counts)
     return None if None in found else sum(count for count in found if count is not None)
 
 
-def share(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
+def _share(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
     """The sum of the first numbers as part of the sum of the second ones; None where one is not known."""
     parts, wholes = zip(*pairs, strict=True)
     if None in parts or None in wholes or not sum(wholes):

@@ -346,7 +346,7 @@ def _warn_of_untested() -> None:
 
 
 def _patches(session: Session) -> list[Patch]:
-    from unsloth_multigpu.hooks.unsloth_patches import placement_patches
+    from unsloth_multigpu.hooks.unsloth_patches import Placement
 
     config, identity = session.config, session.identity
     patches = patches_of_trainers(session, _claim_device(session))
@@ -356,7 +356,7 @@ def _patches(session: Session) -> list[Patch]:
         from unsloth_multigpu.start import visible_accelerators
 
         # A device map over all visible cards would split the model, but each card is to hold a whole copy.
-        return [*patches, *placement_patches(visible_accelerators()[0], 0, warns=False)]
+        return [*patches, *Placement(visible_accelerators()[0], 0, warns=False).patches()]
     if identity.world_size == 1:
         return patches
     if others:
@@ -383,20 +383,20 @@ def _patches(session: Session) -> list[Patch]:
 
 def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
     """The patches of Trainers and their arguments, which every process gets."""
-    from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+    from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 
     run, notice = session.run_training, session.notice_training
     num_ranks, adjust, port = session.identity.world_size, session.tool.adjust_arguments, session.context.server_port
     if port is None:
-        return trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust)
+        return TrainerHooks(session.config, num_ranks, device_type, run, session.manager, notice, adjust).patches()
     from unsloth_multigpu.hooks.server_patches import name_server, server_patch
 
     def adjust_and_name(args: ArgumentsLike) -> None:
         adjust(args)
         name_server(args, session.config.generators, port)
 
-    patches = trainer_patches(session.config, num_ranks, device_type, run, session.manager, notice, adjust_and_name)
-    return [*patches, server_patch(session.ask_for_server)]
+    hooks = TrainerHooks(session.config, num_ranks, device_type, run, session.manager, notice, adjust_and_name)
+    return [*hooks.patches(), server_patch(session.ask_for_server)]
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:
@@ -404,22 +404,17 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
-    from unsloth_multigpu.hooks.shard import shard_patches
-    from unsloth_multigpu.hooks.unsloth_patches import offload_patches, placement_patches
+    from unsloth_multigpu.hooks.shard import ShardedLoading
+    from unsloth_multigpu.hooks.unsloth_patches import Placement, offload_patches
 
     identity, shards, index = session.identity, session.config.shard == "on", device.index or 0
+    warns = identity.rank == 0 and not shards
+    placement = Placement(device.type, index, warns, identity.rank, identity.world_size, shards)
     return [
-        *(shard_patches(device, identity.rank, identity.world_size) if shards else []),
+        *(ShardedLoading(device, identity.rank, identity.world_size).patches() if shards else []),
         *device_patches(device.type, index, identity.local_rank),
         *loop_patches(session.config, session.manager, session.on_close),
-        *placement_patches(
-            device.type,
-            index,
-            warns=identity.rank == 0 and not shards,
-            rank=identity.rank,
-            num_ranks=identity.world_size,
-            shards=shards,
-        ),
+        *placement.patches(),
         *offload_patches(identity.rank),
         *saving_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),

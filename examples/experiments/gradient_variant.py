@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.group.bucket import flatten, unflatten_into
-from unsloth_multigpu.strategies.sync import GradientSync
-from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16

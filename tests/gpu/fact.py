@@ -88,7 +88,7 @@ def recompiled() -> dict[str, Any]:
     import torch
     from torch._dynamo.utils import counters
 
-    from unsloth_multigpu.step.inputs import free_rows
+    from unsloth_multigpu.step.passes import free_rows
 
     found: dict[str, Any] = {}
     for arm in ("rows that stay", "rows that are free"):

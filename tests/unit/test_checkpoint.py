@@ -33,6 +33,7 @@ from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import GradientExchange
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -148,7 +149,7 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [PART_FOLDER, "checkpoint-3"]
     for claim in claims:
         assert claim is not None
-        claim.release()
+        claim()
     assert clear_parts(tmp_path) == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     assert (read_manifest(tmp_path / "checkpoint-2") or manifest(0)).run_id == "run"
@@ -351,7 +352,7 @@ def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
         passes=SimpleNamespace(accumulation_of_script=accumulation),
     )
     resume = Resume(trainer, rank, steps, {}, 0, RunContext())  # type: ignore[arg-type]
-    return Checkpoints(trainer, rank, steps, None, resume, HeartbeatPage(None, 0))  # type: ignore[arg-type]
+    return Checkpoints(trainer, rank, steps, GradientExchange(trainer, rank), resume, HeartbeatPage(None, 0))  # type: ignore[arg-type]
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
 from unsloth_multigpu.options import (
@@ -183,7 +183,8 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() ->
 @pytest.mark.parametrize("enable_ddp", [True, False])
 def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(enable_ddp: bool) -> None:
     config = MultiGPUConfig(num_gpus=1, enable_ddp=enable_ddp)
-    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if p.target.endswith("__post_init__"))
+    patches = TrainerHooks(config, 1, "any", print, print).patches()
+    (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
     args = SimpleNamespace(ddp_timeout=1, n_gpu=4, _n_gpu=4)
     patch.wrap(lambda self: None, args)
     assert args._n_gpu == 1
@@ -192,7 +193,7 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
 def training_arguments(config: MultiGPUConfig, *, searches: bool = False) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
     manager: Any = SimpleNamespace(meet_ranks=lambda: None)
-    patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
+    patches = TrainerHooks(config, 2, "cuda", print, lambda: manager).patches()
     (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
     args = SimpleNamespace(
         per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False, auto_find_batch_size=searches

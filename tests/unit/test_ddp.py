@@ -289,7 +289,7 @@ def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
-    steered.of_tool = Following()
+    steered.of_tool = Following(trainer, manager)
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))
     assert seen == ["step", "end of step"]
     assert "training_step" not in vars(trainer)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.hooks.unsloth_patches import local_device_map, placement_patches
+from unsloth_multigpu.hooks.unsloth_patches import Placement, local_device_map
 
 HERE = {"": 1}
 
@@ -63,7 +63,7 @@ def test_map_of_other_cards_is_an_error(device_map: Any) -> None:
 @pytest.mark.parametrize("target", ["FastLanguageModel", "FastModel", "PreTrainedModel"])
 def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest.LogCaptureFixture) -> None:
     def told(device_map: Any, *, warns: bool = True) -> bool:
-        (patch,) = (p for p in placement_patches("cuda", 1, warns=warns) if f":{target}." in p.target)
+        (patch,) = (p for p in Placement("cuda", 1, warns=warns).patches() if f":{target}." in p.target)
         caplog.clear()
         assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
         return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text
@@ -76,7 +76,7 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
 @pytest.mark.parametrize("device_map", ["balanced", {"model.layers.0": 0, "model.layers.1": "cuda:3"}])
 def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="unsloth_multigpu")
-    patch = placement_patches("cuda", 1, warns=False, num_ranks=4, shards=True)[0]
+    patch = Placement("cuda", 1, warns=False, num_ranks=4, shards=True).patches()[0]
     assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
     assert "FSDP2 divides each layer between the ranks" in caplog.text
     with pytest.raises(ConfigError):

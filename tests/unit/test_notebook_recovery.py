@@ -44,7 +44,7 @@ class Ours(Part):
 
     @contextlib.contextmanager
     def around(self) -> Any:
-        self.trainer.args.gradient_accumulation_steps = 1
+        self._trainer.args.gradient_accumulation_steps = 1
         yield
 
     def overrides(self) -> dict[str, Any]:
@@ -67,9 +67,7 @@ def test_trainer_that_was_cut_off_is_as_before() -> None:
     trainer, trainings = Stepping(), Trainings()
     trainer.training_step = own = functools.partial(str, "the script's")  # type: ignore[method-assign, assignment]
     trainer.callback_handler.callbacks = ["the script's"]
-    part = Ours()
-    part.trainer = trainer  # type: ignore[attr-defined]
-    loop = CutOff(trainer, [part])
+    loop = CutOff(trainer, [Ours(trainer, None)])  # type: ignore[arg-type]
     trainings.note(0, loop)
     with pytest.raises(KeyboardInterrupt), loop.steering():  # noqa: PT012
         trainer.is_in_train = True

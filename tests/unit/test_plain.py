@@ -15,7 +15,7 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader
+from unsloth_multigpu.plain.loader import distributed_loader
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_lone_steps
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
@@ -148,20 +148,17 @@ def test_ranks_share_each_batch_of_an_accelerators_loader(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_sample_is_in_one_step_of_one_rank(world_size):
-    for batch_size in range(world_size, 10):
-        for num_samples in range(world_size, 30):
-            plan = EpochPlan(num_samples, batch_size, world_size)
-            steps = [[plan.share(i, rank) for rank in range(world_size)] for i in range(plan.num_steps)]
-            assert [p for step in steps for share in step for p in share] == list(range(num_samples))
-            assert all(share for step in steps for share in step)
-            assert all(max(map(len, step)) - min(map(len, step)) <= 1 for step in steps)
-            # As in one process, but for a last step of fewer samples than ranks.
-            sizes = [sum(map(len, step)) for step in steps]
-            assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
-            assert sizes[-1] < batch_size + world_size
-            for i in range(plan.num_steps):
-                assert sum(plan.loss_weight(i, rank) for rank in range(world_size)) == pytest.approx(world_size)
+def test_each_sample_counts_in_one_step_of_one_rank(world_size):
+    for num_samples in range(world_size, 14):
+        ranks = loaders(num_samples, 5, world_size, shuffle=False)
+        whole = torch.utils.data.DataLoader(range(num_samples), 5, collate_fn=list)
+        # `zip` reads a batch of each rank, whose weight its loader tells then.
+        for step, batch in enumerate(zip(*ranks, strict=True)):
+            weights = [loader.loss_weight for loader in ranks]
+            assert sum(weights) == pytest.approx(world_size)
+            counted = [i for part, weight in zip(batch, weights, strict=True) if weight for i in part]
+            assert counted == list(whole)[step]
+        assert step == len(whole) - 1
 
 
 def test_every_iteration_is_the_next_epoch():
@@ -190,10 +187,10 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step():
 def test_weight_is_that_of_the_batch_that_was_yielded(caplog):
     # Workers are steps ahead.
     loader = loaders(15, 4, 2, num_workers=1)[0]
-    assert [(len(batch), loader.loss_weight) for batch in loader] == [(2, 1.0), (2, 1.0), (2, 1.0), (1, 2 / 3)]
-    assert caplog.messages[-1].startswith("the last step of an epoch is 3 = 1 + 2 samples: multiply the loss")
+    assert [(len(batch), loader.loss_weight) for batch in loader] == [(2, 1.0), (2, 1.0), (2, 1.0), (2, 4 / 3)]
+    assert caplog.messages[-1].startswith("the last step of an epoch is 3 = 2 + 1 samples: multiply the loss")
     loaders(12, 5, 2)
-    assert caplog.messages[-1].startswith("a step is 5 = 2 + 3 samples")
+    assert caplog.messages[-1].startswith("a step is 5 = 3 + 2 samples")
     # Rank 0 alone tells: in one line of each call.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     caplog.clear()

@@ -14,7 +14,7 @@ import pytest
 import unsloth_multigpu as ump
 from unsloth_multigpu import errors, plugin, session, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -102,7 +102,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
     monkeypatch.setitem(sys.modules, "stub_trainer", module)
 
     def patches(opened: session.Session) -> list[Patch]:
-        found = trainer_patches(opened.config, opened.identity.world_size, "any", opened.run_training, opened.manager)
+        found = TrainerHooks(
+            opened.config, opened.identity.world_size, "any", opened.run_training, opened.manager
+        ).patches()
         # `packaging` is installed everywhere; its version stands for that of transformers.
         return [
             Patch(f"stub_trainer:{patch.target.partition(':')[2]}", "packaging>=1", patch.wrap, patch.reason)

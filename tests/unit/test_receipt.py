@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from unsloth_multigpu import session
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.trainer_patches import followed_train_patch, trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.step.sketch import FINE, sketch_of
@@ -350,7 +350,7 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     assert (config.num_gpus, config.verify_every, config.check_first_step) == (3, 1, "every")
     alone = Verify(folder=str(tmp_path), num_steps=1, num_gpus=1, dropout=True)
     assert alone.adjusted(MultiGPUConfig(num_gpus=1)).check_first_step == "auto"
-    patches = trainer_patches(config, 1, "any", print, print, adjust=tool.adjust_arguments)
+    patches = TrainerHooks(config, 1, "any", print, print, adjust=tool.adjust_arguments).patches()
     (patch,) = (p for p in patches if "TrainingArguments" in p.target)
     values = {"ddp_timeout": 1, "use_cpu": False, "steps_per_generation": 1, "n_gpu": 1, "output_dir": str(tmp_path)}
     args = SimpleNamespace(push_to_hub=True, **values)

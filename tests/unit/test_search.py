@@ -3,7 +3,7 @@
 import pytest
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.hooks.trainer_patches import trainer_patches
+from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
@@ -11,7 +11,7 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_search_is_refused_on_several_ranks(world_size):
-    patches = trainer_patches(MultiGPUConfig(), world_size, "cpu", run=None, get_manager=None)
+    patches = TrainerHooks(MultiGPUConfig(), world_size, "cpu", run=None, get_manager=None).patches()
     found = [patch for patch in patches if patch.target.endswith(".hyperparameter_search")]
     assert len(found) == (world_size > 1)
     for patch in found:

@@ -36,7 +36,7 @@ def followed(trainer, strategy="allreduce"):
     identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
     manager = SimpleNamespace(config=MultiGPUConfig(strategy=strategy), identity=identity)
     known = [p for p in trainer.model.parameters() if p.requires_grad]
-    exchange = SimpleNamespace(parameters=known) if strategy != "ddp" else None
+    exchange = SimpleNamespace(parameters=known if strategy != "ddp" else None)
     return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from unsloth_multigpu.group import waits
 from unsloth_multigpu.group.waits import Waits
-from unsloth_multigpu.step.tokens import TokenCount
+from unsloth_multigpu.train.figures import TokenCount
 
 CPU, CARD = torch.device("cpu"), torch.device("meta")
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,38 +153,15 @@ def put_in_place(part: Path, final: Path) -> None:
         part.parent.rmdir()
 
 
-class Claim:
-    """A lock that this process holds, see `take`.
-
-    Args:
-        part: The incomplete checkpoint.
-        descriptor: Of the lock's file.
-    """
-
-    def __init__(self, part: Path, descriptor: int) -> None:
-        self.part = part
-        self._descriptor = descriptor
-
-    def release(self) -> None:
-        """Gives the lock back, and removes its file, and the folder around it if nothing else is in there."""
-        with suppress(OSError):
-            if os.fstat(self._descriptor).st_nlink:  # Else another process has made a new one.
-                lock_of(self.part).unlink()
-        with suppress(OSError):  # Closing is not enough: a child that was forked meanwhile holds it, too.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
-        with suppress(OSError):  # Not empty: there are other checkpoints.
-            self.part.parent.rmdir()
-
-
-def take(part: Path) -> Claim | None:
+def take(part: Path) -> Callable[[], None] | None:
     """Locks an incomplete checkpoint, without waiting.
 
     Args:
         part: Folder of the checkpoint, which need not exist yet.
 
     Returns:
-        None where another living process holds the lock, which no process does on a file system without locks.
+        What gives the lock back; None where another living process holds it, which no process does on a file system
+        without locks.
 
     Raises:
         OSError: The lock's file cannot be made or opened.
@@ -195,8 +174,20 @@ def take(part: Path) -> Claim | None:
                 os.close(descriptor)
                 return None
             if os.fstat(descriptor).st_nlink:
-                return Claim(part, descriptor)
+                return functools.partial(_release, part, descriptor)
             os.close(descriptor)  # Who held the lock has just removed its file.
+
+
+def _release(part: Path, descriptor: int) -> None:
+    """Removes the lock's file as well, and the folder around it if nothing else is in there."""
+    with suppress(OSError):
+        if os.fstat(descriptor).st_nlink:  # Else another process has made a new one.
+            lock_of(part).unlink()
+    with suppress(OSError):  # Closing is not enough: a child that was forked meanwhile holds it, too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+    with suppress(OSError):  # Not empty: there are other checkpoints.
+        part.parent.rmdir()
 
 
 def lock_of(part: Path) -> Path:
@@ -214,17 +205,17 @@ def clear_parts(output_dir: Path) -> list[str]:
     found = [_OF_PART.fullmatch(path.name) for path in parts.iterdir()] if parts.is_dir() else []
     for name in sorted({match[1] for match in found if match}):
         try:
-            claim = take(parts / name)
+            release = take(parts / name)
         except OSError as error:  # It may be another user's.
             logger.warning("the incomplete checkpoint %s cannot be cleared and stays: %s", parts / name, error)
             continue
-        if claim is None:
+        if release is None:
             living.append(name)
             continue
         try:
             settle(parts / name, output_dir / name)
         finally:
-            claim.release()
+            release()
     return living
 
 

@@ -89,16 +89,10 @@ class Resume(Part):
         }
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
+        """Replaces `resume_from_checkpoint` in the arguments by what this training really resumes from; see `around`.
 
         Args:
             run_dir: Folder of the checkpoints.
-            arguments: Of the call of `train()`.
-            facts: What the training is, see `training_facts`.
-
-        Raises:
-            ResumeError: The checkpoint that is asked for is incomplete, or of another number of ranks.
-            SetupError: It was written by a sharded training and this one is not, or the reverse.
         """
         asked, run_id = arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})

@@ -44,7 +44,7 @@ class Checkpoints(Part):
 
     Args:
         steps: What feeds the trainer.
-        exchange: The gradient strategy in DDP's place, whose state is kept.
+        exchange: Its state is kept.
         resume: Knows what training this is.
     """
 
@@ -53,7 +53,7 @@ class Checkpoints(Part):
     trainer: TrainerLike
     manager: DDPManager
     steps: StepFeed
-    exchange: GradientExchange | None
+    exchange: GradientExchange
     resume: Resume
     beat: HeartbeatPage
     _before_evaluation: dict[str, Any] | None = field(init=False, default=None)
@@ -168,8 +168,7 @@ class Checkpoints(Part):
         if (part / _STATE_FILE).is_file():
             # The path of the best checkpoint is its final one only now.
             state.save_to_json(os.fspath(part / _STATE_FILE))
-        if self.exchange is not None:
-            self.exchange.save_state(part)
+        self.exchange.save_state(part)
         if order is not None:
             (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         manifest = Manifest(
@@ -203,11 +202,11 @@ class Checkpoints(Part):
         """On rank 0, locks the folder for this run, and removes it where the save fails."""
         from safetensors import SafetensorError
 
-        claim = None
+        release = None
         try:
             if self._is_writer:
-                claim = take(part)
-                if claim is None:
+                release = take(part)
+                if release is None:
                     raise SaveError(
                         f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it.",
                         hint="Give each run an output_dir of its own, or end the other one first.",
@@ -217,7 +216,7 @@ class Checkpoints(Part):
             yield
         except BaseException as error:
             room = _room(final.parent)  # Before what was written so far is removed.
-            if claim is not None:
+            if release is not None:
                 shutil.rmtree(part, ignore_errors=True)
             # torch and safetensors raise errors of their own where a disk is full.
             is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
@@ -226,8 +225,8 @@ class Checkpoints(Part):
                 raise OSError(told) from error
             raise
         finally:
-            if claim is not None:
-                claim.release()
+            if release is not None:
+                release()
 
 
 def _rotate(trainer: TrainerLike, folder: Path) -> None:

@@ -59,7 +59,7 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
             Patch(
                 target=target,
                 supports="peft>=0.18",
-                wrap=functools.partial(_of_rank, device_index),
+                wrap=lambda original, /: f"{original()}:{device_index}",
                 reason='safetensors reads an adapter to "cuda" as to "cuda:0": each rank would take memory of card 0.',
                 optional=True,
             )
@@ -75,46 +75,22 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
         manager: Gives this rank's manager.
         on_close: Gives accelerators back as they were.
     """
-    if not config.keeps_global_batch:
-        return []
-    return [
-        Patch(
-            "accelerate.accelerator:Accelerator.__init__",
-            _SUPPORTS,
-            functools.partial(_steered, config, manager, on_close, set()),
-            "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process.",
-        )
-    ]
+    told: set[str] = set()
 
+    def steered(original: Callable[..., None], accelerator: Any, /, *args: Any, **kwargs: Any) -> None:
+        manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
+        original(accelerator, *args, **kwargs)
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and _module_of(caller).startswith(_PASSED_ON):
+            caller = caller.f_back
+        if caller is not None and not _is_of_trainer(caller):
+            from unsloth_multigpu.step.accelerated import steer_loop
 
-def _of_rank(
-    device_index: int,
-    original: Callable[[], str],
-    /,
-) -> str:
-    return f"{original()}:{device_index}"
+            on_close.callback(steer_loop(accelerator, config, manager, told, _module_of(caller)))
 
-
-def _steered(
-    config: MultiGPUConfig,
-    manager: Callable[[], DDPManager],
-    on_close: ExitStack,
-    told: set[str],
-    original: Callable[..., None],
-    /,
-    self: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
-    original(self, *args, **kwargs)
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and _module_of(caller).startswith(_PASSED_ON):
-        caller = caller.f_back
-    if caller is not None and not _is_of_trainer(caller):
-        from unsloth_multigpu.step.accelerated import steer_loop
-
-        on_close.callback(steer_loop(self, config, manager, told, _module_of(caller)))
+    reason = "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process."
+    patch = Patch("accelerate.accelerator:Accelerator.__init__", _SUPPORTS, steered, reason)
+    return [patch] if config.keeps_global_batch else []
 
 
 def _is_of_trainer(caller: FrameType | None) -> bool:

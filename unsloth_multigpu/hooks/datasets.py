@@ -30,16 +30,12 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
         Patch(
             target="datasets.arrow_dataset:Dataset.map",
             supports="datasets>=3.4.1,<6",
-            wrap=functools.partial(_map_once, _MapOrder(run_dir, get_manager)),
+            wrap=_MapOrder(run_dir, get_manager).run,
             reason="Every rank would process every row, at the same time and into the same cache file. "
             "Dataset.filter and DatasetDict.map call it.",
             needs=("cache_file_name", "load_from_cache_file", "keep_in_memory"),
         )
     ]
-
-
-def _map_once(order: _MapOrder, original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return order.run(original, self, args, kwargs)
 
 
 class _MapOrder:
@@ -58,7 +54,8 @@ class _MapOrder:
         self._seen: set[str] = set()
         self._is_inside = False
 
-    def run(self, original: Callable[..., Any], dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, original: Callable[..., Any], dataset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """In place of `Dataset.map`."""
         manager = None if self._is_inside or kwargs.get("keep_in_memory") else self._get_manager()
         if manager is None:
             return original(dataset, *args, **kwargs)

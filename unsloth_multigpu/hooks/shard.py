@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,79 +72,108 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
     arguments.fsdp_config = config
 
 
-def shard_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
-    """Patches that make a model fit for sharding.
+@dataclass(frozen=True)
+class ShardedLoading:
+    """Makes a model fit for sharding: a rank keeps its rows of 4-bit weights as soon as they are read.
 
     Args:
         device: This rank's `torch.device`.
         num_ranks: That share the model.
     """
-    return [
-        *_loading_patches(device, rank, num_ranks),
-        Patch(
-            target="peft.tuners.lora.bnb:Linear4bit.merge",
-            supports="peft>=0.18",
-            wrap=_whole_only,
-            reason="Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
-            optional=True,
-        ),
-        Patch(
-            target="unsloth.models.fsdp2_native:_shard_device",
-            supports=_UNSLOTH,
-            wrap=functools.partial(_device_of_rank, device),
-            reason="It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
-            needs=("model",),
-            optional=True,
-        ),
-        Patch(
-            target="unsloth.models.fsdp2_native:shard_model",
-            supports=_UNSLOTH,
-            wrap=functools.partial(_divided_as_loaded, rank, num_ranks),
-            reason="A rank has its rows of the 4-bit weights: another division would train with others.",
-            needs=("model",),
-            optional=True,
-        ),
-    ]
 
+    device: Any
+    rank: int
+    num_ranks: int
 
-def _loading_patches(device: Any, rank: int, num_ranks: int) -> list[Patch]:
-    """Those by which transformers loads 4-bit weights in parts."""
-    place = functools.partial(_in_parts, device, rank, num_ranks)
-    quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
-    return [
-        Patch(
-            target="transformers.utils.quantization_config:BitsAndBytesConfig.post_init",
-            supports="transformers>=4.57,<6",
-            wrap=_stored_as_computed,
-            reason="FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
-            optional=True,
-        ),
-        Patch(
-            target=f"{quantizer}.update_device_map",
-            supports=_LOADS,
-            wrap=_on_the_host,
-            reason="4-bit weights that one card cannot hold are to lie on the host until they are sharded.",
-            optional=True,
-        ),
-        Patch(
-            target=f"{quantizer}._process_model_after_weight_loading",
-            supports=_LOADS,
-            wrap=functools.partial(_placed, device),
-            reason="accelerate trains 4-bit models only where their device map names this rank's device.",
-            optional=True,
-        ),
-        *(
-            Patch(
-                target=f"transformers.integrations.bitsandbytes:{name}.convert",
-                supports=_LOADS,
-                wrap=place,
-                reason="A rank keeps its rows of each 4-bit weight as soon as it is read.",
-                needs=("input_dict",),
-                optional=True,
-            )
-            for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
-        ),
-    ]
+    def patches(self) -> list[Patch]:
+        """Those of PEFT, Unsloth and transformers."""
+        engine = "unsloth.models.fsdp2_native"
+        quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
+        optional = functools.partial(Patch, optional=True)
+        return [
+            optional(
+                "peft.tuners.lora.bnb:Linear4bit.merge",
+                "peft>=0.18",
+                _whole_only,
+                "Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
+            ),
+            optional(
+                f"{engine}:_shard_device",
+                _UNSLOTH,
+                self._device_of_rank,
+                "It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
+                ("model",),
+            ),
+            optional(
+                f"{engine}:shard_model",
+                _UNSLOTH,
+                self._divided_as_loaded,
+                "A rank has its rows of the 4-bit weights: another division would train with others.",
+                ("model",),
+            ),
+            optional(
+                "transformers.utils.quantization_config:BitsAndBytesConfig.post_init",
+                _LOADS,
+                _stored_as_computed,
+                "FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
+            ),
+            optional(
+                f"{quantizer}.update_device_map",
+                _LOADS,
+                lambda original, /, quantizer, device_map: {"": "cpu"},
+                "4-bit weights that one card cannot hold are to lie on the host until they are sharded.",
+            ),
+            optional(
+                f"{quantizer}._process_model_after_weight_loading",
+                _LOADS,
+                self._placed,
+                "accelerate trains 4-bit models only where their device map names this rank's device.",
+            ),
+            *(
+                optional(
+                    f"transformers.integrations.bitsandbytes:{name}.convert",
+                    _LOADS,
+                    self._in_parts,
+                    "A rank keeps its rows of each 4-bit weight as soon as it is read.",
+                    ("input_dict",),
+                )
+                for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
+            ),
+        ]
+
+    def _device_of_rank(self, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.shard.packed import give_back, in_parts
+
+        layers = in_parts(model)
+        give_back(layers)
+        return self.device if layers else original(model, *args, **kwargs)
+
+    def _divided_as_loaded(self, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.shard.packed import check_parts, in_parts
+
+        layers = in_parts(model)
+        result = original(model, *args, **kwargs)
+        check_parts(layers, self.rank, self.num_ranks)
+        return result
+
+    def _placed(self, original: Callable[..., Any], quantizer: Any, /, model: Any, **kwargs: Any) -> Any:
+        model = original(quantizer, model, **kwargs)
+        model.hf_device_map = {"": self.device}
+        return model
+
+    def _in_parts(
+        self, original: Callable[..., Any], step: Any, /, input_dict: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        from unsloth_multigpu.shard.packed import keep_rows, on_device
+
+        # One weight, quantised where one process does it.
+        moved = {name: list(on_device(values, self.device)) for name, values in input_dict.items()}
+        found: dict[str, Any] = original(step, moved, *args, **kwargs)
+        storage = step.hf_quantizer.quantization_config.bnb_4bit_quant_storage
+        for name, weight in found.items():
+            if getattr(weight, "bnb_quantized", False):
+                found[name] = keep_rows(weight, storage, self.device, self.rank, self.num_ranks)
+        return found
 
 
 def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,58 +185,6 @@ def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs
             hint="save_pretrained() on all ranks. Merge in a process of its own, into the model in 16 bits.",
         )
     return original(self, *args, **kwargs)
-
-
-def _device_of_rank(device: Any, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
-    from unsloth_multigpu.shard.packed import give_back, in_parts
-
-    layers = in_parts(model)
-    give_back(layers)
-    return device if layers else original(model, *args, **kwargs)
-
-
-def _divided_as_loaded(
-    rank: int, num_ranks: int, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    from unsloth_multigpu.shard.packed import check_parts, in_parts
-
-    layers = in_parts(model)
-    result = original(model, *args, **kwargs)
-    check_parts(layers, rank, num_ranks)
-    return result
-
-
-def _on_the_host(original: Callable[..., Any], /, self: Any, device_map: Any) -> Any:
-    return {"": "cpu"}
-
-
-def _placed(device: Any, original: Callable[..., Any], /, self: Any, model: Any, **kwargs: Any) -> Any:
-    model = original(self, model, **kwargs)
-    model.hf_device_map = {"": device}
-    return model
-
-
-def _in_parts(
-    device: Any,
-    rank: int,
-    num_ranks: int,
-    original: Callable[..., Any],
-    /,
-    self: Any,
-    input_dict: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> dict[str, Any]:
-    from unsloth_multigpu.shard.packed import keep_rows, on_device
-
-    # One weight, quantised where one process does it.
-    moved = {name: list(on_device(values, device)) for name, values in input_dict.items()}
-    found: dict[str, Any] = original(self, moved, *args, **kwargs)
-    storage = self.hf_quantizer.quantization_config.bnb_4bit_quant_storage
-    for name, weight in found.items():
-        if getattr(weight, "bnb_quantized", False):
-            found[name] = keep_rows(weight, storage, device, rank, num_ranks)
-    return found
 
 
 def _stored_as_computed(original: Callable[..., None], /, self: Any) -> None:

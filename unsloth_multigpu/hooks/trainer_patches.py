@@ -6,8 +6,8 @@ import functools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
@@ -24,8 +24,7 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, 
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.step.one_process import EvaluationLoaders
-    from unsloth_multigpu.step.share import Share
+    from unsloth_multigpu.step.share import EvaluationLoaders
 
 logger = get_logger(__name__)
 
@@ -45,24 +44,17 @@ _DROPS_LAST_BATCH = (
 )
 # Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
-_Shares: TypeAlias = "WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]]"
 # What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
 # when it is called.
 RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
 
-def trainer_patches(
-    config: MultiGPUConfig,
-    world_size: int,
-    device_type: str,
-    run: RunTraining,
-    get_manager: Callable[[], DDPManager],
-    notice: Callable[[], None] = lambda: None,
-    adjust: Callable[[ArgumentsLike], None] = lambda _: None,
-) -> list[Patch]:
-    """Patches of `transformers.Trainer` and `TrainingArguments`.
+@dataclass(eq=False)
+class TrainerHooks:
+    """What stands in place of methods of `transformers.Trainer` and of its arguments, in one session.
 
     Args:
+        config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         run: Called in place of `train`, see `RunTraining`.
@@ -70,107 +62,221 @@ def trainer_patches(
         notice: Called where a training begins.
         adjust: Called with new `TrainingArguments` before they check themselves.
     """
-    # Here transformers has accelerate read the rank.
-    adjusted = functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager, adjust)
-    return [
-        Patch(
-            f"{_TRAINER}.train",
-            _SUPPORTS,
-            functools.partial(_steered_train, run),
-            "DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
-        ),
-        *(_patches_of_ranks(config, world_size, get_manager, notice) if world_size > 1 else []),
-        Patch(
-            "transformers.training_args:TrainingArguments.__post_init__",
-            _SUPPORTS,
-            functools.partial(_told_world_size, world_size, adjusted),
-            "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once.",
-        ),
-    ]
 
+    config: MultiGPUConfig
+    world_size: int
+    device_type: str
+    run: RunTraining
+    get_manager: Callable[[], DDPManager]
+    notice: Callable[[], None] = lambda: None
+    adjust: Callable[[ArgumentsLike], None] = lambda _: None
 
-def _patches_of_ranks(
-    config: MultiGPUConfig, world_size: int, get_manager: Callable[[], DDPManager], notice: Callable[[], None]
-) -> list[Patch]:
-    get_loaders = functools.cache(_make_loaders)  # Behind the import of torch.
-    # Workers of a loader may live as long as it. A share is of one trainer and one manager.
-    shares: _Shares = WeakKeyDictionary()
-    raised = "Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; what "
-    return [
-        Patch(
-            f"{_TRAINER}.evaluation_loop",
-            _SUPPORTS,
-            functools.partial(_evaluated_by_batch, get_manager, get_loaders, shares),
-            "Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
-        ),
-        Patch(
-            "transformers.trainer_callback:CallbackHandler.on_train_begin",
-            _SUPPORTS,
-            functools.partial(_noticed_beginning, notice),
-            "A training that does not come by Trainer.train would be another one on each rank, without a word.",
-        ),
-        Patch(
-            f"{_TRAINER}.hyperparameter_search",
-            _SUPPORTS,
-            _refused_search,
-            "Of several ranks one would choose the trials, and the others wait for it without a limit.",
-        ),
-        *(_loader_patches(world_size, get_loaders) if config.keeps_global_batch else []),
-        *(
+    def patches(self) -> list[Patch]:
+        """All of them."""
+        # Here transformers has accelerate read the rank.
+        adjusted = functools.partial(_told_world_size, self.world_size, self._adjusted_arguments)
+        return [
             Patch(
-                target,
-                "unsloth>=2026.10.7",
-                functools.partial(_told_world_size, 1),
-                f"{raised}one process has is divided by the ranks.",
-                optional=True,
-                after="unsloth.models.llama",
-            )
-            for target in _RAISED_BY_UNSLOTH
-        ),
-    ]
-
-
-def _loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders]) -> list[Patch]:
-    """Patches that hold where a step has the samples of one process."""
-    return [
-        Patch(
-            f"{_TRAINER}.get_train_dataloader",
-            _SUPPORTS,
-            functools.partial(_loader_of_one_process, world_size),
-            "Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
-        ),
-        *(
-            Patch(
-                f"{_TRAINER}.{name}",
+                f"{_TRAINER}.train",
                 _SUPPORTS,
-                functools.partial(_whole_for_readers, world_size, get_loaders),
-                "A script that reads it gets the batches of one process; the evaluation loop divides them.",
-            )
-            for name in ("get_eval_dataloader", "get_test_dataloader")
-        ),
-        Patch(
-            "accelerate.accelerator:Accelerator.gather_for_metrics",
-            "accelerate>=1.4",
-            functools.partial(_alone_over_whole_rows, get_loaders),
-            "A script's own loop over such a loader has all rows on each rank: those of the others are copies.",
-        ),
-        Patch(
-            "transformers.training_args:TrainingArguments.to_dict",
-            _SUPPORTS,
-            _given_arguments,
-            "Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
-        ),
-        *(
+                self._steered_train,
+                "DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
+            ),
+            *(self._patches_of_ranks() if self.world_size > 1 else []),
             Patch(
-                target,
-                "sentence-transformers>=3",
-                _keeps_last_batch,
-                "It drops the last batch where there are ranks, which then make fewer steps than one process.",
-                optional=True,
-            )
-            for target in _DROPS_LAST_BATCH
-        ),
-    ]
+                "transformers.training_args:TrainingArguments.__post_init__",
+                _SUPPORTS,
+                adjusted,
+                "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once.",
+            ),
+        ]
+
+    def _patches_of_ranks(self) -> list[Patch]:
+        raised = "Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; "
+        return [
+            Patch(
+                f"{_TRAINER}.evaluation_loop",
+                _SUPPORTS,
+                self._evaluated_by_batch,
+                "Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
+            ),
+            Patch(
+                "transformers.trainer_callback:CallbackHandler.on_train_begin",
+                _SUPPORTS,
+                self._noticed_beginning,
+                "A training that does not come by Trainer.train would be another one on each rank, without a word.",
+            ),
+            Patch(
+                f"{_TRAINER}.hyperparameter_search",
+                _SUPPORTS,
+                _refused_search,
+                "Of several ranks one would choose the trials, and the others wait for it without a limit.",
+            ),
+            *(self._loader_patches() if self.config.keeps_global_batch else []),
+            *(
+                Patch(
+                    target,
+                    "unsloth>=2026.10.7",
+                    functools.partial(_told_world_size, 1),
+                    f"{raised}what one process has is divided by the ranks.",
+                    optional=True,
+                    after="unsloth.models.llama",
+                )
+                for target in _RAISED_BY_UNSLOTH
+            ),
+        ]
+
+    def _loader_patches(self) -> list[Patch]:
+        """Patches that hold where a step has the samples of one process."""
+        return [
+            Patch(
+                f"{_TRAINER}.get_train_dataloader",
+                _SUPPORTS,
+                self._loader_of_one_process,
+                "Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
+            ),
+            *(
+                Patch(
+                    f"{_TRAINER}.{name}",
+                    _SUPPORTS,
+                    self._whole_for_readers,
+                    "A script that reads it gets the batches of one process; the evaluation loop divides them.",
+                )
+                for name in ("get_eval_dataloader", "get_test_dataloader")
+            ),
+            Patch(
+                "accelerate.accelerator:Accelerator.gather_for_metrics",
+                "accelerate>=1.4",
+                self._alone_over_whole_rows,
+                "A script's own loop over such a loader has all rows on each rank: those of the others are copies.",
+            ),
+            Patch(
+                "transformers.training_args:TrainingArguments.to_dict",
+                _SUPPORTS,
+                _given_arguments,
+                "Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
+            ),
+            *(
+                Patch(
+                    target,
+                    "sentence-transformers>=3",
+                    _keeps_last_batch,
+                    "It drops the last batch where there are ranks, which then make fewer steps than one process.",
+                    optional=True,
+                )
+                for target in _DROPS_LAST_BATCH
+            ),
+        ]
+
+    @functools.cached_property
+    def _loaders(self) -> EvaluationLoaders:
+        from unsloth_multigpu.step.share import EvaluationLoaders  # Behind the import of torch.
+
+        return EvaluationLoaders()
+
+    def _steered_train(
+        self,
+        original: Callable[..., Any],
+        trainer: TrainerLike,
+        /,
+        resume_from_checkpoint: Any = None,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": args[0] if args else kw.get("trial")}
+
+        def bound() -> Any:
+            return original(trainer, arguments["resume_from_checkpoint"], *args, **kw)
+
+        return self.run(trainer, bound, arguments)
+
+    def _noticed_beginning(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.notice()
+        return original(*args, **kwargs)
+
+    def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
+        from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
+        from unsloth_multigpu.train.trainer import counts_as_one_process
+
+        is_asked_aside = not is_being_dealt(trainer) and counts_as_one_process(trainer, self.world_size)
+        with batches_of_one_process(trainer) if is_asked_aside else nullcontext():
+            return original(trainer, *args)
+
+    def _whole_for_readers(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any, **kw: Any) -> Any:
+        from unsloth_multigpu.train.trainer import counts_as_one_process
+
+        is_whole = counts_as_one_process(trainer, self.world_size)
+        with self._loaders.building(trainer) if is_whole else nullcontext():
+            return original(trainer, *args, **kw)
+
+    def _alone_over_whole_rows(
+        self, original: Callable[..., Any], accelerator: Any, /, input_data: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_whole = self._loaders.is_whole(accelerator.gradient_state.active_dataloader)
+        return input_data if is_whole else original(accelerator, input_data, *args, **kwargs)
+
+    def _evaluated_by_batch(
+        self, original: Callable[..., Any], trainer: TrainerLike, /, dataloader: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from unsloth_multigpu.train.evaluation import Evaluation
+
+        counts = trainer.args.average_tokens_across_devices
+        # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
+        # where the model divides by its own.
+        trainer.args.average_tokens_across_devices = False
+        manager = self.get_manager()
+        share = self._loaders.share(trainer, manager, dataloader)
+        try:
+            if share is None:
+                return original(trainer, self._loaders.divided(dataloader), *args, **kwargs)
+            cuts_last = trainer.gather_function != trainer.accelerator.gather
+            evaluation = Evaluation(trainer, manager, share, cuts_last=cuts_last)
+            with evaluation.on_trainer():
+                output = original(trainer, share.loader, *args, **kwargs)
+            return evaluation.completed(output)
+        finally:
+            trainer.args.average_tokens_across_devices = counts
+            # What callbacks read, in on_evaluate too.
+            trainer.callback_handler.eval_dataloader = dataloader
+
+    def _adjusted_arguments(self, original: Callable[..., None], arguments: ArgumentsLike, /) -> None:
+        from unsloth_multigpu.group.manager import sends_over_host
+
+        config, has_ranks = self.config, self.world_size > 1
+        self.adjust(arguments)
+        if has_ranks:
+            from unsloth_multigpu.train.trainer import refuse_batch_search
+
+            refuse_batch_search(arguments)
+            # transformers has accelerate open the group, which would not name a missing rank.
+            self.get_manager().meet_ranks()
+        if config.device == "cpu":
+            arguments.use_cpu = True
+        if has_ranks and self.device_type == "cpu":
+            # Without it accelerate sees no device to distribute over, and every rank trains for itself.
+            arguments.use_cpu = True
+            # Here transformers has accelerate open the group, on the CPU without a timeout.
+            self.get_manager().open_group()
+        if config.batch_size_per_gpu is not None:
+            arguments.per_device_train_batch_size = config.batch_size_per_gpu
+        if has_ranks and sends_over_host():
+            arguments.ddp_backend = CPU_BACKEND
+        if arguments.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
+            arguments.ddp_timeout = int(config.timeout_s) or 1
+        if config.shard == "on" and has_ranks:
+            from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
+
+            ask_accelerate_to_shard(arguments, offload=config.shard_offload)
+            if config.shard_offload:
+                # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
+                self.get_manager().open_group()
+        if config.keeps_global_batch and has_ranks and hasattr(arguments, "steps_per_generation"):
+            _divide_generation_batch(cast(OptionalArguments, arguments), self.world_size, self.get_manager)
+        original(arguments)
+        if not has_ranks and arguments.n_gpu > 1:
+            # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
+            # legacy path cuts batches itself.
+            arguments._n_gpu = 1
 
 
 def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -224,176 +330,11 @@ def _refused_unless(
     return original(*args, **kwargs)
 
 
-def _steered_train(
-    run: RunTraining,
-    original: Callable[..., Any],
-    /,
-    self: TrainerLike,
-    resume_from_checkpoint: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    trial = args[0] if args else kwargs.get("trial")
-    arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
-
-    def bound() -> Any:
-        return original(self, arguments["resume_from_checkpoint"], *args, **kwargs)
-
-    return run(self, bound, arguments)
-
-
-def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    notice()
-    return original(*args, **kwargs)
-
-
-def _loader_of_one_process(
-    world_size: int, original: Callable[..., Any], /, self: TrainerLike, *args: Any, **kwargs: Any
-) -> Any:
-    from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
-    from unsloth_multigpu.train.trainer import counts_as_one_process
-
-    is_asked_aside = not is_being_dealt(self) and counts_as_one_process(self, world_size)
-    with batches_of_one_process(self) if is_asked_aside else nullcontext():
-        return original(self, *args, **kwargs)
-
-
-def _make_loaders() -> EvaluationLoaders:
-    from unsloth_multigpu.step.one_process import EvaluationLoaders
-
-    return EvaluationLoaders()
-
-
-def _whole_for_readers(
-    world_size: int,
-    get_loaders: Callable[[], EvaluationLoaders],
-    original: Callable[..., Any],
-    /,
-    self: TrainerLike,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    from unsloth_multigpu.train.trainer import counts_as_one_process
-
-    is_whole = counts_as_one_process(self, world_size)
-    with get_loaders().building(self) if is_whole else nullcontext():
-        return original(self, *args, **kwargs)
-
-
-def _alone_over_whole_rows(
-    get_loaders: Callable[[], EvaluationLoaders],
-    original: Callable[..., Any],
-    /,
-    self: Any,
-    input_data: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    is_whole = get_loaders().is_whole(self.gradient_state.active_dataloader)
-    return input_data if is_whole else original(self, input_data, *args, **kwargs)
-
-
 def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     raise SetupError(
         "hyperparameter_search on several ranks: its trials are chosen by one process.",
         hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
     )
-
-
-def _evaluated_by_batch(
-    get_manager: Callable[[], DDPManager],
-    get_loaders: Callable[[], EvaluationLoaders],
-    shares: _Shares,
-    original: Callable[..., Any],
-    /,
-    self: TrainerLike,
-    dataloader: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    from unsloth_multigpu.train.evaluation import Evaluation
-
-    counts = self.args.average_tokens_across_devices
-    # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
-    # where the model divides by its own.
-    self.args.average_tokens_across_devices = False
-    share = _share_of_rank(self, dataloader, get_manager(), get_loaders(), shares)
-    try:
-        if share is None:
-            return original(self, get_loaders().divided(dataloader), *args, **kwargs)
-        cuts_last = self.gather_function != self.accelerator.gather
-        evaluation = Evaluation(self, get_manager(), share, cuts_last=cuts_last)
-        with evaluation.on_trainer():
-            output = original(self, share.loader, *args, **kwargs)
-        return evaluation.completed(output)
-    finally:
-        self.args.average_tokens_across_devices = counts
-        # What callbacks read, in on_evaluate too.
-        self.callback_handler.eval_dataloader = dataloader
-
-
-def _share_of_rank(
-    trainer: TrainerLike, loader: Any, manager: DDPManager, loaders: EvaluationLoaders, shares: _Shares
-) -> Share | None:
-    from torch.utils.data import DataLoader
-
-    from unsloth_multigpu.step.share import share_of
-
-    if not isinstance(loader, DataLoader):
-        return None
-    found = shares.get(loader)
-    if found is None or found[0] is not trainer or found[1] is not manager:
-        share = share_of(trainer, manager, loader, is_whole=loaders.is_whole(loader))
-        found = shares[loader] = (trainer, manager, share)
-    return found[2]
-
-
-def _adjusted_arguments(
-    config: MultiGPUConfig,
-    world_size: int,
-    device_type: str,
-    get_manager: Callable[[], DDPManager],
-    adjust: Callable[[ArgumentsLike], None],
-    original: Callable[..., None],
-    /,
-    self: ArgumentsLike,
-) -> None:
-    from unsloth_multigpu.group.manager import sends_over_host
-
-    adjust(self)
-    if world_size > 1:
-        from unsloth_multigpu.train.trainer import refuse_batch_search
-
-        refuse_batch_search(self)
-        # transformers has accelerate open the group, which would not name a missing rank.
-        get_manager().meet_ranks()
-    if config.device == "cpu":
-        self.use_cpu = True
-    if world_size > 1 and device_type == "cpu":
-        # Without it accelerate sees no device to distribute over, and every rank trains for itself.
-        self.use_cpu = True
-        # Here transformers has accelerate open the group, on the CPU without a timeout.
-        get_manager().open_group()
-    if config.batch_size_per_gpu is not None:
-        self.per_device_train_batch_size = config.batch_size_per_gpu
-    if world_size > 1 and sends_over_host():
-        self.ddp_backend = CPU_BACKEND
-    if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
-        self.ddp_timeout = int(config.timeout_s) or 1
-    if config.shard == "on" and world_size > 1:
-        from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
-
-        ask_accelerate_to_shard(self, offload=config.shard_offload)
-        if config.shard_offload:
-            # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
-            get_manager().open_group()
-    if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
-        _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
-    original(self)
-    if world_size == 1 and self.n_gpu > 1:
-        # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
-        # legacy path cuts batches itself.
-        self._n_gpu = 1
 
 
 def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> None:

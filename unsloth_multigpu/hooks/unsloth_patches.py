@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
@@ -28,10 +29,9 @@ _AUTOMATIC = (*_SPLITTING, *KINDS)
 _OFF_DEVICE = ("cpu", "meta", "disk")
 
 
-def placement_patches(
-    device_type: str, local_rank: int, *, warns: bool, rank: int = 0, num_ranks: int = 1, shards: bool = False
-) -> list[Patch]:
-    """Patches of the functions that load models; none for CPU ranks.
+@dataclass(frozen=True)
+class Placement:
+    """Puts the models that a rank loads on its device.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
@@ -40,19 +40,55 @@ def placement_patches(
         num_ranks: Of the run.
         shards: They are to share the model, whatever map would split it.
     """
-    if device_type == "cpu":
-        return []
-    explain = functools.partial(_explained, device_type, local_rank, rank, num_ranks, shards)
-    return [
-        Patch(
-            target=target,
-            supports=supports,
-            wrap=functools.partial(_placed, device_type, local_rank, warns, shards, explain),
-            reason=_REASON,
-            optional=True,
-        )
-        for target, supports in _LOADERS.items()
-    ]
+
+    device_type: str
+    local_rank: int
+    warns: bool
+    rank: int = 0
+    num_ranks: int = 1
+    shards: bool = False
+
+    def patches(self) -> list[Patch]:
+        """Patches of the functions that load models; none for CPU ranks."""
+        loaders = {} if self.device_type == "cpu" else _LOADERS
+        return [Patch(target, supports, self._placed, _REASON, optional=True) for target, supports in loaders.items()]
+
+    def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("device_map")
+        if self.shards and _splits(given):
+            kwargs["device_map"] = {"": self.local_rank}
+            logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
+        elif given is not None:
+            kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
+        if self.warns and str(given) in _SPLITTING:
+            logger.warning(
+                "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
+                "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
+                given,
+            )
+        with self._explained():
+            return original(*args, **kwargs)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds the numbers and what would fit to the error of a model that the rank's device cannot hold."""
+        import torch
+
+        from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
+
+        device = torch.device(self.device_type, self.local_rank)
+        before = num_refused(device)
+        try:
+            yield
+        except RuntimeError as error:
+            # transformers tells of errors in its conversion of weights by another one, without a cause.
+            if num_refused(device) > before:
+                hint, place = (
+                    loading_advice(self.num_ranks, shards=self.shards),
+                    f"loading the model ({filled(device)})",
+                )
+                explain(error, rank=self.rank, device=device, place=place, hint=hint)
+            raise
 
 
 def offload_patches(rank: int) -> list[Patch]:
@@ -105,52 +141,6 @@ def _splits(device_map: Any) -> bool:
         return str(device_map) in _SPLITTING
     places = set(map(str, device_map.values()))
     return len(places) > 1 and not places & set(_OFF_DEVICE)
-
-
-@contextmanager
-def _explained(device_type: str, local_rank: int, rank: int, num_ranks: int, shards: bool) -> Iterator[None]:
-    """Adds the numbers and what would fit to the error of a model that the rank's device cannot hold."""
-    import torch
-
-    from unsloth_multigpu.step.out_of_memory import explain, filled, loading_advice, num_refused
-
-    device = torch.device(device_type, local_rank)
-    before = num_refused(device)
-    try:
-        yield
-    except RuntimeError as error:
-        # transformers tells of errors in its conversion of weights by another one, without a cause.
-        if num_refused(device) > before:
-            hint, place = loading_advice(num_ranks, shards=shards), f"loading the model ({filled(device)})"
-            explain(error, rank=rank, device=device, place=place, hint=hint)
-        raise
-
-
-def _placed(
-    device_type: str,
-    local_rank: int,
-    warns: bool,
-    shards: bool,
-    explain: Callable[[], Any],
-    original: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    given = kwargs.get("device_map")
-    if shards and _splits(given):
-        kwargs["device_map"] = {"": local_rank}
-        logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
-    elif given is not None:
-        kwargs["device_map"] = local_device_map(given, device_type, local_rank)
-    if warns and str(given) in _SPLITTING:
-        logger.warning(
-            "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
-            "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
-            given,
-        )
-    with explain():
-        return original(*args, **kwargs)
 
 
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
         find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient.
 
     Raises:
-        SetupError: The model cannot be moved, or has nothing to train; an option of `enable_multi_gpu` that only a
+        SetupError: The model has nothing to train; an option of `enable_multi_gpu` that only a
             Trainer can follow.
     """
     from unsloth_multigpu.plain.wrap import wrap_model
@@ -60,9 +60,9 @@ def distributed_loader(
 ) -> DistributedLoader:
     """A `torch.utils.data.DataLoader` of this rank's part of each step.
 
-    Each sample of an epoch is in one step of one rank; none is repeated. Steps are those of the one-process loader with
-    the same seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that
-    are left at the end of an epoch make a shorter step; if they are fewer than the ranks, they join the step before.
+    Each sample of an epoch counts in one step of one rank. Steps are those of the one-process loader with the same
+    seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that are left
+    at the end of an epoch make a shorter step. A rank for which none is left gets one again, whose weight is 0.0.
 
     Every iteration shuffles again and must be made on all ranks; `loader.set_epoch(n)` continues with another epoch.
 

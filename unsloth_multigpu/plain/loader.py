@@ -6,96 +6,48 @@ Imported inside functions only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
 from unsloth_multigpu.wire.identity import RankIdentity
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class EpochPlan:
-    """Where the steps of an epoch begin and end, and which part of each is whose. Pure.
-
-    Step `i` takes `step_samples` samples from place `i * step_samples` on. If those left at the end are fewer than the
-    ranks, they join the last step, so that each rank has one in every step.
-
-    Args:
-        num_samples: Samples of the data set.
-        step_samples: Samples of one step over all ranks.
-        world_size: Number of ranks.
-        drop_last: Samples that do not fill a step are left out.
-    """
-
-    num_samples: int
-    step_samples: int
-    world_size: int
-    drop_last: bool = False
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of an epoch, the same on every rank."""
-        num_full, rest = divmod(self.num_samples, self.step_samples)
-        return num_full + (rest >= self.world_size and not self.drop_last)
-
-    def share(self, step: int, rank: int) -> range:
-        """Places in the epoch's order that are the rank's in that step: contiguous, as even as whole samples allow."""
-        start, stop = self._bounds(step)
-        cuts = [start + r * (stop - start) // self.world_size for r in (rank, rank + 1)]
-        return range(*cuts)
-
-    def loss_weight(self, step: int, rank: int) -> float:
-        """What the mean loss of that share counts so that the average over ranks is the mean over the step."""
-        start, stop = self._bounds(step)
-        return len(self.share(step, rank)) * self.world_size / (stop - start)
-
-    def _bounds(self, step: int) -> tuple[int, int]:
-        start = step * self.step_samples
-        if step < self.num_steps - 1 or self.drop_last:
-            return start, start + self.step_samples
-        return start, self.num_samples
 
 
 class DistributedLoader(DataLoader[Any]):
     """Loads this rank's batches; see `unsloth_multigpu.distributed_loader`.
 
     Attributes:
-        plan: The steps of an epoch.
-        loss_weight: What the mean loss of the batch counts that was yielded last. 1.0 where the ranks' parts are equal.
+        loss_weight: What the mean loss of the batch counts that was yielded last, so that the average over ranks is the
+            mean over the step. 1.0 where the ranks' parts are equal, 0.0 for a rank that has none.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        plan: EpochPlan,
-        rank: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        **options: Any,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, dataset: Any, steps: BatchSampler, rank: int, world_size: int, **options: Any) -> None:
         self.loss_weight = 1.0
-        self._rank = rank
-        sampler = _ShareSampler(plan, rank, shuffle=shuffle, seed=seed)
-        super().__init__(dataset, batch_sampler=sampler, **options)
+        self._steps, self._rank, self._world_size = steps, rank, world_size
+        super().__init__(dataset, batch_sampler=SharedBatches(steps, rank, world_size, None), **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Workers are ahead of the batch that is yielded, so its weight is told here and not where it is drawn.
         for step, batch in enumerate(super().__iter__()):
-            self.loss_weight = self.plan.loss_weight(step, self._rank)
+            rows = self.rows(step)
+            self.loss_weight = rows[self._rank] * self._world_size / sum(rows)
             yield batch
+
+    def rows(self, step: int) -> list[int]:
+        """How many samples of a step each rank has."""
+        size = self._steps.batch_size
+        return rows_of_ranks(min(size, len(self.dataset) - step * size), self._world_size)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the next iteration begin epoch `epoch`, and those after it the following ones."""
-        sampler: Any = self.batch_sampler
-        sampler.epoch = epoch
+        order: Any = self._steps.sampler
+        order.epoch = epoch
 
 
 def distributed_loader(
@@ -104,6 +56,8 @@ def distributed_loader(
     identity: RankIdentity,
     *,
     keeps_step: bool,
+    shuffle: bool,
+    seed: int,
     drop_last: bool = False,
     **options: Any,
 ) -> DistributedLoader:
@@ -121,45 +75,41 @@ def distributed_loader(
             "rank(s).",
             hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
         )
-    plan = EpochPlan(len(dataset), step_samples, world_size, drop_last)
+    steps = BatchSampler(_Order(len(dataset), shuffle, seed), step_samples, drop_last)
+    loader = DistributedLoader(dataset, steps, identity.rank, world_size, **options)
     if identity.rank == 0:
-        _tell_uneven(plan)
-    return DistributedLoader(dataset, plan, identity.rank, **options)
+        _tell_uneven(loader)
+    return loader
 
 
-class _ShareSampler(Sampler[list[int]]):
-    """Yields this rank's indices of each step; every iteration is the next epoch, in an order of its own."""
+class _Order(Sampler[int]):
+    """The samples of an epoch; every iteration is the next epoch, in an order of its own."""
 
-    def __init__(self, plan: EpochPlan, rank: int, *, shuffle: bool, seed: int) -> None:
-        self._plan = plan
-        self._rank = rank
+    def __init__(self, num_samples: int, shuffle: bool, seed: int) -> None:
+        self._num_samples = num_samples
         self._shuffle = shuffle
         self._seed = seed
         self.epoch = 0
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = range(self._plan.num_samples) if not self._shuffle else self._shuffled()
-        self.epoch += 1
-        for step in range(len(self)):
-            yield [order[i] for i in self._plan.share(step, self._rank)]
-
-    def __len__(self) -> int:
-        return self._plan.num_steps
-
-    def _shuffled(self) -> Any:
+    def __iter__(self) -> Iterator[int]:
         # Of its own: the ranks' random states may differ.
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        return torch.randperm(self._plan.num_samples, generator=generator).tolist()
+        self.epoch += 1
+        every = torch.randperm(self._num_samples, generator=generator).tolist() if self._shuffle else ()
+        yield from every or range(self._num_samples)
+
+    def __len__(self) -> int:
+        return self._num_samples
 
 
-def _tell_uneven(plan: EpochPlan) -> None:
-    for step in sorted({plan.num_steps - 1, 0}) if plan.num_steps else ():
-        sizes = [len(plan.share(step, rank)) for rank in range(plan.world_size)]
-        if len(set(sizes)) > 1:
+def _tell_uneven(loader: DistributedLoader) -> None:
+    for step in sorted({len(loader) - 1, 0}) if len(loader) else ():
+        rows = loader.rows(step)
+        if len(set(rows)) > 1:
             logger.warning(
                 "%s %d = %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
                 "the last step of an epoch is" if step else "a step is",
-                sum(sizes),
-                " + ".join(map(str, sizes)),
+                sum(rows),
+                " + ".join(map(str, rows)),
             )
             return

@@ -21,9 +21,6 @@ from unsloth_multigpu.options import MultiGPUConfig
 
 logger = get_logger(__name__)
 
-# What bitsandbytes and transformers write on models with quantised weights.
-_QUANTISED_FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
-
 
 def wrap_model(model: nn.Module, manager: DDPManager, *, find_unused_parameters: bool = False) -> nn.Module:
     """See `unsloth_multigpu.wrap_model_multi_gpu`. Collective in ranks."""
@@ -60,17 +57,6 @@ def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
         )
 
 
-def _fixed_place_reason(model: nn.Module) -> str | None:
-    if getattr(model, "hf_device_map", None):
-        return "its device map has placed it"
-    if any(getattr(model, flag, False) is True for flag in _QUANTISED_FLAGS):
-        return "its weights are quantised"
-    # A model that only contains a quantised one.
-    if any(type(p).__name__ in ("Params4bit", "Int8Params") for p in model.parameters()):
-        return "its weights are quantised"
-    return None
-
-
 def _device(manager: DDPManager) -> torch.device:
     device = local_device(manager.identity, manager.config)
     if manager.identity.world_size > 1 and device.type != "cpu":
@@ -88,11 +74,6 @@ def _place(model: nn.Module, device: torch.device, *, can_stay: bool) -> None:
     places = {t.device for t in chain(model.parameters(), model.buffers())}
     if places <= {device} or (can_stay and any(p.type not in ("cpu", "meta") for p in places)):
         return
-    if (reason := _fixed_place_reason(model)) is not None:
-        raise SetupError(
-            f"The model lies on {', '.join(sorted(map(str, places)))} and belongs on {device}, but {reason}.",
-            hint=f"Load it with device_map={{'': {device.index or 0}}}: the local rank.",
-        )
     model.to(device)
 
 

@@ -24,7 +24,6 @@ def describe(
     """What `trainer.train()` would do.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         tokens: Of the longest sample; None = the longest of the data set.
         keeps_batch: Several ranks share the samples of one process's step.
         is_offloaded: `shard_offload=True` was given.

@@ -17,7 +17,7 @@ from unsloth_multigpu.group.shard_engine import Engine, check_versions
 from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.shard.groups import check_shared, layers_of
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
@@ -30,21 +30,16 @@ from unsloth_multigpu.words import listed
 logger = get_logger(__name__)
 
 
-class Sharding(Part):
+class Sharding(GradientExchange):
     """Takes DDP's place where the weights are sharded: the engine's reduce-scatter sums the gradients.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager, one of several.
         engine: Who shards the model.
         steps: Decides how samples are dealt once the model is there.
     """
 
-    place = "exchange"
-
     def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine, steps: StepFeed) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self._engine = engine
         self._steps = steps
         # Parameter groups of an optimizer that has trained shards already.

@@ -53,10 +53,6 @@ class Balancer:
     All ranks make the same plan from the same numbers: lengths that each has read, and measurements that they exchange
     every few steps.
 
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-
     Attributes:
         balance: What plans are made from; None where samples are dealt in order.
         lengths: Tokens of each sample of the data set.

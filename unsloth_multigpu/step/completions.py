@@ -88,19 +88,17 @@ class CompletionDeal(Part):
 
     Args:
         trainer: A trainer of TRL, or of Unsloth, that keeps the completions of a generation in `_buffered_inputs`.
-        manager: This rank's manager.
         feed: Is told what is not exact.
-        beat: This rank's page.
 
     Raises:
         SetupError: `balance="tokens"` is asked for, and what the trainer makes of completions is not known.
     """
 
     place = "completions"
+    _trainer: OptionalTrainer
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
-        self._trainer = cast(OptionalTrainer, trainer)
-        self._manager = manager
+        super().__init__(cast(OptionalTrainer, trainer), manager)
         self._feed = feed
         self._proof = OrderProof(trainer, manager, beat)
         self._generation: _Generation | None = None

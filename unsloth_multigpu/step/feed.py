@@ -46,11 +46,6 @@ logger = get_logger(__name__)
 class StepFeed(Part):
     """Chooses what the Trainer's loop sees: one loader item per optimizer step, with all its micro-batches.
 
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-        beat: This rank's page.
-
     Attributes:
         passes: Computes the steps.
         balancer: Plans them.
@@ -69,8 +64,7 @@ class StepFeed(Part):
     keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self.passes = passes = StepPasses(trainer, manager, beat)
         self.balancer, self.metrics, self.num_accumulated = passes.balancer, passes.metrics, passes.num_accumulated
         self.proof = StepProof(trainer, manager, self, beat)
@@ -97,6 +91,7 @@ class StepFeed(Part):
             "compute_loss": self.passes.loss,
             "backward": self.passes.backward,
             "get_total_train_batch_size": self._total_train_batch_size,
+            "call_event": self._call_event,
             **dict.fromkeys(("gather", "gather_for_metrics", "reduce"), self._unless_in_loss),
         }
 
@@ -138,17 +133,41 @@ class StepFeed(Part):
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         return self._manager.identity.world_size > 1 or asks_for_plan or self.plans_one_process
 
-    # The loader.
+    # What callbacks see: the loop gets one item per optimizer step, and believes that nothing is accumulated.
 
-    def begin(self, loader: Any) -> None:
-        """The loop has its loader: who asks for one from here on is not the loop.
+    def _call_event(
+        self, original: Override, event: str, arguments: ArgumentsLike, state: StateLike, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`CallbackHandler.call_event`: callbacks read what they would in one process.
 
-        Args:
-            loader: The loop's own, where the script has asked for another one before.
+        That are the script's own `gradient_accumulation_steps`, and in `train_dataloader` the loader of one process.
+
+        Raises:
+            SetupError: A callback has changed what the steps of this training are made of.
         """
-        self._has_loop = True
-        if isinstance(loader, StepLoader):
-            self.loader = loader
+        handler, asked = self._trainer.callback_handler, self.num_accumulated
+        if event == "on_train_begin" and self.loader is not None:
+            self._has_loop = True  # Who asks for a loader from here on is not the loop.
+            if isinstance(handler.train_dataloader, StepLoader):  # The script has asked for another one before.
+                self.loader = handler.train_dataloader
+            handler.train_dataloader = self.loader.one_process
+        if event == "on_step_end":
+            state.epoch = self.metrics.epoch_of(state.epoch)
+        before, arguments.gradient_accumulation_steps = arguments.gradient_accumulation_steps, asked
+        try:
+            result = original(event, arguments, state, *args, **kwargs)
+            now = arguments.gradient_accumulation_steps
+        finally:
+            arguments.gradient_accumulation_steps = before
+        if now != asked:
+            raise SetupError(
+                f"A callback has set gradient_accumulation_steps from {asked} to {now} in {event}, while the steps of "
+                "this training are dealt already.",
+                hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
+            )
+        return result
+
+    # The loader.
 
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""

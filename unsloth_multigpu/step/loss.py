@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.step.gathered import gathering_losses
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
@@ -30,6 +32,8 @@ NEXT = "next tokens"
 _SUM_OF, _NEXT_SUM_OF = "sum of ", "sum after the first of "
 _MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
+# Of the losses of sentence-transformers, which may compare rows of all ranks.
+_GATHERS = "gather_across_devices"
 # The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Losses in which a row's weight depends on the others, though the first step cannot show it: policy and reference are
@@ -105,7 +109,6 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
     Nothing is called: the first step is compared with that of one process, which shows where this is wrong.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         compute_loss: Its bound `compute_loss`, without what this package puts around it.
         asked: The option `loss_reduction`.
 
@@ -142,6 +145,27 @@ def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> s
     if not hidden:
         return ""
     return f"loss_type={min(hidden)!r} weighs a row by the others once policy and reference differ"
+
+
+def gathering_losses(trainer: TrainerLike) -> list[nn.Module]:
+    """The trainer's loss modules that can gather rows from all ranks, also wrapped ones; [] for other trainers.
+
+    Such a loss of sentence-transformers compares each row of a micro-batch with all others. A part of the rows has
+    another loss: it lacks the rest of the negatives. With `gather_across_devices` a rank compares its own rows with the
+    rows of all ranks, and the mean over ranks is the loss of the whole micro-batch.
+    """
+    loss = getattr(trainer, "loss", None)
+    found = [each for each in (loss.values() if isinstance(loss, dict) else [loss]) if isinstance(each, nn.Module)]
+    return [module for each in found for module in each.modules() if _GATHERS in vars(module)]
+
+
+@contextmanager
+def gathering(losses: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
+    """Lets losses gather the rows of all ranks, which then meet in each forward and backward pass, or not."""
+    with ExitStack() as stack:
+        for loss in losses:
+            stack.enter_context(instance_attribute(loss, _GATHERS, is_on))
+        yield
 
 
 def has_router_loss(trainer: TrainerLike) -> bool:

@@ -44,10 +44,6 @@ class Metrics(Part):
     the parts are averaged, weighted by rows; means over tokens are weighted by tokens, and the least and the greatest
     reward is that of all. What is another mean than these is near that of one process, see docs/your_run.md.
 
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-
     Attributes:
         is_dealing: True where we chose the samples; other trainers gather their metrics themselves.
     """
@@ -55,8 +51,7 @@ class Metrics(Part):
     place = "metrics"
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self.is_dealing = False
         # Micro-batches of one process in an epoch and in a step of it; None where an epoch has no length.
         self._num_references: tuple[int, int] | None = None

@@ -6,9 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch.utils.data import DataLoader
 
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
 from unsloth_multigpu.step.own_code import is_of_script
@@ -120,33 +117,3 @@ def without_other_ranks() -> Iterator[None]:
             stack.enter_context(instance_attribute(dist, name, told))
         stack.enter_context(instance_attribute(dist, "is_initialized", lambda: False))
         yield
-
-
-class EvaluationLoaders:
-    """Loaders for evaluations: the batches of one process for who reads them, divided where an evaluation loop does."""
-
-    def __init__(self) -> None:
-        # Loader of one process -> what divides the same one as accelerate does, once.
-        self._divided: WeakKeyDictionary[DataLoader[Any], Callable[[], Any]] = WeakKeyDictionary()
-
-    @contextmanager
-    def building(self, trainer: TrainerLike) -> Iterator[None]:
-        """Loaders that the Trainer builds while the context is open have the batches of one process."""
-
-        def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = as_one_process(trainer, loader, is_placed=True)
-            # Once: the workers of a loader may live as long as it does.
-            self._divided[whole] = functools.cache(functools.partial(divide, loader, *args, **kwargs))
-            return whole
-
-        with steered(trainer.accelerator, "prepare_data_loader", prepare):
-            yield
-
-    def is_whole(self, loader: Any) -> bool:
-        """True for one that was built here: each rank that reads it reads all rows."""
-        return isinstance(loader, DataLoader) and loader in self._divided
-
-    def divided(self, loader: Any) -> Any:
-        """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
-        divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None
-        return loader if divide is None else divide()

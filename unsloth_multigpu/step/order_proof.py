@@ -52,8 +52,6 @@ class OrderProof:
 
     Args:
         trainer: A trainer whose `training_step` takes what `_prepare_inputs` returns.
-        manager: This rank's manager.
-        beat: This rank's page.
 
     Attributes:
         called: The wrapped model, the inputs and the number of tokens that `training_step` was called with.

@@ -56,7 +56,6 @@ def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
     """The script's own code in a step, in words.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
         loader: The `StepLoader` of the training.
     """
     loss = unsteered(trainer.compute_loss)

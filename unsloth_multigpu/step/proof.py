@@ -28,7 +28,6 @@ from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import Comparison, Difference
-from unsloth_multigpu.step.inputs import on_device
 from unsloth_multigpu.step.loss import (
     AUTO,
     NEXT,
@@ -45,6 +44,7 @@ from unsloth_multigpu.step.loss import (
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.own_code import name_of, own_code
+from unsloth_multigpu.step.passes import on_device
 from unsloth_multigpu.step.sketch import difference, mean_of, names_of, rounding_bound, sketch
 from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
 from unsloth_multigpu.step.step import Step
@@ -77,10 +77,7 @@ class StepProof:
     """Compares steps of one training with those of one process.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         feed: Computes what is dealt.
-        beat: This rank's page.
 
     Attributes:
         first: The first comparison of this training; None before it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
@@ -47,6 +47,7 @@ class _StepIndex:
     make_pieces: Callable[[], list[Piece]]
 
 
+@dataclass(eq=False, repr=False)
 class StepSampler(BatchSampler):
     """Yields one step of this rank at a time, as a list with one element.
 
@@ -62,27 +63,20 @@ class StepSampler(BatchSampler):
         resumed_order_state: The same of a resumed epoch; the next order is drawn from it.
     """
 
-    def __init__(
-        self,
-        reference: DataLoader[Any],
-        shape: StepShape,
-        broadcast: BroadcastOrder,
-        compare: CompareOrder | None = None,
-    ) -> None:
-        self._reference = reference
-        self.shape = shape
-        self._broadcast = broadcast
-        self._compare = compare
-        self._epoch = 0
-        self.order_state: dict[str, Any] | None = None
-        self.resumed_order_state: dict[str, Any] | None = None
+    reference: DataLoader[Any]
+    shape: StepShape
+    broadcast: BroadcastOrder
+    compare: CompareOrder | None = None
+    order_state: dict[str, Any] | None = field(init=False, default=None)
+    resumed_order_state: dict[str, Any] | None = field(init=False, default=None)
+    _epoch: int = field(init=False, default=0)
 
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
         # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
-        batches = self._broadcast(self._draw_order())
-        if self._compare is not None:
-            assert self._reference.batch_sampler is not None
-            self._compare(batches, self.order_state, self._reference.batch_sampler)
+        batches = self.broadcast(self._draw_order())
+        if self.compare is not None:
+            assert self.reference.batch_sampler is not None
+            self.compare(batches, self.order_state, self.reference.batch_sampler)
         for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
             step = batches[start : start + self.shape.num_accumulated]
             samples = tuple(i for batch in step for i in batch)
@@ -94,19 +88,19 @@ class StepSampler(BatchSampler):
             yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
-        assert self._reference.batch_sampler is not None
-        batches, self.order_state = drawn_from(self.resumed_order_state, self._reference.batch_sampler)
+        assert self.reference.batch_sampler is not None
+        batches, self.order_state = drawn_from(self.resumed_order_state, self.reference.batch_sampler)
         self.resumed_order_state = None
         yield from batches
 
     def __len__(self) -> int:
-        assert self._reference.batch_sampler is not None
-        return -(-len(self._reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
+        assert self.reference.batch_sampler is not None
+        return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the one-process sampler draw the order of `epoch`."""
         self._epoch = epoch
-        self._reference.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 class StepLoader(DataLoader[Any]):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.rows import plain_values
+from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.one_process import as_one_process
 from unsloth_multigpu.step.sampler import worker_settings
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -33,6 +37,7 @@ class Share:
     rows_kept: Callable[[Any], int | None]
 
 
+@dataclass(eq=False)
 class Turns:
     """This rank's part of the batches of one process: batch `i` is for rank `i % num_ranks`.
 
@@ -44,22 +49,17 @@ class Turns:
         meet: Called with each round that was read; with an empty one at the end.
     """
 
-    def __init__(
-        self,
-        batches: Any,
-        read: Callable[[], Iterable[Any]],
-        rank: int,
-        num_ranks: int,
-        meet: Callable[[list[Any]], None] = lambda _: None,
-    ) -> None:
-        self._batches, self._read, self._meet = batches, read, meet
-        self._rank, self._num_ranks = rank, num_ranks
-        # Of one process; known when the last round is given out.
-        self.num_batches: int | None = None
+    batches: Any
+    read: Callable[[], Iterable[Any]]
+    rank: int
+    num_ranks: int
+    meet: Callable[[list[Any]], None] = lambda _: None
+    # Of one process; known when the last round is given out.
+    num_batches: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.num_batches = None
-        batches, first, num_read = iter(self._read()), None, 0
+        batches, first, num_read = iter(self.read()), None, 0
         following = self._round(batches)
         while following:
             current, following = following, self._round(batches)
@@ -67,21 +67,21 @@ class Turns:
             num_read += len(current)
             if not following:
                 self.num_batches = num_read
-            yield current[self._rank] if self._rank < len(current) else first
+            yield current[self.rank] if self.rank < len(current) else first
         self.num_batches = num_read
 
     def __len__(self) -> int:
-        return -(-len(self._batches) // self._num_ranks)
+        return -(-len(self.batches) // self.num_ranks)
 
     def set_epoch(self, epoch: int) -> None:
         """Called by accelerate where a pass begins."""
-        for sampler in (self._batches, getattr(self._batches, "sampler", None)):
+        for sampler in (self.batches, getattr(self.batches, "sampler", None)):
             if (tell := getattr(sampler, "set_epoch", None)) is not None:
                 tell(epoch)
 
     def _round(self, batches: Iterator[Any]) -> list[Any]:
-        found = list(islice(batches, self._num_ranks))
-        self._meet(found)
+        found = list(islice(batches, self.num_ranks))
+        self.meet(found)
         return found
 
 
@@ -93,8 +93,6 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
     batches, and what is no loader.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
         loader: As the evaluation loop was given it.
         is_whole: It was prepared as for one process.
     """
@@ -209,3 +207,45 @@ class _StreamLoader:
 
 def _as_it_is(row: Any) -> Any:
     return row
+
+
+class EvaluationLoaders:
+    """Loaders for evaluations: the batches of one process for who reads them, divided where an evaluation loop does."""
+
+    def __init__(self) -> None:
+        # Loader of one process -> what divides the same one as accelerate does, once.
+        self._divided: WeakKeyDictionary[DataLoader[Any], Callable[[], Any]] = WeakKeyDictionary()
+        # A share is of one trainer and one manager.
+        self._shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
+
+    @contextmanager
+    def building(self, trainer: TrainerLike) -> Iterator[None]:
+        """Loaders that the Trainer builds while the context is open have the batches of one process."""
+
+        def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = as_one_process(trainer, loader, is_placed=True)
+            # Once: the workers of a loader may live as long as it does.
+            self._divided[whole] = functools.cache(functools.partial(divide, loader, *args, **kwargs))
+            return whole
+
+        with steered(trainer.accelerator, "prepare_data_loader", prepare):
+            yield
+
+    def is_whole(self, loader: Any) -> bool:
+        """True for one that was built here: each rank that reads it reads all rows."""
+        return isinstance(loader, DataLoader) and loader in self._divided
+
+    def divided(self, loader: Any) -> Any:
+        """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
+        divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None
+        return loader if divide is None else divide()
+
+    def share(self, trainer: TrainerLike, manager: DDPManager, loader: Any) -> Share | None:
+        """What this rank computes of an evaluation over a loader, see `share_of`: made once, as are its workers."""
+        if not isinstance(loader, DataLoader):
+            return None
+        found = self._shares.get(loader)
+        if found is None or found[0] is not trainer or found[1] is not manager:
+            share = share_of(trainer, manager, loader, is_whole=self.is_whole(loader))
+            found = self._shares[loader] = (trainer, manager, share)
+        return found[2]

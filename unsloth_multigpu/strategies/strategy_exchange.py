@@ -17,8 +17,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.sync import GradientSync
-from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -31,9 +30,6 @@ STATE_FILE = "unsloth_multigpu_sync.pt"
 class Exchange(GradientExchange):
     """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
 
-    Args:
-        manager: This rank's manager. Its `config.strategy` is not DDP.
-
     Attributes:
         sync: The strategy, once the training has begun.
     """
@@ -41,8 +37,7 @@ class Exchange(GradientExchange):
     keeps = ("args.average_tokens_across_devices",)
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self._config = manager.config
         self._checkpoint: str | None = None
         self.sync: GradientSync | None = None
@@ -118,8 +113,7 @@ class Exchange(GradientExchange):
         """Ranks that do not synchronize in every step stop where they do."""
         return not isinstance(self._config.strategy, LocalSGD) or self.are_replicas_equal
 
-    @property
-    def sent_bytes(self) -> int | None:
+    def sent_bytes(self, num_steps: int) -> int | None:
         return None if self.sync is None else self.sync.sent_bytes
 
     def save_state(self, folder: Path) -> None:

@@ -29,8 +29,7 @@ class EqualEvaluations(Part):
     place = "buffers"
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self._at_begin: dict[str, int] = {}
         self._is_told = False
 

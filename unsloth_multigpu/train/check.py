@@ -45,8 +45,7 @@ class StepCheck(Part):
     place = "check"
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
-        self._trainer = trainer
-        self._manager = manager
+        super().__init__(trainer, manager)
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
         self._is_shared = manager.config.strategy.has_one_gradient or manager.identity.world_size == 1

@@ -34,10 +34,8 @@ class OneDecision(Part):
 
     place = "decision"
 
-    def __init__(
-        self, trainer: TrainerLike, manager: DDPManager, lead: Lead, exchange: GradientExchange | None
-    ) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, lead: Lead, exchange: GradientExchange) -> None:
+        super().__init__(trainer, manager)
         self._rank = manager.identity.rank
         self._lead = lead
         self._exchange = exchange
@@ -94,8 +92,7 @@ class OneDecision(Part):
         """Writes rank 0's flags into `control`. Raises as `Lead.follow`."""
         step = int(self._trainer.state.global_step)
         mine = _flags_of(control)
-        is_together = self._exchange is None or self._exchange.may_stop
-        if not is_together and moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH):
+        if not self._exchange.may_stop and moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH):
             found = mine & self._scheduled(moment)
             self._postpone(mine & ~found, step)
         else:

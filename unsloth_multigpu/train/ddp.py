@@ -15,7 +15,7 @@ from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
@@ -45,14 +45,11 @@ _READ_BY_SCRIPTS = (
 )
 
 
-class DDPWrapping(Part):
+class DDPWrapping(GradientExchange):
     """Exchanges gradients by DDP."""
 
-    place = "exchange"
-
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
-        self._trainer = trainer
-        self._manager = manager
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+        super().__init__(trainer, manager)
         self._hooks = ExitStack()  # On the model, while it is trained.
 
     @contextmanager
@@ -88,6 +85,14 @@ class DDPWrapping(Part):
             if handler.find_unused_parameters:
                 self._hooks.callback(model.register_forward_hook(_as_plain_dict).remove)
         return wrapped
+
+    def sent_bytes(self, num_steps: int) -> int:
+        model, identity = self._trainer.model, self._manager.identity
+        size = num_bytes(*(p for p in model.parameters() if p.requires_grad))
+        # DDP gives every rank rank 0's weights first, and its buffers in each step.
+        first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
+        followed = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0
+        return followed + num_steps * all_reduce_bytes(size, identity.world_size)
 
 
 def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
@@ -215,12 +220,3 @@ def uses_every_parameter(model: nn.Module) -> bool:
         return len(adapters) == 1 and is_only_lora and not any(w in n.lower() for n in lora for w in _READ_BY_WEIGHT)
     # Full training: other heads may leave a mask embedding without a gradient.
     return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
-
-
-def ddp_sent_bytes(model: nn.Module, manager: DDPManager, num_steps: int) -> int:
-    """Bytes that this rank has sent in a training of `num_steps` steps; see `RankReport`."""
-    identity, size = manager.identity, num_bytes(*(p for p in model.parameters() if p.requires_grad))
-    # DDP gives every rank rank 0's weights first, and its buffers in each step.
-    first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
-    followed = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0
-    return followed + num_steps * all_reduce_bytes(size, identity.world_size)

@@ -17,7 +17,6 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.tokens import TokenCount
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage
 from unsloth_multigpu.wire.process import read_peak_bytes
@@ -26,6 +25,9 @@ from unsloth_multigpu.wire.process import read_peak_bytes
 _MOST_STEPS = 512
 # Reading an allocator's counters takes some 100 microseconds. They keep the peak themselves.
 _MEMORY_EVERY_S = 1.0
+# Ids of a model's own tokens, and the mask that says which of them are padding. Trainers of preferences have several.
+_ENDS = (("input_ids", "attention_mask"), ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask"))
+_OTHER_IDS = ("decoder_input_ids",)
 
 
 class Meter(Part):
@@ -93,6 +95,9 @@ class Meter(Part):
         self._waited_before_s = self._waits.seconds
         self._write(state)
 
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._tokens.end_step()
+
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         now_s = time.monotonic()
         self._num_steps += 1
@@ -100,7 +105,6 @@ class Meter(Part):
             self._steps_s.clear()
         self._steps_s.append(now_s - self._since_s)
         self._since_s = now_s
-        self._tokens.end_step()
         self._waits.poll()
         if state.global_step >= state.max_steps:
             self._settle()
@@ -155,7 +159,6 @@ class Meter(Part):
         return self._feed.passes.num_samples if self._feed is not None and self._feed.metrics.is_dealing else None
 
     def _settle(self) -> None:
-        self._tokens.settle()
         self._waits.settle()
         self._memory_s = float("-inf")
 
@@ -185,6 +188,57 @@ class Meter(Part):
         self._held_bytes, peak_bytes = _memory(self._trainer.args.device)
         # A script may set the allocator's peak back.
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+
+class TokenCount:
+    """Counts tokens and padding of micro-batches.
+
+    A token is a place of `input_ids`, or of `prompt_ids` and `completion_ids`, which its mask leaves in; without a mask
+    each place is one. It counts whether or not it has a label. All other places are padding. So the number of tokens
+    of a step is the same on any number of ranks, that of padding is not. Rows without a mask are counted with what pads
+    them. What a decoder is given beside `input_ids` is not counted.
+
+    Attributes:
+        num_tokens: Of the steps that are over; None before the first micro-batch with tokens, as in models that see no
+            tokens.
+        num_padding_tokens: Of the same steps.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens: int | None = None
+        self.num_padding_tokens: int | None = None
+        self._num_places = 0
+        self._counted: Any = 0
+
+    def add(self, inputs: Any, *, is_filler: bool) -> None:
+        """Counts a micro-batch. A filler holds no token that counts: it only takes a rank's time.
+
+        Args:
+            inputs: What the model is called with.
+        """
+        for ids, mask in _token_ids(inputs):
+            self._num_places += ids.numel()
+            if is_filler:
+                continue
+            is_masked = mask is not None and mask.shape == ids.shape
+            # On an accelerator it is computed there.
+            self._counted = self._counted + (torch.count_nonzero(mask) if is_masked else ids.numel())
+
+    def end_step(self) -> None:
+        """Takes in the step. Called where the loop has just waited for the gradient, so that nothing waits here."""
+        if self._num_places:
+            self.num_tokens = int(self._counted)
+            self.num_padding_tokens = self._num_places - self.num_tokens
+
+
+def _token_ids(inputs: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
+        if not isinstance(value, torch.Tensor) or name in _OTHER_IDS:
+            continue
+        for ids_end, mask_end in _ENDS:
+            if name.endswith(ids_end):
+                mask = inputs.get(name.removesuffix(ids_end) + mask_end)
+                yield value, mask if isinstance(mask, torch.Tensor) else None
 
 
 def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.report import NO_WAITING, share, total
+from unsloth_multigpu.report import NO_WAITING, rates_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -99,19 +99,11 @@ def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], r
         rank: Whose clock counts.
     """
     gone = {r: figures.since(before.get(r, Figures())) for r, figures in now.items()}
-    num_tokens, num_padding = (total(g[n] for g in gone.values()) for n in ("num_tokens", "num_padding_tokens"))
-    seconds = gone[rank]["loop_s"]
-    found: dict[str, float | None] = {}
-    if num_tokens is not None and num_padding is not None and seconds:
-        found["tokens_per_s"] = round(num_tokens / seconds, 2)
-        found["padding"] = round(num_padding / ((num_tokens + num_padding) or 1), 5)
-    waiting = share((g["waiting_s"], g["loop_s"]) for g in gone.values())
-    if waiting is not None:
-        found["waiting"] = round(waiting, 5)
-        if len(gone) > 1:
-            # The others wait for the rank that waits least.
-            found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
+    rates = rates_of([gone[rank], *(figures for r, figures in gone.items() if r != rank)])
+    found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
+    if rates.waiting is not None and len(gone) > 1:
+        # The others wait for the rank that waits least.
+        found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
     peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
-    if peaks:
-        found["peak_memory_gib"] = round(max(peaks) / GIB, 4)
-    return {PREFIX + name: value for name, value in found.items() if value is not None}
+    found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
+    return {PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}

@@ -37,7 +37,7 @@ class Progress(Part):
     manager: DDPManager
     events: EventWriter | None
     replicas: ReplicaProof
-    exchange: GradientExchange | None
+    exchange: GradientExchange
     trained: TrainedParameters | None
     preemption: Preemption
     num_steps: int = field(init=False, default=0)
@@ -79,8 +79,9 @@ class Progress(Part):
             self._is_proof_due = self.manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(state.global_step)
         # Ranks that step by themselves have equal weights only after a synchronization.
-        is_equal = self.exchange is None or self.exchange.are_replicas_equal
-        if self._is_proof_due and is_equal:  # The Trainer saves the checkpoint of this step after this.
+        if (
+            self._is_proof_due and self.exchange.are_replicas_equal
+        ):  # The Trainer saves the checkpoint of this step after this.
             self._compare(state.global_step)
             self._is_proof_due = False
 

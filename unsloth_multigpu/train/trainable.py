@@ -36,9 +36,7 @@ class TrainedParameters(Part):
     Cost: two walks over the model's modules per step. Ranks talk to each other only where something has changed.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-        exchange: The gradient strategy in DDP's place.
+        exchange: DDP, or what is in its place.
         training: How many calls of `train()` this process made before.
 
     Attributes:
@@ -47,11 +45,8 @@ class TrainedParameters(Part):
 
     place = "trained"
 
-    def __init__(
-        self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange | None, training: int
-    ) -> None:
-        self._trainer = trainer
-        self._manager = manager
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange, training: int) -> None:
+        super().__init__(trainer, manager)
         self._exchange = exchange
         self._training = training
         self.is_changed = False
@@ -65,10 +60,11 @@ class TrainedParameters(Part):
         if trained == before:
             return
         ddp = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
-        if self._exchange is None and hasattr(ddp, "exchanged"):
+        kept = self._exchange.parameters
+        if kept is None and hasattr(ddp, "exchanged"):
             self._follow(ddp)
             return
-        known = before if self._exchange is None else frozenset(map(id, self._exchange.parameters))
+        known = before if kept is None else frozenset(map(id, kept))
         if known is not None and (added := trained - known):
             self._refuse(added)
 
@@ -114,26 +110,21 @@ class TrainedParameters(Part):
 
     def _refuse(self, added: Set[int]) -> None:
         what = f"{self._names(added)} became trainable after step {self._step}, but"
-        if self._exchange is not None:
-            raise SetupError(
-                f"{what} strategy='{self._manager.config.strategy}' exchanges what was trainable when the training "
-                "began.",
-                hint="Set strategy='ddp', or make it trainable before train().",
-            )
-        if not has_shards(self._trainer.model):
-            raise SetupError(
-                f"{what} the script's own DDP exchanges what was trainable when it was made.",
-                hint="Give the Trainer the plain model.",
-            )
-        if not any(is_sharded(p) for p in self._trainer.model.parameters() if id(p) in added):
+        model, hint = self._trainer.model, "Make it trainable before train()."
+        if self._exchange.parameters is not None:
+            who = f"strategy='{self._manager.config.strategy}'"
+            hint = "Set strategy='ddp', or make it trainable before train()."
+        elif not has_shards(model):
+            who, hint = "the script's own DDP", "Give the Trainer the plain model."
+        elif any(is_sharded(p) for p in model.parameters() if id(p) in added):
+            who = "FSDP"
+        else:
             raise SetupError(
                 f"{self._names(added)} came whole out of step {self._step}: a part of the model was called by itself "
                 "(model.model(...), say). FSDP2 divides weights again behind the whole model only.",
                 hint="Call the model itself, in callbacks and in the loss.",
             )
-        raise SetupError(
-            f"{what} FSDP shards what was trainable when it was made.", hint="Make it trainable before train()."
-        )
+        raise SetupError(f"{what} {who} exchanges what was trainable when it was made.", hint=hint)
 
     def _agree(self, added: Set[int], removed: Set[int]) -> None:
         """Waits until every rank has changed the same parameters: a rank that has not would be in another collective.

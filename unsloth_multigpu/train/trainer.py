@@ -30,7 +30,7 @@ from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.buffer import EqualEvaluations
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
-from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
+from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.figures import Meter, gather_reports
 from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.log_figures import LogFigures
@@ -39,7 +39,6 @@ from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
-from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.waiting import Waiting
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
@@ -92,7 +91,7 @@ class DDPTrainer:
         context = RunContext() if context is None else context
         identity = manager.identity
         self.steps = StepFeed(trainer, manager, beat)
-        self.exchange: GradientExchange | None = None
+        self.exchange: GradientExchange = DDPWrapping(trainer, manager)
         self._resume: Resume | None = None
         if identity.world_size > 1 and not isinstance(self.config.strategy, DDP):
             from unsloth_multigpu.strategies.strategy_exchange import Exchange
@@ -101,7 +100,7 @@ class DDPTrainer:
         self._lead = lead = Lead(manager, beat)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if identity.world_size > 1 else None
         self.meter = Meter(trainer, manager, beat, self.steps)
-        preemption = Preemption(trainer, manager, events, lead, self._may_stop)
+        preemption = Preemption(trainer, manager, events, lead, lambda: self.exchange.may_stop)
         replicas = ReplicaProof(manager, self.steps.facts)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
         self.of_tool: Part | None = None
@@ -116,9 +115,9 @@ class DDPTrainer:
             preemption,
         ]
         if trained is not None:
-            wrapping = self.exchange or DDPWrapping(trainer, manager)
             decision = OneDecision(trainer, manager, lead, self.exchange)
-            self.parts += [decision, Waiting(trainer, manager), wrapping, trained, EqualEvaluations(trainer, manager)]
+            self.parts += [decision, Waiting(trainer, manager), self.exchange, trained]
+            self.parts.append(EqualEvaluations(trainer, manager))
             if identity.rank == 0 and not is_comparison:
                 self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
         if not is_comparison:
@@ -150,7 +149,7 @@ class DDPTrainer:
         self.manager.check_same(facts)
         self._lead.begin()
         if self._deals_steps():
-            self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
+            self.parts.append(self.steps)
         elif self.config.sequence_parallel > 1:
             raise SetupError(
                 f"sequence_parallel shares samples that are dealt, and {type(self.trainer).__name__} makes its own.",
@@ -229,7 +228,8 @@ class DDPTrainer:
         if self._resume is not None:
             self._resume.is_sharded = True
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
-        self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
+        self.parts = [sharding if part is self.exchange else part for part in self.parts]
+        self.exchange = sharding
 
     def _refuse_what_cannot_work(self) -> None:
         args = self.trainer.args
@@ -279,17 +279,9 @@ class DDPTrainer:
         draws = hasattr(self.trainer.args, "steps_per_generation")
         return draws and is_planned and self.manager.identity.world_size > 1
 
-    def _may_stop(self) -> bool:
-        return self.exchange is None or self.exchange.may_stop
-
     def _report(self, train_s: float) -> None:
         counts = (self.progress.num_steps, self.steps.passes.num_samples, self.steps.passes.num_micro_batches)
-        sent_bytes = None
-        if self.exchange is not None:
-            sent_bytes = self.exchange.sent_bytes
-        elif not self.is_sharded:
-            sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
-        mine = self.meter.report(counts, train_s, sent_bytes)
+        mine = self.meter.report(counts, train_s, self.exchange.sent_bytes(self.progress.num_steps))
         folder = self.arguments.get("resume_from_checkpoint")
         self.report = RunReport(
             gather_reports(self.manager, mine),

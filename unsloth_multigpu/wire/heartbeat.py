@@ -40,7 +40,7 @@ class Figures:
         max_steps: Of the training, with those before the checkpoint that it resumed from.
         num_steps: Optimizer steps of this call of `train()`.
         num_samples: Samples whose gradient counted.
-        num_tokens: See `step.tokens`.
+        num_tokens: See `train.figures.TokenCount`.
         num_padding_tokens: Places of a micro-batch that hold none of these tokens.
         waiting_s: Seconds in which this rank waited for other ranks, see `group.waits`.
         peak_bytes: Most memory so far: of the accelerator's allocator, or of the process on the CPU.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.replicas import tensor_hashes
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.synchronous import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, ParameterServerSync
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 NUM_STEPS, NUM_MICRO_BATCHES = 20, 2
