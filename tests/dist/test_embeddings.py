@@ -26,7 +26,9 @@ def trained(tmp_path_factory):
     return *logs, run.err
 
 
-@pytest.mark.parametrize("loss", ["cosine", "ranking", "ranking_whole", "nested", "cached", "cross_encoder"])
+@pytest.mark.parametrize(
+    "loss", ["cosine", "told_late", "ranking", "ranking_whole", "nested", "cached", "cross_encoder"]
+)
 def test_steps_are_those_of_one_process(trained, loss):
     one, two = (logs[loss] for logs in trained[:2])
     assert len(one["steps"]) == 4
@@ -39,5 +41,5 @@ def test_only_an_uneven_step_is_not_shared(trained):
     said = trained[2]
     assert said.count("each compared with the rows of all ranks") == 3
     assert "12 + 15" in said
-    assert said.count("equal gradient") == 6
+    assert said.count("equal gradient") == 7
     assert "not exactly the training of one process" not in said

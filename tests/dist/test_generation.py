@@ -23,6 +23,8 @@ OLD = "grpo:2x6:dapo:old"
 IN_ORDER = {"grpo:2x6:bnpo": 1, "drift:2x6:grpo:old": 2, "third:2x6:grpo:old": 4}
 TOOLS = "tools:2x6:grpo"
 MISTAKES = ["lost:2x6:grpo", "dropped:2x6:grpo"]
+SHARDED = [DEALT[0], DEALT[3]]
+DRAWN = "drawn:2x6:grpo"
 
 
 def start_ranks(path, name, num_ranks, jobs, **options):
@@ -132,3 +134,26 @@ def test_dealt_micro_batches_have_the_same_tokens_and_less_padding(folder, job):
         of_tokens.append(sum(tokens for rank in ranks for *_, tokens in rank))
     assert of_tokens[0] == of_tokens[1]
     assert computed[0] - of_tokens[0] < (computed[1] - of_tokens[1]) / 2
+
+
+@pytest.fixture(scope="module")
+def sharded(folder):
+    start_ranks(folder, "shard", 2, [*SHARDED, DRAWN], UNSLOTH_MULTIGPU_SHARD="on")
+    return folder
+
+
+@pytest.mark.parametrize("job", SHARDED)
+def test_sharded_model_has_the_gradient_of_one_process(sharded, job):
+    (one, weights), (many, of_ranks) = outcome(sharded / "1", job), outcome(sharded / "shard", job)
+    text = (sharded / "shard.txt").read_text()
+    assert text.count("sharded by FSDP2 of accelerate") == len([*SHARDED, DRAWN])
+    assert text.count("completions dealt by length: gradient differs by") == len([*SHARDED, DRAWN])
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert distance(weights, of_ranks) < 1e-6
+
+
+def test_sharded_ranks_draw_completions_of_other_lengths(sharded):
+    ranks = [outcome(sharded / "shard", DRAWN, rank=rank) for rank in range(2)]
+    assert len(ranks[0][0]["grad_norm"]) == 2
+    assert min(ranks[0][0]["grad_norm"]) > 0
+    assert distance(ranks[0][1], ranks[1][1]) == 0

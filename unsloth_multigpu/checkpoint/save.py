@@ -194,7 +194,7 @@ class Checkpoints(Part):
         if not isinstance(getattr(loader, "batch_sampler", None), StepSampler):
             return {"epoch": int((state.epoch or 0) + 1e-6)}
         epoch, step = divmod(state.global_step, max(1, len(loader)))
-        num_samples = step * self.trainer._train_batch_size * self.steps.num_accumulated
+        num_samples = step * self.steps.batch_size * self.steps.num_accumulated
         return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
 
     @contextmanager

@@ -51,6 +51,7 @@ class StepFeed(Part):
         balancer: Plans them.
         metrics: Puts the metrics of the ranks together.
         num_accumulated: Micro-batches of a step in one process.
+        batch_size: Samples of a micro-batch in one process: what the trainer says, then what its loader has.
         proof: Compares the first ones with one process.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
         inexact: Why the training is not exactly that of one process; None where it is.
@@ -70,6 +71,7 @@ class StepFeed(Part):
         self.proof = StepProof(trainer, manager, self, beat)
         self.loader: StepLoader | None = None
         self.inexact: Inexact | None = None
+        self.batch_size = int(trainer._train_batch_size)
         self.is_placed_later = self.plans_one_process = False
         self._is_begun = self._has_loop = False
         # The newest order of samples was that of all ranks, where it was compared.
@@ -171,7 +173,7 @@ class StepFeed(Part):
 
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
-        return int(self._trainer._train_batch_size) * self.num_accumulated
+        return self.batch_size * self.num_accumulated
 
     def _train_dataloader(self, original: Callable[[], Any]) -> Any:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps for the loop."""
@@ -262,6 +264,9 @@ class StepFeed(Part):
             shape: Without these decisions.
         """
         trainer, passes = self._trainer, self.passes
+        if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
+            # SetFit's trainer changes the argument after a Trainer has read it.
+            self.batch_size = trainer.args.per_device_train_batch_size
         passes.reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
         # Ranks with different decisions would deal differently.
         self._manager.check_same({"loss reduction": str(passes.reduction)})
@@ -271,7 +276,7 @@ class StepFeed(Part):
         is_gathered = passes.reduction.kind == GATHERED and not passes.is_alone
         in_each = is_gathered and not passes.is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
-        sizes = [trainer._train_batch_size] * self.num_accumulated
+        sizes = [self.batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size, shape.num_sharing)
         passes.check_sequences()
         dealt = ""
@@ -280,7 +285,7 @@ class StepFeed(Part):
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole, in_each=in_each)
         if self.num_accumulated > 1:
             self._tell_of_micro_batches()
-        whole = ", whole micro-batches" if passes.is_whole and trainer._train_batch_size > 1 else ""
+        whole = ", whole micro-batches" if passes.is_whole and self.batch_size > 1 else ""
         gathered = ", each compared with the rows of all ranks" if in_each else ""
         if in_each and sizes[0] % shape.world_size and shape.rank == 0:
             logger.warning(
@@ -303,7 +308,7 @@ class StepFeed(Part):
         world_size, config = self._manager.identity.world_size, self._manager.config
         if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE, GATHERED):
             return False
-        if self.num_accumulated >= world_size or self._trainer._train_batch_size == 1:
+        if self.num_accumulated >= world_size or self.batch_size == 1:
             return True
         if self.passes.reduction.kind == GATHERED:
             return False

@@ -117,6 +117,11 @@ class OrderProof:
                 accelerator.gradient_state._set_sync_gradients(is_last)
                 # The gradient of sharded ranks is a mean of equal ones.
                 is_synced = is_last and has_shards(trainer.model)
+                if is_synced:
+                    # The loop is within this context in the first micro-batches of a step, and its end lets the
+                    # gradients of shards meet: what has not met would be added to the next pass.
+                    with accelerator.no_sync(model):
+                        pass
                 given = instance_attribute(trainer, "_prepare_inputs", lambda *_, of=micro_batch: dict(of))
                 with given, nullcontext() if is_synced else accelerator.no_sync(model):
                     training_step(bare, inputs, num_items)

@@ -3,6 +3,7 @@
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
 "lost" and "dropped" are mistakes in our own dealing; "tools", "drift" and "third" are trainers of the script's own.
+"drawn" draws completions, which are longer on rank 1. UNSLOTH_MULTIGPU_SHARD=on: the model is sharded.
 """
 
 import json
@@ -23,8 +24,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from unsloth_multigpu.group.shards import whole_of
 from unsloth_multigpu.step import completions
 
+if os.environ.get("UNSLOTH_MULTIGPU_SHARD") == "on":
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from tests.helpers.cpu_fsdp import allow_cpu_ranks
+
+    allow_cpu_ranks()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)
 GROUP = 3
@@ -90,6 +97,14 @@ class Tools(Grpo):
         return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * ratio})
 
 
+class Drawn(PlainTorch, GRPOTrainer):
+    """Generates itself, in more steps on rank 1."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.generation_config.max_new_tokens = 4 + 6 * rank
+
+
 class Rloo(PlainTorch, RLOOTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         return list(completions_of(prompt_ids))
@@ -123,6 +138,7 @@ CLASSES = {
     "tools": (Tools, GRPOConfig),
     "drift": (Drift, GRPOConfig),
     "third": (Third, GRPOConfig),
+    "drawn": (Drawn, GRPOConfig),
     **dict.fromkeys(MISTAKES, (Grpo, GRPOConfig)),
 }
 
@@ -181,7 +197,7 @@ def run(job):
         trainer.train()
     names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
     facts = {**logged(trainer, *names), "shapes": trainer.shapes}
-    write_outcome(out, job, facts, trainer.model.named_parameters())
+    write_outcome(out, job, facts, ((name, whole_of(p)) for name, p in trainer.model.named_parameters()))
 
 
 out.mkdir(parents=True, exist_ok=True)
