@@ -24,8 +24,6 @@ ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
-# Process id of a rank that multiprocessing has started: what it starts itself inherits the other variables.
-ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # Marks the processes of the server that generates; see launch.generation_server.

@@ -214,12 +214,11 @@ def test_process_that_is_killed_while_it_waits_is_replaced(rounds):
 
 
 @pytest.mark.slow
-def test_limit_of_a_round_ends_what_hangs_and_tells_where(rounds):
+def test_limit_of_a_round_ends_what_hangs(rounds):
     late = rounds["late"]
     hung, waits, fine = late.replies
     assert fine.has_content()
-    assert "not ended by the round's limit, it was in federated.py:" in hung.error.reason
-    assert "in hang" in hung.error.reason
+    assert "not ended by the round's limit" in hung.error.reason
     assert waits.error.reason == "client 2 (round 1, train): not begun by the round's limit"
     assert 2.0 <= late.seconds < 30.0
     assert [r.slot for r in late.records] == [0, -1, 1]

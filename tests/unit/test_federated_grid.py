@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import threading
 import weakref
+from multiprocessing import Pipe
 
 import pytest
 
@@ -27,7 +27,6 @@ from unsloth_multigpu.federated.client_device import SlotDevice, choose_devices,
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.federated.slot import Task
-from unsloth_multigpu.wire.frames import Frames
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
 
@@ -133,10 +132,10 @@ class FakeProcess:
 
     def __init__(self, name, program, log, environment, arguments):
         self.name, self.pid = name, 1
-        self.connection, theirs = socket.socketpair()
+        self.connection, self._server = Pipe()
         # Readable when the other end is closed, as a descriptor of a process that has ended.
         self.pid_descriptor, self._life = os.pipe()
-        self._frames, self._has_ended = Frames(theirs), threading.Event()
+        self._has_ended = threading.Event()
         FakeProcess.started = (*FakeProcess.started, name)
         threading.Thread(target=self._run, args=(environment.get("DIES", ""),), daemon=True).start()
 
@@ -145,19 +144,19 @@ class FakeProcess:
         while not (self.name.startswith(f"slot {dies}") and dies) and (fields := self._receive()) is not None:
             if isinstance(fields[0], Message):
                 answers.append(("done", Message(RecordDict(), reply_to=fields[0]), 5))
-            self._frames.send(pickle.dumps(answers.pop()))
+            self._server.send_bytes(pickle.dumps(answers.pop()))
         self.kill("")
 
     def _receive(self):
-        while (messages := self._frames.receive()) is not None:
-            if messages:
-                return pickle.loads(messages[0])
-        return None
+        try:
+            return pickle.loads(self._server.recv_bytes())
+        except (EOFError, OSError):
+            return None
 
     def kill(self, because):
         if not self._has_ended.is_set():
             self._has_ended.set()
-            self._frames.close()
+            self._server.close()
             os.close(self._life)
 
     def collect(self):

@@ -7,9 +7,9 @@ import functools
 import linecache
 import os
 import signal
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,11 +33,12 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
 PROGRAM = """
-import os, socket, struct, json, sys, time
+import os, json, sys, time
+from multiprocessing.connection import Connection
 sys.path[:0] = [{root!r}]
 from unsloth_multigpu.notebook.worker_process import Channel
-channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-channel.send("ready", failures=[], stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
+channel = Channel(Connection(int(sys.argv[1])))
+channel.send("ready", stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
 print("hello from the worker", flush=True)
 while True:
     for message in channel.receive() or sys.exit(3):
@@ -94,6 +95,16 @@ def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
     worker.end(5.0)
     assert worker.exit_code == 0
     assert "hello from the worker" in worker.describe_death()
+
+
+def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):
+    monkeypatch.setattr(process, "_SEND_LIMIT_S", 1.0)
+    worker = start_worker("time.sleep(60)")
+    for _ in range(2):
+        worker.send("cell", source="x" * 2**22)
+    assert worker.has_ended(20.0)
+    worker.collect()
+    assert worker.describe_end().endswith("was killed, because it has read nothing for 1 seconds")
 
 
 def test_wait_for_a_worker_has_a_limit(watched):
@@ -220,7 +231,7 @@ def test_line_of_a_cell_is_named_in_a_hang():
 
 def test_interrupt_that_comes_late_ends_no_other_cell():
     """The worker has ended cell 4 and makes a new group as number 5: an interrupt there would let rank 0 wait alone."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         channel = Channel(ours)
         worker = Worker(channel, Receiver(channel.send), program=None, shell=None)

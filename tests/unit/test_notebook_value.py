@@ -61,6 +61,13 @@ def test_an_error_of_rank_0_is_one_of_its_class_on_the_other_ranks(pair: Pair, e
     assert error_text(raised.value) == error_text(error), "the ranks have ended alike"
 
 
+def test_a_value_that_was_made_before_the_worker_existed_is_not_known(pair: Pair) -> None:
+    pair.receiver.is_replay = True
+    assert pair.receiver.make("%pip install x", lambda: 1 / 0, is_value=False) is None
+    with pytest.raises(LeftAloneError, match=r"input\(\) was run before .*\n.*enable_multi_gpu\(\) in the first cell"):
+        pair.receiver.make("input()", lambda: 1 / 0)
+
+
 def test_a_worker_is_not_left_alone_for_ever(pair: Pair) -> None:
     pair.receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without input\(\)"):

@@ -63,17 +63,21 @@ ALLOWED = {
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
-    "wire/frames.py": {"socket.socket"},
-    "wire/child.py": {"socket.socketpair"},
+    "wire/child.py": {"multiprocessing.Pipe"},
     "federated/client_worker.py": {
-        "socket.socket",
+        "multiprocessing.connection*",
         "cloudpickle.loads",
         "pickle.dumps",
         "pickle.loads",
         "pickle.HIGHEST_PROTOCOL",
     },
-    "notebook/worker_process.py": {"socket.socket"},
-    "notebook/worker.py": {"socket.socket"},
+    "notebook/worker_process.py": {
+        "multiprocessing.connection*",
+        "socket.socket",
+        "socket.SOL_SOCKET",
+        "socket.SO_SNDTIMEO",
+    },
+    "notebook/worker.py": {"multiprocessing.connection*"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps"},
@@ -143,6 +147,8 @@ def risky_call(node: ast.Call, file: str) -> Iterator[str]:
     keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
     if function.split(".")[-1] in OBJECT_COLLECTIVES or function in EVALUATE - MAY_EVALUATE.get(file, set()):
         yield f"calls {function}"
+    if function.endswith(".recv") and not node.args:  # A socket's takes a length; a pair's is `recv_bytes`.
+        yield "receives an object by pickle"
     if function == "torch.load" and keywords.get("weights_only") != "True":
         yield "calls torch.load without weights_only=True"
     for keyword in ("allow_pickle", "shell", "trust_remote_code"):
@@ -175,6 +181,7 @@ def test_package_unpickles_and_evaluates_nothing() -> None:
         "torch.load(path)",
         "torch.load(path, weights_only=False)",
         "eval(store.get('key'))",
+        "connection.recv()",
         "subprocess.run(command, shell=True)",
         "socket.create_server(('', 0))",
         "os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)",
@@ -259,8 +266,8 @@ def test_child_speaks_over_a_pair_that_nobody_else_can_reach(tmp_path: Path) -> 
     program = "import os, sys, time; os.write(int(sys.argv[1]), b'x'); time.sleep(60)"
     child = Child("slot 0", program, tmp_path / "log", dict(os.environ))
     try:
-        assert (child.connection.family, child.connection.recv(1)) == (socket.AF_UNIX, b"x")
-        assert (child.connection.getsockname(), child.connection.getpeername()) == ("", "")
+        with socket.socket(fileno=os.dup(child.connection.fileno())) as end:
+            assert (end.family, end.recv(1), end.getsockname(), end.getpeername()) == (socket.AF_UNIX, b"x", "", "")
         assert psutil.Process(child.pid).net_connections("inet") == []
         theirs = sorted(int(fd.name) for fd in Path(f"/proc/{child.pid}/fd").iterdir())
         assert len(theirs) == 4  # Standard input, output, error, and its end.

@@ -8,12 +8,11 @@ import os
 import pickle
 import select
 import signal
-import socket
 import sys
 import threading
 import traceback
 from contextlib import suppress
-from types import TracebackType
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import torch
@@ -21,26 +20,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.federated.slot import STACK_SIGNAL
-from unsloth_multigpu.wire.frames import Frames
 
-
-class Outcome:
-    """`with outcome:` holds what its block raised; Ctrl-C and the like are passed on."""
-
-    error: BaseException | None = None
-
-    def __enter__(self) -> Outcome:
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: TracebackType | None) -> bool:
-        self.error = error
-        # sys.exit() in a client's function ends the client, not the slot.
-        return isinstance(error, Exception | SystemExit)
-
-    def __str__(self) -> str:
-        """One line."""
-        return " ".join(f"{type(self.error).__name__}: {self.error}".split())
+# What a client's functions may raise. sys.exit() ends the client, not the slot; Ctrl-C and the like are passed on.
+_OF_CLIENT = (Exception, SystemExit)
 
 
 def main() -> None:
@@ -48,18 +30,17 @@ def main() -> None:
     descriptor, server_pid = map(int, sys.argv[1:3])
     threading.Thread(target=_end_with_server, args=(server_pid,), name="unsloth_multigpu-server", daemon=True).start()
     os.set_inheritable(descriptor, False)
-    frames = Frames(socket.socket(fileno=descriptor))
+    server = Connection(descriptor)
     # Workers of a DataLoader would otherwise keep the socket open, and could write to it.
-    os.register_at_fork(after_in_child=frames.close)
+    os.register_at_fork(after_in_child=server.close)
     faulthandler.enable()
-    faulthandler.register(STACK_SIGNAL)
     for stream in (sys.stdout, sys.stderr):
         # The server reads the log as UTF-8, whatever the locale here.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    kind, sys.argv[:], packed = _receive(frames)
-    app = _load(frames, kind, packed)
+    kind, sys.argv[:], packed = _receive(server)
+    app = _load(server, kind, packed)
     while True:
-        _send(frames, *run_client(app, kind, *_receive(frames)))
+        _send(server, *run_client(app, kind, *_receive(server)))
 
 
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
@@ -69,8 +50,7 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
         "done", the reply and the most bytes; "failed", the error in one line and its traceback; "unusable" and a line.
     """
     device = None if kind == "cpu" else getattr(torch, kind)
-    outcome, check = Outcome(), Outcome()
-    with outcome:
+    try:
         if device is not None:
             # What the client before left (a Trainer is a reference cycle, torch caches freed memory) is not this one's.
             gc.collect()
@@ -80,15 +60,19 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, expected flwr.app.Message")
         return "done", reply, 0 if device is None else int(device.max_memory_reserved())
-    assert outcome.error is not None
-    lines = "".join(traceback.format_exception(outcome.error))
-    outcome.error.__traceback__ = None  # Its frames hold the client's tensors.
-    with check:
+    except _OF_CLIENT as error:
+        line, lines = _in_one_line(error), traceback.format_exc()
+        error.__traceback__ = None  # Its frames hold the client's tensors.
+    try:
         check_device(kind)
-    if check.error is not None:
+    except _OF_CLIENT:
         # Every later client of this process would fail as well.
-        return "unusable", f"its device failed: {outcome}"
-    return "failed", str(outcome), lines
+        return "unusable", f"its device failed: {line}"
+    return "failed", line, lines
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def check_device(kind: str) -> None:
@@ -101,33 +85,34 @@ def check_device(kind: str) -> None:
     torch.ones(8, device=kind).sum().item()
 
 
-def _load(frames: Frames, kind: str, packed: bytes) -> ClientApp:
+def _load(server: Connection, kind: str, packed: bytes) -> ClientApp:
     """Loads the app; a process that cannot says why, and ends."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    outcome, what = Outcome(), "unusable"
-    with outcome:
+    what = "unusable"
+    try:
         check_device(kind)
         what = "unloadable"
         app: ClientApp = cloudpickle.loads(packed)
-        _send(frames, "ready")
+        _send(server, "ready")
         return app
-    traceback.print_exception(outcome.error)
-    _send(frames, what, str(outcome))
-    os._exit(1)
+    except _OF_CLIENT as error:
+        traceback.print_exc()
+        _send(server, what, _in_one_line(error))
+        os._exit(1)
 
 
-def _send(frames: Frames, *fields: Any) -> None:
+def _send(server: Connection, *fields: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    frames.send(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
+    server.send_bytes(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
 
 
-def _receive(frames: Frames) -> Any:
-    while (messages := frames.receive()) is not None:
-        if messages:
-            return pickle.loads(messages[0])
-    return _end_process_group()
+def _receive(server: Connection) -> Any:
+    try:
+        return pickle.loads(server.recv_bytes())
+    except (EOFError, OSError):
+        return _end_process_group()
 
 
 def _end_with_server(pid: int) -> None:

@@ -54,18 +54,17 @@ class SlotPool:
             SetupError: A slot cannot load the app.
         """
         end_s = None if limit_s is None else time.monotonic() + limit_s
-        self._waiting, self._is_over, places = list(tasks), False, dict[int, str]()
+        self._waiting, self._is_over = list(tasks), False
         try:
             while self._waiting and not self._is_over:
-                places = self._serve_all(end_s)
+                self._serve_all(end_s)
         except BaseException:
             self.close()
             raise
         for task in tasks:
             if task.reply is None:
-                place, record = places.get(task.record.slot), task.record
-                text = "not ended by the round's limit" if record.attempts else "not begun by the round's limit"
-                logger.warning("%s", task.fail(REPLY_UNAVAILABLE, f"{text}, it was in {place}" if place else text))
+                what = "ended" if task.record.attempts else "begun"
+                logger.warning("%s", task.fail(REPLY_UNAVAILABLE, f"not {what} by the round's limit"))
 
     def close(self) -> None:
         """Ends all processes and forgets the tasks; a later `run` starts new ones."""
@@ -74,9 +73,9 @@ class SlotPool:
             slot.end()
             slot.is_retired = False
 
-    def _serve_all(self, end_s: float | None) -> dict[int, str]:
-        """Lets slots work until no task waits, or until the limit; then returns where in their code slots were."""
-        slots, places = [slot for slot in self.slots if not slot.is_retired], {}
+    def _serve_all(self, end_s: float | None) -> None:
+        """Lets slots work until no task waits, or until the limit."""
+        slots = [slot for slot in self.slots if not slot.is_retired]
         with ThreadPoolExecutor(len(slots)) as threads:
             futures = [threads.submit(self._serve, slot) for slot in slots]
             try:
@@ -84,10 +83,7 @@ class SlotPool:
                 done, late = wait(futures, rest_s, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
-                if late:
-                    pairs = zip(slots, futures, strict=True)
-                    places = {slot.index: slot.place_in_code() for slot, future in pairs if future in late}
-                    self._is_over = True
+                self._is_over = bool(late)
             except BaseException:
                 self._is_over = True
                 raise
@@ -96,7 +92,6 @@ class SlotPool:
                     for slot in busy:
                         slot.kill("the round has ended")
                     wait(futures, _POLL_S)
-        return places
 
     def _serve(self, slot: Slot) -> None:
         """The thread of a slot."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -22,21 +21,14 @@ from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import Child, read_tail
 from unsloth_multigpu.wire.folder import make_log
-from unsloth_multigpu.wire.frames import Frames
-from unsloth_multigpu.wire.process import send_signal
-from unsloth_multigpu.wire.stack import main_frames, place_of
 
 logger = get_logger(__name__)
 
-# The server sends it to ask where in its code a client is.
-STACK_SIGNAL = signal.SIGUSR2
 # The slot imports the user's modules and this package from where this process finds them.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[3])
 from unsloth_multigpu.federated.client_worker import main
 main()"""
-# Time for a process to write its stacks after the signal. A stopped process writes none.
-_STACK_S = 0.2
 
 
 class SlotEnded(Exception):
@@ -83,7 +75,7 @@ class Task:
 
 
 class Slot:
-    """Starts and ends the slot's processes, one after the other. For one thread; `kill` and `place_in_code` for any.
+    """Starts and ends the slot's processes, one after the other. For one thread; `kill` for any.
 
     Args:
         device: The only one that its processes see.
@@ -98,7 +90,7 @@ class Slot:
         self.device = device
         self.log = log_dir / f"slot_{index}.log"
         self.is_retired = False
-        self._process: tuple[Child, Frames] | None = None
+        self._process: Child | None = None
         make_log(self.log)
 
     def __str__(self) -> str:
@@ -112,12 +104,11 @@ class Slot:
             SetupError: It cannot load the app.
         """
         if self._process is not None:
-            if not self._process[0].has_ended():
+            if not self._process.has_ended():
                 return
             logger.warning("%s while it waited; a new process is started", self.end())
         arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
-        child = Child(str(self), _PROGRAM, self.log, environment, arguments)
-        self._process = child, Frames(child.connection)
+        self._process = Child(str(self), _PROGRAM, self.log, environment, arguments)
         kind, *error = self.call(self.device.kind, sys.argv, app)
         if kind == "unloadable":
             raise SetupError(
@@ -128,41 +119,28 @@ class Slot:
     def call(self, *fields: Any) -> tuple[Any, ...]:
         """Sends to the process and waits for its answer; raises SlotEnded where it has ended, or is of no use."""
         assert self._process is not None
-        child, frames = self._process
-        with suppress(OSError):  # It ended while it was sent to.
-            frames.send(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
-            while (messages := frames.receive()) is not None:
-                if messages:
-                    # Safe to unpickle: it comes from our own child, which runs the same user's code.
-                    answer: tuple[Any, ...] = pickle.loads(messages[0])
-                    if answer[0] != "unusable":
-                        return answer
-                    child.kill(answer[1])
+        child = self._process
+        with suppress(OSError, EOFError):  # It has ended.
+            child.connection.send_bytes(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
+            # Safe to unpickle: it comes from our own child, which runs the same user's code.
+            answer: tuple[Any, ...] = pickle.loads(child.connection.recv_bytes())
+            if answer[0] != "unusable":
+                return answer
+            child.kill(answer[1])
         raise SlotEnded(self.end())
 
     def kill(self, because: str) -> None:
         """Kills the process and what it has started; whoever waits for its answer gets SlotEnded."""
         if self._process is not None:
-            self._process[0].kill(because)
+            self._process.kill(because)
 
     def end(self) -> str:
         """Kills the process and what it has started, and collects it; returns how it ended, in one line."""
-        process, self._process = self._process, None
-        if process is None:
+        child, self._process = self._process, None
+        if child is None:
             return ""
-        child, frames = process
         if child.is_mine():
             child.collect()
-        frames.close()
+        child.connection.close()
         os.close(child.pid_descriptor)
         return child.describe_end()
-
-    def place_in_code(self) -> str:
-        """The line of the user's code that the process is at; "" where it does not say."""
-        with suppress(OSError):  # The log was removed.
-            before = self.log.read_bytes()
-            if self._process is not None:
-                send_signal(self._process[0].pid, STACK_SIGNAL)
-                self._process[0].has_ended(_STACK_S)
-            return place_of(main_frames(self.log.read_bytes()[len(before) :].decode(errors="replace")))
-        return ""

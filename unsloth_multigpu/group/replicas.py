@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,8 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager, first_difference
-from unsloth_multigpu.group.precision import sum_dtype
-from unsloth_multigpu.group.shards import is_sharded, part_of
+from unsloth_multigpu.group.shards import is_sharded
 from unsloth_multigpu.wire.digest import digest_int64
 from unsloth_multigpu.words import listed
 
@@ -102,20 +100,7 @@ class ReplicaProof:
         if any(row[0] != found[0][0] for row in found):
             rows = [json.loads(text) for text in self._manager.gather_texts(json.dumps(hashes))]
             self._raise(step, describe_divergence([n for n, _ in named], rows))
-        if parts:
-            self._check_sum([p for _, p in parts], step)
         self._last_equal_step = step
-
-    def _check_sum(self, parts: Sequence[torch.Tensor], step: int) -> None:
-        """Of what no two ranks hold there is nothing to compare: it is a number on all of them. Collective."""
-        own = [part_of(p.detach()) for p in parts]
-        sums = [float(part.sum(dtype=sum_dtype(part.device))) for part in own]
-        rows = self._manager.gather_floats([math.fsum(sums)])
-        if broken := [rank for rank, (total,) in enumerate(rows) if not math.isfinite(total)]:
-            raise DivergenceError(
-                f"After step {step} the sharded weights of {_ranks(broken)} are not finite.",
-                hint="Look at the learning rate and at these samples; on_nan='raise' finds the step.",
-            )
 
     def _raise(self, step: int, what: str, hint: str = _HINT) -> None:
         last = self._last_equal_step

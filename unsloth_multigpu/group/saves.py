@@ -4,8 +4,8 @@ The script runs on every rank, and so does `if exists(folder): rmtree(folder)` b
 seconds before it writes: a rank that comes late has removed by then what it removes. It is no barrier: an export may
 take longer than a collective may, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/N` is rank 0's save number N: what it saves and, once it has, how that ended. Rank 0 deletes it
-when all ranks have read it. `saves/at/R` says where rank R is.
+In the store, `saves/of/WHAT` is rank 0's latest save of WHAT, a saver and its path: its number among these and, once it
+has ended, how. `saves/at/R` says where rank R is.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SAVE_LIMIT_S = 86_400.0
 # After this time without the other ranks a save of a sharded model says whom it waits for.
 _QUIET_S = 3.0
 _AT = "saves/at/{}"
+_OF = "saves/of/{}"
 _LEFT = "saves/left/{}"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
 _ON_ALL_RANKS = "Call it on all ranks, not under `if rank == 0:`. The files are written once."
@@ -50,13 +51,13 @@ class _Place(NamedTuple):
         what: The saver that it has come to last, and its path.
         number: How often it has come to it.
         waits: True until it leaves that saver.
-        num_read: How many of rank 0's saves it has read, to their end.
+        num_saves: How often it has come to any saver.
     """
 
     what: str = ""
     number: int = 0
     waits: bool = False
-    num_read: int = 0
+    num_saves: int = 0
 
 
 class Saves:
@@ -70,12 +71,7 @@ class Saves:
         self._manager = manager
         self._at = _Place()
         self._counts: Counter[str] = Counter()
-        self._num_saves = 0
-        self._num_deleted = 0  # On rank 0: of its saves, those whose key is no longer in the store.
-        self._is_told = False  # On rank 0: the others know of the save that it visits.
         self._is_late = False  # On another rank: rank 0 had begun the save when this rank came to it.
-        # Of rank 0's saves that this rank has read: what was saved, and how it ended (None while it lasts).
-        self._read: list[tuple[str, dict[str, Any] | None]] = []
         # On rank 0: its last save at a place in the code to which not all ranks came.
         self._lonely: dict[int, _Place] = {}
 
@@ -91,16 +87,12 @@ class Saves:
             what: The saver and its path, equal on all ranks that make the same save.
         """
         self._counts[what] += 1
-        self._num_saves += 1
-        self._is_told = False
-        if self._rank:
-            self._read_store()
-            self._is_late = self._number_of(what) is not None
-        self._tell(_Place(what, self._counts[what], waits=True))
+        self._is_late = self._told(what) is not None
+        self._tell(_Place(what, self._counts[what], True, self._at.num_saves + 1))
         try:
             yield
         except BaseException as error:
-            if not self._rank and not self._is_told:  # The others read saves in order: none may be missing.
+            if not self._rank:
                 self._publish(failure(error))
             raise
         finally:
@@ -114,13 +106,8 @@ class Saves:
             save: Writes.
         """
         self._wait_for_others()
-        self._delete_read()
         self._publish(None)
-        try:
-            result = save()
-        except BaseException as error:
-            self._publish(failure(error))
-            raise
+        result = save()
         self._publish({"result": _plain(result), "path": path if path and os.path.lexists(path) else ""})
         return result
 
@@ -137,18 +124,17 @@ class Saves:
             DistributedError: Rank 0 failed, has left without this save, or what it saved is gone.
             RankTimeoutError: Rank 0 does not come within `timeout_s`.
         """
-        what, since_s = self._at.what, time.monotonic()
+        what, since_s, before = self._at.what, time.monotonic(), _Place()
         while True:
             # Asked first, so that a save before it left is still seen below.
             is_over = self._has_left(0)
             has_left = is_over or self._manager.is_abandoned()
-            if self._read_store():
-                since_s = time.monotonic()
-            number = self._number_of(what)
-            if number is not None and (outcome := self._read[number][1]) is not None:
+            first = self._place_of(0)
+            if first != before:
+                since_s, before = time.monotonic(), first
+            if outcome := self._told(what):
                 return True, self._result(outcome)
-            is_busy = bool(self._read) and self._read[-1][1] is None
-            is_behind = len(self._read) < self._num_saves
+            is_busy, is_behind = first.waits, first.num_saves < self._at.num_saves
             if has_left and (is_busy or is_behind):
                 where = "ended its script" if is_over else "left the cell"
                 raise DistributedError(
@@ -157,7 +143,7 @@ class Saves:
                 )
             quiet_s = time.monotonic() - since_s
             if has_left or (quiet_s > OWN_PATH_GRACE_S and not is_busy and not is_behind):
-                logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._read[-1][0])
+                logger.warning("%s is this rank's alone, rank 0 saved %s", what, first.what)
                 self._tell(self._at._replace(waits=False))
                 return False, None
             limit_s = SAVE_LIMIT_S if is_busy else self._manager.config.timeout_s
@@ -251,38 +237,21 @@ class Saves:
         return _Place() if told is None else _Place(*json.loads(told))
 
     def _tell(self, at: _Place) -> None:
-        num_read = len(self._read) - (bool(self._read) and self._read[-1][1] is None)
-        self._at = at._replace(num_read=num_read)
-        self._manager.publish(_AT.format(self._rank), json.dumps(self._at))
+        self._at = at
+        self._manager.publish(_AT.format(self._rank), json.dumps(at))
 
     def _publish(self, outcome: dict[str, Any] | None) -> None:
         """Tells the others how rank 0's save has ended, None = it has begun."""
-        self._is_told = True
-        self._manager.publish(f"saves/{self._num_saves - 1}", json.dumps([self._at.what, outcome]))
+        self._manager.publish(_OF.format(self._at.what), json.dumps([self._at.number, outcome]))
 
-    def _delete_read(self) -> None:
-        """Deletes the keys that no rank will read again."""
-        num_read = min(self._place_of(rank).num_read for rank in range(1, self._manager.identity.world_size))
-        while self._num_deleted < num_read:
-            self._manager.delete(f"saves/{self._num_deleted}")
-            self._num_deleted += 1
+    def _told(self, what: str) -> dict[str, Any] | None:
+        """How rank 0's save that this rank's is has ended: {} while it lasts, None where rank 0 has not begun it.
 
-    def _read_store(self) -> bool:
-        """Reads what rank 0 has saved meanwhile, and how; True if there is something new. Does not wait."""
-        before = list(self._read)
-        if self._read and self._read[-1][1] is None:  # It lasted when it was read.
-            self._read.pop()
-        while (told := self._manager.read(f"saves/{len(self._read)}")) is not None:
-            what, outcome = json.loads(told)
-            self._read.append((what, outcome))
-            if outcome is None:
-                break
-        return before != self._read
-
-    def _number_of(self, what: str) -> int | None:
-        """Number of rank 0's save that this rank's is; None where rank 0 has not begun it."""
-        numbers = [number for number, (saved, _) in enumerate(self._read) if saved == what]
-        return numbers[self._counts[what] - 1] if len(numbers) >= self._counts[what] else None
+        Where rank 0 has begun a later one of the same path, it is of that one.
+        """
+        told = self._manager.read(_OF.format(what))
+        number, outcome = (0, None) if told is None else json.loads(told)
+        return (outcome or {}) if number >= self._counts[what] else None
 
     def _result(self, outcome: dict[str, Any]) -> Any:
         if "error" in outcome:

@@ -1,7 +1,7 @@
-"""`input()` and `getpass()` in a script: asked once, on rank 0, and answered on all ranks of this machine.
+"""`input()` and `getpass()`: asked once, on rank 0, and answered on all ranks of this machine.
 
-Ranks above 0 have no terminal. What is typed may be a secret, so it goes through files in the run's private
-folder, and not through the store. Needs no torch.
+Ranks above 0 have no terminal. What is typed in a script may be a secret, so it goes through files in the run's
+private folder, and not through the store. Needs no torch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import builtins
 import getpass
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from unsloth_multigpu.errors import RankTimeoutError
@@ -30,11 +28,52 @@ _ANSWER_LIMIT_S = 24 * 3600.0
 _KINDS: dict[str, type[BaseException]] = {"EOFError": EOFError, "KeyboardInterrupt": KeyboardInterrupt}
 
 
+class SharedInput:
+    """What the user types is typed once, by functions in the place of `builtins.input` and `getpass.getpass`.
+
+    Args:
+        make: Takes the question, which is the same text on all ranks, and what asks it; returns the answer. It calls
+            the latter on rank 0, and waits for the answer on the others.
+    """
+
+    def __init__(self, make: Callable[[str, Callable[[], str]], Any]) -> None:
+        self._make = make
+        self._before: tuple[Callable[..., str], Callable[..., str]] = (builtins.input, getpass.getpass)
+        self._is_open = False
+
+    def open(self) -> None:
+        """Replaces both."""
+        if not self._is_open:
+            self._is_open = True
+            self._before = (builtins.input, getpass.getpass)
+            builtins.input, getpass.getpass = self.input, self.getpass
+
+    def close(self) -> None:
+        """Restores those in whose place the program has not put its own."""
+        if self._is_open:
+            self._is_open = False
+            if builtins.input == self.input:
+                builtins.input = self._before[0]
+            if getpass.getpass == self.getpass:
+                getpass.getpass = self._before[1]
+
+    # `from getpass import getpass` keeps these for later: they call the original that was found last.
+    def input(self, *args: Any) -> Any:
+        """Replaces `input`."""
+        return self._make(_question("input", args), lambda: self._before[0](*args))
+
+    def getpass(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `getpass.getpass`."""
+        return self._make(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
+
+
+def _question(name: str, args: tuple[Any, ...]) -> str:
+    return f"{name}({str(args[0])!r})" if args else f"{name}()"
+
+
 @contextmanager
 def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: HeartbeatPage) -> Iterator[None]:
-    """Replaces `input` and `getpass.getpass` of this process.
-
-    Ranks identify a question by the line of the program that asks it, and how often it was asked there.
+    """Shares what is typed at the prompts of a script.
 
     Args:
         run_dir: The run's private folder.
@@ -44,30 +83,18 @@ def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: 
     """
     num_asked: Counter[str] = Counter()
 
-    def share(module: ModuleType, name: str) -> None:
-        original = getattr(module, name)
+    def make(what: str, ask: Callable[[], str]) -> str:
+        num_asked[what] += 1
+        path = run_dir / f"answer_{digest_of([attempt, what, num_asked[what]])}"
+        with beat.within(Phase.SCRIPT):
+            return _ask(ask, path) if identity.rank == 0 else _receive(path, identity.rank, what)
 
-        def shared(*args: Any, **keywords: Any) -> str:
-            frame = sys._getframe(1)
-            what = f"{name}() at {frame.f_code.co_filename}:{frame.f_lineno}"
-            num_asked[what] += 1
-            path = run_dir / f"answer_{digest_of([attempt, what, num_asked[what]])}"
-            with beat.within(Phase.SCRIPT):
-                if identity.rank == 0:
-                    return _ask(lambda: original(*args, **keywords), path)
-                return _receive(path, identity.rank, what)
-
-        def restore() -> None:
-            if getattr(module, name) is shared:  # Otherwise the script has put its own in its place.
-                setattr(module, name, original)
-
-        setattr(module, name, shared)
-        stack.callback(restore)
-
-    with ExitStack() as stack:
-        share(builtins, "input")
-        share(getpass, "getpass")
+    shared = SharedInput(make)
+    shared.open()
+    try:
         yield
+    finally:
+        shared.close()
 
 
 def _ask(original: Callable[[], str], path: Path) -> str:

@@ -1,9 +1,9 @@
-"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs, what a worker cannot run again. Pure."""
+"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs. Pure."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
@@ -23,16 +23,16 @@ RANK_0_CELL_MAGICS = frozenset(_CELL_MAGICS.split())
 RANK_0_LINE_MAGICS = frozenset(_LINE_MAGICS.split())
 # These run Python in this process, which may read its rank; the others start programs, which must not see it.
 MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
+# These are called for what they return.
+VALUE_MAGICS = frozenset({"sx", "system"})
 # These read the history of the shell, which ranks above 0 do not keep.
 HISTORY_MAGICS = frozenset({"macro", "rerun"})
 # Modules with magics of front ends, which a worker does not have.
-FRONT_ENDS = ("ipykernel.", "google.colab.")
+_FRONT_ENDS = ("ipykernel.", "google.colab.")
 # The module of aliases: commands of the system by a name that the user has chosen.
 _ALIASES = "IPython.core.alias."
 # Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
-# Calls whose values only rank 0 has, by how they end in the source.
-_VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput")
 _ERROR_CHARACTERS = 2000
 
 
@@ -45,7 +45,7 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
         line: What follows it.
         module: Where its function is defined; None = the shell does not have it.
     """
-    if module is None or f"{module}.".startswith((*FRONT_ENDS, _ALIASES)):
+    if module is None or f"{module}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True
     if name == "store" and "-r" in line.split():
         return False  # This form reads, and every rank needs what it reads.
@@ -121,40 +121,8 @@ def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
 
 def is_python(source: str) -> bool:
     """False for a transformed cell that Python cannot read: nothing of it was run."""
-    return _parse(source) is not None
-
-
-def kept_value(source: str) -> str | None:
-    """The first statement of a transformed cell that keeps a value which only the kernel has; None = there is none.
-
-    That is what was typed, what a command has printed, and what a magic of rank 0 has returned.
-    """
-    for node in _nodes_that_run(_parse(source)):
-        if isinstance(node, ast.Assign) and any(map(_is_value_of_rank_0, ast.walk(node.value))):
-            return ast.unparse(node)
-    return None
-
-
-def _parse(source: str) -> ast.Module | None:
     try:
-        return ast.parse(source)
+        ast.parse(source)
     except (SyntaxError, ValueError):
-        return None
-
-
-def _nodes_that_run(node: ast.AST | None) -> Iterator[ast.AST]:
-    """Without the bodies of functions, which may never be called."""
-    if node is None or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-        return
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _nodes_that_run(child)
-
-
-def _is_value_of_rank_0(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
         return False
-    called = ast.unparse(node.func)
-    if called == "get_ipython().run_line_magic" and node.args and isinstance(node.args[0], ast.Constant):
-        return node.args[0].value in RANK_0_LINE_MAGICS
-    return any(called == name or called.endswith(f".{name}") for name in _VALUE_CALLS)
+    return True

@@ -7,13 +7,11 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
-from unsloth_multigpu.notebook.cell import kept_value
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 
@@ -84,20 +82,6 @@ def _check_devices(num_ranks: int) -> None:
         raise SetupError(
             "unsloth was imported while one device was visible, and has told accelerate that there is one process.",
             hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
-        )
-
-
-def check_earlier_cells(cells: Iterable[str]) -> None:
-    """Refuses transformed cells that the workers cannot run again.
-
-    Raises:
-        SetupError: One keeps a value that only this process has.
-    """
-    for statement in filter(None, map(kept_value, cells)):
-        raise SetupError(
-            f"enable_multi_gpu() comes after `{statement[:200]}`: the other ranks run that cell again, and this value "
-            "is known in this process alone.",
-            hint=f"{_RESTART} What follows it is asked and run once, and its values reach all ranks.",
         )
 
 

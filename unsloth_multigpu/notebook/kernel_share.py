@@ -5,9 +5,7 @@ Attributes of the one shell object replace public methods of IPython while the r
 
 from __future__ import annotations
 
-import builtins
 import functools
-import getpass
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,7 +13,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
-from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic
+from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, VALUE_MAGICS, is_rank_0_magic
 from unsloth_multigpu.notebook.value import Publisher, Receiver, like_ipython
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import Patch
@@ -70,7 +68,7 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
             return line_magic(name, line, _stack_depth=user.depth(0) + 1)
 
         with user.at(sys._getframe(_stack_depth)), _environment(name, variables):
-            return like_ipython(make(f"%{name} {line}".rstrip(), run, is_value=False))
+            return like_ipython(make(f"%{name} {line}".rstrip(), run, is_value=name in VALUE_MAGICS))
 
     def shared_cell_magic(name: str, line: str, cell: str) -> Any:
         def run() -> Any:
@@ -92,43 +90,6 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
         for name, replacement in replacements.items():
             stack.enter_context(instance_attribute(shell, name, replacement))
         yield
-
-
-class SharedInput:
-    """What the user types is typed once, by functions in the place of `builtins.input` and `getpass.getpass`.
-
-    The kernel puts them there for the time of each cell, a worker for its life.
-
-    Args:
-        sharer: Sends what was typed, or waits for it.
-    """
-
-    def __init__(self, sharer: Publisher | Receiver) -> None:
-        self._sharer = sharer
-        self._before: tuple[Callable[..., str], Callable[..., str]] = (builtins.input, getpass.getpass)
-        self._is_open = False
-
-    def open(self) -> None:
-        """At the begin of a cell."""
-        if not self._is_open:
-            self._is_open = True
-            self._before = (builtins.input, getpass.getpass)
-            builtins.input, getpass.getpass = self.input, self.getpass
-
-    def close(self) -> None:
-        """At its end: restores both."""
-        if self._is_open:
-            self._is_open = False
-            builtins.input, getpass.getpass = self._before
-
-    # `from getpass import getpass` keeps these for later cells: they call the original that was found last.
-    def input(self, *args: Any) -> Any:
-        """Replaces `input`."""
-        return self._sharer.make(_question("input", args), lambda: self._before[0](*args))
-
-    def getpass(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `getpass.getpass`."""
-        return self._sharer.make(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
@@ -166,11 +127,6 @@ def refuse_history(name: str) -> None:
 
     if name in HISTORY_MAGICS:
         raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
-
-
-def _question(name: str, args: tuple[Any, ...]) -> str:
-    """The text by which ranks identify a question."""
-    return f"{name}({str(args[0])!r})" if args else f"{name}()"
 
 
 def _environment(name: str, variables: RankVariables) -> Any:

@@ -19,9 +19,8 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUE
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import is_python, split_at
 from unsloth_multigpu.notebook.cell_program import KernelProgram
-from unsloth_multigpu.notebook.extension import extension_lines
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.kernel_refusal import check_earlier_cells, check_kernel, line_of_cell
+from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.shell import KernelShell
@@ -65,7 +64,6 @@ def open_notebook(
     cells = shell.history_manager.input_hist_parsed
     above, rest = split_at(cells[-1], line_of_cell(shell), shell.transform_cell)
     earlier = [*cells[1:-1], above]
-    check_earlier_cells(earlier)
     begin_s = time.monotonic()
     with ExitStack() as stack:
         notebook = Notebook(config, num_ranks, shell, stack)
@@ -103,8 +101,7 @@ class Notebook:
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
-        profile, extensions = shell.profile_dir.location, extension_lines(shell)
-        told = {"path": sys.path, "before": before, "profile": profile, "extensions": extensions}
+        told = {"path": sys.path, "before": before, "profile": shell.profile_dir.location}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
@@ -128,9 +125,6 @@ class Notebook:
     def replay(self, earlier: Sequence[str]) -> None:
         """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
-        for worker in self.kernel.workers:
-            for failure in worker.start_failures:
-                logger.warning("rank %d has not the kernel's extension: %s (see %s)", worker.rank, failure, worker.log)
         for execution_count, source in enumerate(earlier, 1):
             if source.strip() and is_python(source):
                 self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)

@@ -195,7 +195,7 @@ class Monitor:
     def _take(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         kind, cell = message["kind"], self._kernel.cell
         if kind == "ready":
-            worker.start_failures, worker.is_ready = message["failures"], True
+            worker.is_ready = True
         elif kind == "waits":
             if cell is not None and cell.number == message["cell_number"]:
                 worker.waits = message["collective"]

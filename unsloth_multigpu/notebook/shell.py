@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.cell import names_broken_group
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_share import SharedInput, done_by_rank_0, notebook_patches
+from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.magic import RankMagics
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.variables import RankVariables
@@ -53,7 +54,7 @@ class KernelShell:
         self._after_cell = after_cell
         self._variables = variables
         self.publisher = Publisher(kernel)
-        self._input = SharedInput(self.publisher)
+        self._input = SharedInput(self.publisher.make)
         self._magics = RankMagics(shell, kernel, self.publisher, run)
         self._stack = ExitStack()
         # A front end may have set one: Colab's adds advice to an ImportError.

@@ -104,7 +104,7 @@ class Receiver:
 
     Attributes:
         cell_number: Number of the cell that runs; 0 = none.
-        is_replay: The cell is one that rank 0 ran before it had other ranks. So is what the shell began with.
+        is_replay: The cell is one that rank 0 ran before it had other ranks.
         is_detached: See `detached`.
         is_apart: See `detached`.
     """

@@ -9,19 +9,19 @@ import os
 import queue
 import re
 import signal
-import socket
 import sys
 import threading
 import traceback
 import types
 from collections.abc import Coroutine, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.extension import run_lines
-from unsloth_multigpu.notebook.kernel_share import SharedInput, done_by_rank_0, notebook_patches
+from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
@@ -61,19 +61,15 @@ class Worker:
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[Any] | None = None
 
-    def run(self, start_failures: list[str]) -> None:
-        """Executes messages of the kernel until the kernel is gone.
-
-        Args:
-            start_failures: Extensions that could not be loaded.
-        """
+    def run(self) -> None:
+        """Executes messages of the kernel until the kernel is gone."""
         signal.signal(RAISE_SIGNAL, self._raise_pending)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # One loop for all cells: a cell may await what an earlier one has begun.
         asyncio.set_event_loop(self._loop)
         self._shell.loop_runner = self._run_coroutine
         threading.Thread(target=self._listen, name="unsloth_multigpu-channel", daemon=True).start()
-        self.channel.send("ready", failures=start_failures)
+        self.channel.send("ready")
         while True:
             self._obey(self._orders.get())
 
@@ -224,12 +220,12 @@ def main() -> None:
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
     sys.path[:] = told["path"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    channel = Channel(socket.socket(fileno=descriptor))
+    channel = Channel(Connection(descriptor))
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
     shell = make_worker_shell(told["profile"], receiver, program)
-    SharedInput(receiver).open()
+    SharedInput(receiver.make).open()
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
     with done_by_rank_0(shell, receiver, RankVariables({}, told["before"])):
-        Worker(channel, receiver, program, shell).run(run_lines(shell, told["extensions"]))
+        Worker(channel, receiver, program, shell).run()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.wire.child import Child
-from unsloth_multigpu.wire.frames import Frames
 
 # A worker that reads no message for this long is killed. Its thread reads, unless native code holds Python's lock.
 _SEND_LIMIT_S = 30.0
@@ -29,7 +31,6 @@ class WorkerProcess(Child):
 
     Attributes:
         is_ready: It takes cells.
-        start_failures: Extensions of the kernel that could not be loaded there.
         ended: The message with which it ended a cell, by the number of the cell. Only the last ones are kept.
         waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
     """
@@ -37,7 +38,6 @@ class WorkerProcess(Child):
     def __init__(self, rank: int, log: Path, environment: Mapping[str, str]) -> None:
         self.rank = rank
         self.is_ready = False
-        self.start_failures: list[str] = []
         self.ended: dict[int, dict[str, Any]] = {}
         self.waits: int | None = None
         super().__init__(f"rank {rank}", _PROGRAM, log, environment)
@@ -49,7 +49,7 @@ class WorkerProcess(Child):
             return
         try:
             self.channel.send(kind, **fields)
-        except TimeoutError:
+        except BlockingIOError:
             self.kill(f"it has read nothing for {_SEND_LIMIT_S:g} seconds")
         except OSError:
             self.kill()  # The process is ending.
@@ -84,35 +84,36 @@ class Channel:
     Any thread may send; one thread receives.
 
     Args:
-        end: A connected stream socket, owned from now on.
+        end: Owned from now on.
         send_limit_s: How long a message may wait for a reader that does not read; None = no limit.
     """
 
-    def __init__(self, end: socket.socket, send_limit_s: float | None = None) -> None:
-        self._frames = Frames(end, send_limit_s)
-
-    def fileno(self) -> int:
-        """Readable when there is something to receive."""
-        return self._frames.fileno()
+    def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+        self.fileno = end.fileno
+        self.close = end.close
+        if send_limit_s is not None:
+            with socket.socket(fileno=os.dup(end.fileno())) as same:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_limit_s), 0))
 
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message: its kind, and fields that JSON can hold.
 
         Raises:
-            OSError: The other side is gone, or does not read. A message that was cut off ends the pair.
+            BlockingIOError: The other side does not read. The message may be cut off, which ends the pair.
+            OSError: The other side is gone.
         """
-        self._frames.send(json.dumps({"kind": kind, **fields}).encode())
+        with self._lock:
+            self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Waits for bytes and returns the messages that are whole by now; None when the other side is gone."""
-        messages = self._frames.receive()
-        if messages is None:
-            return None
-        # All messages, so that the last one is known before the end of the other side.
-        while self._frames.has_more() and (more := self._frames.receive()) is not None:
-            messages += more
-        return [json.loads(message) for message in messages]
-
-    def close(self) -> None:
-        """Closes this end, which the other side sees."""
-        self._frames.close()
+        """Waits for a message and returns all that are there, so that the last one is known before the end of the
+        other side; None when that is gone."""
+        messages: list[dict[str, Any]] = []
+        try:
+            while not messages or self._end.poll():
+                messages.append(json.loads(self._end.recv_bytes()))
+        except (EOFError, OSError):
+            return messages or None
+        return messages

@@ -99,6 +99,7 @@ def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) 
         """Has its own name, so that no section of a configuration file applies to it."""
 
     shell: WorkerShell = Shell.instance(receiver, program, user_module=sys.modules["__main__"], **options)
+    shell.run_cell("%load_ext storemagic", store_history=False)  # As each application of IPython does.
     return shell
 
 

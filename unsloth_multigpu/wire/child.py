@@ -1,10 +1,10 @@
-"""A Python process that this one starts, ends and speaks to over a pair of sockets."""
+"""A Python process that this one starts, ends and speaks to over a pair of sockets. No name, no port."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class Child:
         self.exit_code: int | None = None
         self._killed_because = ""
         self._started_by = os.getpid()
-        self.connection, theirs = socket.socketpair()
+        self.connection, theirs = multiprocessing.Pipe()
         with ExitStack() as stack:
             stack.callback(self.connection.close)
             if not log.exists():  # The folder was removed while processes were running.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from unsloth_multigpu.options import (
     ENV_ATTEMPT,
     ENV_NOTEBOOK,
-    ENV_RANK_PID,
     ENV_RUN,
     ENV_RUN_DIR,
     ENV_SHARD_CHOICE,
@@ -39,7 +38,7 @@ class ToolRequest:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a supervisor tells its ranks. Without a supervisor of ours only `tool` and `rank_pid` may be set.
+    """What a supervisor tells its ranks. Without a supervisor of ours only `tool` may be set.
 
     Args:
         run_dir: The run's private folder: heartbeats, events, sockets.
@@ -53,7 +52,6 @@ class RunContext:
         tool: Takes part in the run.
         shard_choice: What `shard="auto"` has become, "on" or "off".
         launcher: "notebook" or "unsloth_multigpu" in ranks of ours, else None.
-        rank_pid: Process id of a rank that multiprocessing has started, also in the processes that it starts.
     """
 
     run_dir: str | None = None
@@ -67,13 +65,12 @@ class RunContext:
     tool: ToolRequest | None = None
     shard_choice: str | None = None
     launcher: str | None = None
-    rank_pid: int | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
         """The context that `environment` carries."""
 
-        tool, rank_pid = environment.get(ENV_TOOL), environment.get(ENV_RANK_PID)
+        tool = environment.get(ENV_TOOL)
         launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
@@ -81,7 +78,6 @@ class RunContext:
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
             shard_choice=environment.get(ENV_SHARD_CHOICE),
             launcher=launcher if ENV_RUN_DIR in environment else None,
-            rank_pid=None if rank_pid is None else int(rank_pid),
             **json.loads(environment.get(ENV_RUN, "{}")),
         )
 
