@@ -46,6 +46,9 @@ _END_LIMIT_S = 10.0
 class GenerationServer:
     """Starts the server when rank 0 asks for it, watches it, and ends it with the ranks of this attempt.
 
+    It cannot start with the ranks: it loads the Trainer's model, which the script names where it makes the Trainer.
+    An option with that name would be a second place for it, and could name another model.
+
     A server that has served ranks which have failed has their weights and their connection: each attempt has its own.
 
     Args:
