@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.words import in_gib
 
 logger = get_logger(__name__)
 
@@ -43,11 +44,12 @@ def placement_patches(
     if device_type == "cpu":
         return []
     explain = functools.partial(_explained, device_type, local_rank, rank, num_ranks, shards)
+    refuse = functools.partial(_refuse_what_does_not_fit, device_type, local_rank, num_ranks)
     return [
         Patch(
             target=target,
             supports=supports,
-            wrap=functools.partial(_placed, device_type, local_rank, warns, shards, explain),
+            wrap=functools.partial(_placed, device_type, local_rank, warns, shards, refuse, explain),
             reason=_REASON,
             optional=True,
         )
@@ -107,6 +109,33 @@ def _splits(device_map: Any) -> bool:
     return len(places) > 1 and not places & set(_OFF_DEVICE)
 
 
+def _refuse_what_does_not_fit(
+    device_type: str, local_rank: int, num_ranks: int, device_map: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuses to load weights on the rank's device that it cannot hold.
+
+    Raises:
+        SetupError: They take more than all of its memory.
+    """
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    # Unsloth's loaders, which have no class before the name, call that of transformers.
+    if num_ranks == 1 or not (args and isinstance(args[0], type)) or set(map(str, places)) & set(_OFF_DEVICE):
+        return
+    import torch
+
+    from unsloth_multigpu.shard.stored import least_bytes
+    from unsloth_multigpu.step.out_of_memory import loading_advice
+
+    name = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")
+    has = getattr(torch, device_type).mem_get_info(local_rank)[1]
+    if name is not None and (needs := least_bytes(name, kwargs)) > has:
+        raise SetupError(
+            f"device_map={device_map!r}: the weights of {name} take {in_gib(needs)} GiB or more, and each rank has one "
+            f"card, of {in_gib(has)} GiB.",
+            hint=loading_advice(num_ranks, shards=False),
+        )
+
+
 @contextmanager
 def _explained(device_type: str, local_rank: int, rank: int, num_ranks: int, shards: bool) -> Iterator[None]:
     """Adds the numbers and what would fit to the error of a model that the rank's device cannot hold."""
@@ -131,6 +160,7 @@ def _placed(
     local_rank: int,
     warns: bool,
     shards: bool,
+    refuse: Callable[..., None],
     explain: Callable[[], Any],
     original: Callable[..., Any],
     /,
@@ -138,6 +168,8 @@ def _placed(
     **kwargs: Any,
 ) -> Any:
     given = kwargs.get("device_map")
+    if given is not None and not shards:
+        refuse(given, args, kwargs)
     if shards and _splits(given):
         kwargs["device_map"] = {"": local_rank}
         logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
