@@ -18,7 +18,7 @@ def least_bytes(name: Any, options: Mapping[str, Any]) -> int:
     config = _read(name, "config.json", options)
     index = _read(name, "model.safetensors.index.json", options)
     single = _path(name, "model.safetensors", options)
-    stored: int = index.get("metadata", {}).get("total_size", 0) or (single.stat().st_size if single else 0)
+    stored = int(index.get("metadata", {}).get("total_size", 0)) or (single.stat().st_size if single else 0)
     if config.get("quantization_config"):
         return stored
     stored_bits = _num_bits(config.get("dtype") or config.get("torch_dtype"))
