@@ -182,7 +182,8 @@ def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs
     if is_sharded(self.get_base_layer().weight):
         raise SetupError(
             "An adapter is merged into whole weights, and each rank has its rows of these 4-bit ones.",
-            hint="save_pretrained() on all ranks. Merge in a process of its own, into the model in 16 bits.",
+            hint="Call save_pretrained() on all ranks. Then, in one process: load the model in 16 bits, and "
+            "PeftModel.from_pretrained(model, adapter).merge_and_unload().",
         )
     return original(self, *args, **kwargs)
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.words import in_gib
 
 logger = get_logger(__name__)
 
@@ -55,6 +56,8 @@ class Placement:
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("device_map")
+        if given is not None and not self.shards:
+            self._refuse_what_does_not_fit(given, args, kwargs)
         if self.shards and _splits(given):
             kwargs["device_map"] = {"": self.local_rank}
             logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
@@ -68,6 +71,31 @@ class Placement:
             )
         with self._explained():
             return original(*args, **kwargs)
+
+    def _refuse_what_does_not_fit(self, device_map: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses to load weights on the rank's device that it cannot hold.
+
+        Raises:
+            SetupError: They take more than all of its memory.
+        """
+        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        # Unsloth's loaders, which have no class before the name, call that of transformers.
+        is_loader = bool(args) and isinstance(args[0], type)
+        if self.num_ranks == 1 or not is_loader or set(map(str, places)) & set(_OFF_DEVICE):
+            return
+        import torch
+
+        from unsloth_multigpu.shard.stored import least_bytes
+        from unsloth_multigpu.step.out_of_memory import loading_advice
+
+        name = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")
+        has = getattr(torch, self.device_type).mem_get_info(self.local_rank)[1]
+        if name is not None and (needs := least_bytes(name, kwargs)) > has:
+            raise SetupError(
+                f"device_map={device_map!r}: the weights of {name} take {in_gib(needs)} GiB or more, and each rank has "
+                f"one card, of {in_gib(has)} GiB.",
+                hint=loading_advice(self.num_ranks, shards=False),
+            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

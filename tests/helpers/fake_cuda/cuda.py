@@ -17,6 +17,7 @@ import os
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,42 @@ def _bitsandbytes(run: Any, module: Any) -> None:
         run(module)
     finally:
         torch.cuda.is_available = is_available
+    functional = module.functional
+    # Unsloth calls the library itself, by pointers, and loads in 16 bits where it has no kernels.
+    functional.get_ptr = lambda tensor: tensor
+    vars(functional.lib).update(
+        cdequantize_blockwise_fp32=_Kernel(_dequantize_blockwise),
+        **{f"cdequantize_blockwise_{name}_nf4": _Kernel(_dequantize_nf4) for name in ("fp32", "fp16", "bf16")},
+        **{f"cgemm_4bit_inference_naive_{name}": _Kernel(_no_kernel) for name in ("fp16", "bf16")},
+    )
+
+
+class _Kernel:
+    """A function of bitsandbytes' library that is given tensors in the place of pointers."""
+
+    restype = None  # By this Unsloth knows that the library was loaded.
+
+    def __init__(self, compute: Callable[..., None]) -> None:
+        self._compute = compute
+
+    def __call__(self, *arguments: Any) -> None:
+        self._compute(*(getattr(value, "value", value) for value in arguments))
+
+
+def _dequantize_blockwise(code: Any, packed: Any, absmax: Any, out: Any, blocksize: int, *_: Any) -> None:
+    import torch
+
+    out.copy_(torch.ops.bitsandbytes.dequantize_blockwise(packed, absmax, code, blocksize, out.dtype))
+
+
+def _dequantize_nf4(_: Any, packed: Any, absmax: Any, out: Any, blocksize: int, *__: Any) -> None:
+    import torch
+
+    out.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, "nf4", out.shape, out.dtype))
+
+
+def _no_kernel(*_: Any) -> None:
+    raise NotImplementedError("The device in host memory does not multiply by 4-bit weights.")
 
 
 def _triton(run: Any, module: Any) -> None:
