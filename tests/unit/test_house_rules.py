@@ -466,12 +466,12 @@ print(json.dumps({"elapsed_s": elapsed_s, "modules": list(sys.modules), "same": 
 """
 
 
-def import_violations(folder: Path) -> list[str]:
-    """Imports the package that lies in `folder` in fresh interpreters; the quickest of up to twenty is its time."""
+def import_violations(folder: Path, most: int = 20) -> list[str]:
+    """Imports the package that lies in `folder` in fresh interpreters; the quickest of up to `most` is its time."""
     command = [sys.executable, "-c", IMPORT_PROBE]
     runs: list[dict[str, Any]] = []
     # On a busy machine most of them wait for a core.
-    while len(runs) < 20 and not any(run["elapsed_s"] < 0.1 for run in runs):
+    while len(runs) < most and not any(run["elapsed_s"] < 0.1 for run in runs):
         done = subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=60)
         runs.append(json.loads(done.stdout))
     assert all(Path(run["file"]).is_relative_to(folder) for run in runs)
@@ -496,7 +496,7 @@ def test_import_is_free() -> None:
 def test_import_check_catches_a_planted_violation(tmp_path: Path, source: str, fact: str) -> None:
     (tmp_path / "unsloth_multigpu").mkdir()
     (tmp_path / "unsloth_multigpu" / "__init__.py").write_text(source)
-    assert fact in " ".join(import_violations(tmp_path))
+    assert fact in " ".join(import_violations(tmp_path, 3))
 
 
 LEAKS = {
