@@ -12,8 +12,13 @@ import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
 
+import lazy_torch
+
 HIDDEN = {*os.environ.get("HIDDEN_MODULES", "").split(","), *os.environ.get("FAKE_CUDA_HIDES", "").split(",")}
 KEPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
+
+
+find = PathFinder.find_spec
 
 
 class Without(PathFinder):
@@ -21,7 +26,9 @@ class Without(PathFinder):
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        spec = None if fullname in HIDDEN else super().find_spec(fullname, path, target)
+        if fullname.startswith("torch.") and (found := lazy_torch.find(fullname, lambda: find(fullname, path))):
+            return found
+        spec = None if fullname in HIDDEN else find(fullname, path, target)
         if spec is not None and fullname in AFTER:
             call_after(spec.loader, AFTER[fullname])
         return spec
