@@ -115,7 +115,8 @@ class Shapes(Lazy):
 
     def replaced(self, module):
         """Who has got the names gets the real ones."""
-        for other in [m for name, m in sys.modules.items() if name.startswith("torch.") and m is not self]:
+        others = [m for name, m in sys.modules.items() if name.startswith("torch.") and isinstance(m, ModuleType)]
+        for other in others:
             for name, value in self.given.items():
                 if vars(other).get(name) is value:
                     setattr(other, name, getattr(module, name))

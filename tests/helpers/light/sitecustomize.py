@@ -1,7 +1,7 @@
 """Read by every Python that tests.helpers.run starts, so that it starts sooner and does the same.
 
-Modules that `hide` names are not there, garbage is collected seldom, and what libraries find out from the installed
-files in each process is kept in a file next to this one.
+Modules that `hide` names are not there, those of lazy_torch.py come when they are needed, garbage is collected seldom,
+and what libraries find out from the installed files in each process is kept in a file next to this one.
 """
 
 import atexit
