@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # CPU ranks everywhere: tests/gpu asks for cards itself.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# Its sitecustomize.py takes a third of the time off a start, and does not change what a script does.
+# Its sitecustomize.py takes two fifths of the time off a start, and does not change what a script does.
 SITE = str(ROOT / "tests" / "helpers" / "light")
 
 

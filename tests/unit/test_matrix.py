@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from packaging.version import Version
 
 from tests.matrix.record import PAGE, RESULTS, known_rows, outcome_of, page
@@ -27,6 +28,7 @@ def test_file_of_rows_belongs_to_the_page() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(rows)
 
 
+@pytest.mark.thorough
 def test_tests_of_the_rows_are_there() -> None:
     """Beside `-n` pytest runs nothing, and does not say why, where one name is wrong."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-m", ""]

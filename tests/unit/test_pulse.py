@@ -3,64 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import stat
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from tests.helpers.run import wait_until
 from unsloth_multigpu.launch import pulse
-from unsloth_multigpu.wire.heartbeat import read_beats
-from unsloth_multigpu.wire.process import (
-    is_alive,
-    read_state,
-)
-from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
-
-RANK = """
-import sys, threading, time
-from pathlib import Path
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-from unsloth_multigpu.launch.pulse import start_pulse
-start_pulse(HeartbeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
-assert "torch" not in sys.modules
-def collate(rows):
-    Path(sys.argv[1], "ready").touch()
-    while True: pass
-threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
-[collate(r) for r in [1]]
-"""
-
-
-def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    with subprocess.Popen([sys.executable, script, tmp_path], umask=0) as rank:
-        try:
-            while not (tmp_path / "ready").exists():
-                assert rank.poll() is None
-            begin_s, path = time.monotonic(), stack_path(tmp_path, 3)
-            rank.send_signal(signal.SIGUSR2)
-            wait_until(lambda: read_beats(tmp_path)[3].alive_s > begin_s, 20.0, "a beat")
-            wait_until(
-                lambda: "<module>" in (main_frames(path.read_text()) or [""])[-1], 20.0, "the main thread's stack"
-            )
-            frames = main_frames(path.read_text())
-        finally:
-            rank.kill()
-    assert place_of(frames) == "rank.py:10 in collate"
-    assert "<module>" in frames[-1]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not is_alive(rank.pid)
-    assert read_state(rank.pid) == psutil.STATUS_DEAD
-
+from unsloth_multigpu.wire.stack import main_frames, place_of
 
 TEXT = """Thread 0x00007f0000000001 [pulse] (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 327 in wait

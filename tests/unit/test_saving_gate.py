@@ -8,8 +8,6 @@ import functools
 import pickle
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,65 +92,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks()
 
 
-def test_rank_does_not_wait_for_rank_0_that_has_left_the_cell(ranks: Ranks) -> None:
-    manager = ranks.managers[1]
-    assert manager is not None
-    manager.has_left = True
-    with pytest.raises(DistributedError, match="rank 0 has left the cell"):
-        ranks.saver(1)("model", "out")
-    ranks.renew()
-    ranks.saver(0)("model", "out")
-    manager = ranks.managers[1]
-    assert manager is not None
-    manager.has_left = True
-    ranks.saver(1)("model", "out")  # What it saved before it left is there.
-    assert ranks.calls == [["save"], []]
-
-
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_other_rank_waits_until_the_file_is_there(ranks: Ranks, tmp_path: Path, everywhere: bool) -> None:
-    path = tmp_path / "file"
-    seen: list[bool] = []
-
-    def write(model: object, _path: object) -> None:
-        thread.start()
-        time.sleep(1.5 * LIMIT_S)  # An export may take longer than a rank that does not come at all.
-        path.touch()
-
-    def other() -> None:
-        ranks.saver(1, everywhere=everywhere)("model", path)
-        seen.append(path.exists())
-
-    thread = threading.Thread(target=other)
-    ranks.saver(0, everywhere=everywhere, result=write)("model", path)
-    thread.join(timeout=10)
-    assert seen == [True]
-
-
-def test_path_is_the_same_in_every_spelling(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    ranks.saver(0)("model", "out")
-    ranks.saver(1)("model", save_directory=tmp_path / "sub" / ".." / "out")
-    assert ranks.calls == [["save"], []]
-
-
-@pytest.mark.parametrize("name", ["save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id"])
-def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
-    for rank in (0, 1):
-        ranks.saver(rank)("model", **{name: "out"})
-    assert ranks.calls == [["save"], []]
-
-
 # Savers that call other savers.
-
-
-def test_nested_savers_count_as_one(ranks: Ranks) -> None:
-    for rank in (0, 1):
-        inner = ranks.saver(rank, "inner")
-        ranks.saver(rank, "outer", result=inner)("model", "out")
-        # The next save is not mistaken for the nested one.
-        inner("model", "out")
-    assert ranks.calls == [["outer", "inner", "inner"], []]
 
 
 # What goes wrong.
@@ -229,42 +169,6 @@ def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
 
 
 # The meeting before a save.
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Notes for each meeting whether rank 0 would have waited; it does not."""
-    found: list[bool] = []
-
-    def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-        found.append(deadline_s - time.monotonic() > 10.0)
-        return condition()
-
-    monkeypatch.setattr(saves, "wait_until", wait_until)
-    monkeypatch.setattr(FakeManager, "config", MultiGPUConfig(timeout_s=60.0))
-    monkeypatch.setattr(saves, "MEET_LIMIT_S", 60.0)
-    return found
-
-
-def test_rank_0_waits_once_where_it_saves_alone(ranks: Ranks, waits: list[bool]) -> None:
-    for path in ("a", "b", "c"):
-        ranks.saver(0)("model", path)
-    ranks.saver(0)("model", "another place")
-    assert waits == [True, False, False, True]
-
-
-def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks: Ranks, waits: list[bool]) -> None:
-    manager = ranks.managers[1]
-    assert manager is not None
-    # One place in the code: it would not wait a second time if rank 1 had been missed there.
-    for path in ("a", "b", "c"):
-        with manager.saves.visit("save(later)"):
-            ranks.saver(0)("model", path)
-        if path == "b":
-            manager.saves.leave()
-    for path in ("d", "e"):
-        ranks.saver(0)("model", path)
-    assert waits == [True] * 5
 
 
 def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_node_that_is_not_heard_ends_the_ranks(ranks: Begin, monkeypatch: pytest
     assert re.match(text, cause.message)
     assert "Stack of rank 0 " in cause.traceback
     assert "Stack of rank 1 " in cause.traceback
+    assert cause.traceback.count("in work\n") == 2
 
 
 def test_survivor_that_does_not_listen_is_killed(ranks: Begin) -> None:

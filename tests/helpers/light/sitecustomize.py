@@ -1,7 +1,7 @@
 """Read by every Python that tests.helpers.run starts, so that it starts sooner and does the same.
 
-Modules that `hide` names are not there, garbage is collected seldom, and what libraries find out from the installed
-files in each process is kept in a file next to this one.
+Modules that `hide` names are not there, those of lazy_torch.py come when they are needed, garbage is collected seldom,
+and what libraries find out from the installed files in each process is kept in a file next to this one.
 """
 
 import atexit
@@ -12,8 +12,13 @@ import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
 
+import lazy_torch
+
 HIDDEN = {*os.environ.get("HIDDEN_MODULES", "").split(","), *os.environ.get("FAKE_CUDA_HIDES", "").split(",")}
 KEPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
+
+
+find = PathFinder.find_spec
 
 
 class Without(PathFinder):
@@ -21,7 +26,9 @@ class Without(PathFinder):
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        spec = None if fullname in HIDDEN else super().find_spec(fullname, path, target)
+        if fullname.startswith("torch.") and (found := lazy_torch.find(fullname, lambda: find(fullname, path))):
+            return found
+        spec = None if fullname in HIDDEN else find(fullname, path, target)
         if spec is not None and fullname in AFTER:
             call_after(spec.loader, AFTER[fullname])
         return spec

@@ -1,0 +1,44 @@
+"""The stand-ins that let processes of tests start sooner give way to torch's own modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.run import run_python
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed.tensor._collective_utils as uses_shapes
+
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+weight.sum().backward()
+optimizer.step()
+assert weight.tolist() == [0.5, 0.5]
+assert not {"sympy", "torch._dynamo.eval_frame"} & sys.modules.keys()
+traced, before = [], torch._dynamo
+
+@torch._dynamo.allow_in_graph
+def opaque(x):
+    return x * 2
+
+def backend(graph, inputs):
+    traced.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+    return graph.forward
+
+assert torch.compile(lambda x: opaque(x), backend=backend, fullgraph=True)(torch.ones(2)).tolist() == [2, 2]
+assert traced == [[opaque]], traced
+optimizer.step()  # What it calls was decorated before.
+from torch._dynamo import eval_frame
+from torch.fx.experimental import symbolic_shapes
+assert sys.modules["torch._dynamo"] is torch._dynamo is not before
+assert before.eval_frame.OptimizedModule is eval_frame.OptimizedModule
+assert isinstance(torch.compile(torch.nn.Linear(1, 1)), before.eval_frame.OptimizedModule)
+assert uses_shapes.guard_or_false is symbolic_shapes.guard_or_false
+"""
+
+
+def test_stand_ins_give_way_to_torchs_own_modules(tmp_path: Path) -> None:
+    done = run_python(["-c", PROGRAM], tmp_path)
+    assert done.code == 0, done.err
