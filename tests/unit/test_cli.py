@@ -124,12 +124,15 @@ HANDED_ON = (
     {"balance": "tokens", "max_tokens_per_micro_batch": 900},
     {"shard": "on", "shard_offload": True},
     {"sequence_parallel": 2},
+    {"generators": 1},
     {"strategy": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},
     {"enable_ddp": False, "num_gpus": 2},
 )
 
 
-@pytest.mark.parametrize("given", HANDED_ON, ids=["scale", "keep", "offload", "sequence", "diloco", "serial"])
+@pytest.mark.parametrize(
+    "given", HANDED_ON, ids=["scale", "keep", "offload", "sequence", "generators", "diloco", "serial"]
+)
 def test_run_hands_every_option_on_by_the_environment(started, given):
     arguments = [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if not isinstance(v, bool)]
     arguments += [f"--{'' if v else 'no-'}{n.replace('_', '-')}" for n, v in given.items() if isinstance(v, bool)]

@@ -62,6 +62,10 @@ ALLOWED = {
     "launch/membership.py": {"socket.socket"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},
+    # The health page of the server that it has started, on loopback.
+    "launch/generation_server.py": {"http.client", "http.HTTPStatus", "socket.create_server", "socket"},
+    # Where files of the hub lie on this machine. Reads no network.
+    "shard/stored.py": {"huggingface_hub.try_to_load_from_cache", "huggingface_hub.errors.HFValidationError"},
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/child.py": {"multiprocessing.Pipe"},
     "federated/client_worker.py": {
@@ -255,7 +259,7 @@ def test_link_in_a_logs_place_is_not_followed(tmp_path: Path, kind: str) -> None
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
     of_run = json.loads(told["UNSLOTH_MULTIGPU_RUN"])
-    assert of_run.keys() == {"seed", "draws", "log_dir", "supervisor_pid", "run_id"}
+    assert of_run.keys() == {"seed", "draws", "log_dir", "supervisor_pid", "run_id", "server_port"}
     torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *allocator_variables({})}
     assert set(told) == {"UNSLOTH_MULTIGPU_RUN", "UNSLOTH_MULTIGPU_RUN_DIR"} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")

@@ -161,7 +161,7 @@ def free_ports(count: int) -> int:
         port = random.SystemRandom().randrange(_PORTS.start, _PORTS.stop - count)
         with suppress(OSError), ExitStack() as stack:
             for number in range(count):
-                stack.enter_context(socket.create_server(("", port + number)))
+                stack.enter_context(socket.create_server(("127.0.0.1", port + number)))
             return port
 
 

@@ -53,12 +53,11 @@ def _path(name: Any, file: str, options: Mapping[str, Any]) -> Path | None:
     file = str(Path(options.get("subfolder") or "", file))
     if Path(name, file).is_file():
         return Path(name, file)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    import huggingface_hub
 
     try:
         options = {key: options.get(key) for key in ("cache_dir", "revision")}
-        found = try_to_load_from_cache(str(name), file, **options)
-    except HFValidationError:  # The path of a folder that has no such file.
+        found = huggingface_hub.try_to_load_from_cache(str(name), file, **options)
+    except huggingface_hub.errors.HFValidationError:  # The path of a folder that has no such file.
         return None
     return Path(found) if isinstance(found, str) else None
