@@ -53,7 +53,7 @@ def _path(name: Any, file: str, options: Mapping[str, Any]) -> Path | None:
     file = str(Path(options.get("subfolder") or "", file))
     if Path(name, file).is_file():
         return Path(name, file)
-    import huggingface_hub
+    import huggingface_hub.errors
 
     try:
         options = {key: options.get(key) for key in ("cache_dir", "revision")}
