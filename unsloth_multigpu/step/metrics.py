@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,9 +17,11 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.loss import IGNORED
-from unsloth_multigpu.step.sequence import SharedSequence
 from unsloth_multigpu.step.step import MicroBatch, Step
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.step.sequence import SharedSequence
 
 # Where TRL's trainers collect what they log, by "train" and "eval".
 STORES = ("_metrics", "_stored_metrics")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,10 +26,12 @@ from unsloth_multigpu.step.loss import (
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import seen_alone
 from unsloth_multigpu.step.own_code import has_own_step, name_of
-from unsloth_multigpu.step.sequence import SharedSequence, shared_sequence
 from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.step.sequence import SharedSequence
 
 
 class StepPasses:
@@ -77,7 +79,10 @@ class StepPasses:
         with ExitStack() as stack:
             stack.enter_context(self.balancer.stopwatch.on_model())
             stack.enter_context(gathering(gathering_losses(self._trainer), False))
-            self.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
+            if self._manager.config.sequence_parallel > 1:
+                from unsloth_multigpu.step.sequence import shared_sequence
+
+                self.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
             yield
 
     def check_sequences(self) -> None:

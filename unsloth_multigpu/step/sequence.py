@@ -172,15 +172,12 @@ def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 @contextmanager
-def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[SharedSequence | None]:
-    """Around a training: what lets its ranks share samples; None where each has samples of its own. Collective.
+def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[SharedSequence]:
+    """Lets the ranks of a training share samples, as `sequence_parallel` says. Collective.
 
     Raises:
         SetupError: The model, or the training, cannot be shared so.
     """
-    if manager.config.sequence_parallel == 1:
-        yield None
-        return
     if getattr(trainer.args, "torch_compile", False):
         raise SetupError("sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT)
     shared = SharedSequence(trainer.model, manager.sequence_group)
