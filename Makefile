@@ -48,7 +48,7 @@ RESULT ?= build/gpu/result.json
 ROW ?=
 KEEP ?=
 
-.PHONY: fake-cuda demo test test-all lint docs release-check matrix signatures gpu gpu-page gpu-site setup browser
+.PHONY: fake-cuda demo test test-all lint audit docs release-check matrix signatures gpu gpu-page gpu-site setup browser
 .SILENT:
 
 demo: setup
@@ -88,6 +88,10 @@ lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# Known weaknesses of the versions in constraints.txt, by PyPI's advisories.
+audit: setup
+	$(BIN)/uv tool run pip-audit -r constraints.txt --no-deps --disable-pip
 
 # The site, into build/docs/site, in an environment of its own (170 MB). A warning is an error.
 #   REPOSITORY_URL=URL      where links to sources lead; else to the clone's remote, else they are plain text

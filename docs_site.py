@@ -95,8 +95,8 @@ def _commands() -> str:
     texts = (ROOT / "tests" / "unit" / "help.txt").read_text(encoding="utf-8").split("$ unsloth-multigpu")[1:]
     shown = []
     for text in texts:
-        command, _, help_text = text.partition("--help\n")
-        shown.append(f"\n## {f'unsloth-multigpu {command.strip()}'.strip()}\n\n```text\n{help_text.strip()}\n```\n")
+        arguments, _, help_text = text.partition("\n")
+        shown.append(f"\n## unsloth-multigpu{arguments}\n\n```text\n{help_text.strip()}\n```\n")
     return "".join(shown)
 
 

@@ -41,7 +41,7 @@ INTERNAL_VARIABLES = frozenset(value for name, value in tuple(globals().items())
 
 # Groups of `--help` and of docs/options.md, in their order.
 EVERYDAY = "Everyday"
-GRADIENTS = "How gradients meet"
+GRADIENTS = "How gradients are synchronized"
 DEALING = "Which samples, where"
 FAILING = "When something fails"
 PLACE = "Processes and devices"
@@ -88,9 +88,9 @@ class MultiGPUConfig:
             process alone, with a copy of the model per device, which compute one after the other.
         global_batch: "keep": an optimizer step sees the samples of the one-GPU run. "scale": every rank takes the
             script's batch and Hugging Face deals the samples, as under torchrun; a step sees N times as many.
-        strategy: How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco". Options of a
-            strategy stand behind a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also as
-            ump.DiLoCo(every_steps=8).
+        strategy: How gradients are synchronized: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco".
+            Options of a strategy stand behind a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also
+            as ump.DiLoCo(every_steps=8).
         shard: "on": each rank holds a part of the weights, gradients and optimizer states (FSDP2, by Unsloth where it
             is imported, else by accelerate), for models that do not fit one GPU. "off": every rank holds the whole
             model, unless the script itself asks for FSDP2. "auto": that, where a forecast of the memory says that it
@@ -143,7 +143,7 @@ class MultiGPUConfig:
         int | None, Option(EVERYDAY, least=1, otherwise=_ALL_GPUS, commands=_RUN_AND_CHAOS, is_of_node=True)
     ] = None
     batch_size_per_gpu: Annotated[
-        int | None, Option(EVERYDAY, RANKS, least=1, otherwise="the script's", commands=_RUN_AND_VERIFY)
+        int | None, Option(DEALING, RANKS, least=1, otherwise="the script's", commands=_RUN_AND_VERIFY)
     ] = None
     enable_ddp: Annotated[bool, Option(GRADIENTS, TRAINER)] = True
     global_batch: Annotated[str, Option(EVERYDAY, RANKS, words=("keep", "scale"), commands=_RUN_AND_VERIFY)] = "keep"

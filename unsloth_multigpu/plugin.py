@@ -101,8 +101,8 @@ def enable_multi_gpu(
         enable_ddp: One process per device [True]. False = the older plugin's serial path: this process alone, with a
             copy of the model per device, which compute one after the other. Legacy, slower than one GPU.
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
-        strategy: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
-            "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
+        strategy: How gradients are synchronized: a strategy such as `DiLoCo(every_steps=8)`, or its name for its
+            defaults: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         shard: "on" = each rank holds a part of weights and states (FSDP2), "auto" = if need be ["off"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last complete checkpoint of this training, "off" as the script says ["off"].

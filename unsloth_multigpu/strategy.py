@@ -1,5 +1,5 @@
-"""How gradients meet, as the user says it: `strategy="diloco"`, `strategy=ump.DiLoCo(every_steps=8)`, or as text in a
-variable and on the command line, `diloco:every_steps=8`.
+"""How gradients are synchronized, as the user writes it: `strategy="diloco"`, `strategy=ump.DiLoCo(every_steps=8)`, or
+as text in a variable and on the command line, `diloco:every_steps=8`.
 
 What a strategy does in a training is in `strategies/`.
 """

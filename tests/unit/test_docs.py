@@ -146,7 +146,7 @@ def test_links_of_the_package_lead_to_headings() -> None:
         assert not anchor or anchor in anchors(ROOT / page), f"{path.name}: {page}#{anchor}"
 
 
-@pytest.mark.parametrize("name", ["torch", "transformers", "accelerate", "unsloth"])
+@pytest.mark.parametrize("name", ["torch", "transformers", "trl", "accelerate", "unsloth"])
 def test_comparison_is_of_the_versions_that_are_installed(name: str) -> None:
     version = metadata.version(name).partition("+")[0]
     text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")

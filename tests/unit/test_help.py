@@ -13,16 +13,17 @@ import pytest
 from unsloth_multigpu.cli import main
 
 FROZEN = Path(__file__).parent / "help.txt"
-COMMANDS = ("", "run", "top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
+COMMANDS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
+SHOWN = ("--help", "run --help", "run --help-all", *(f"{name} --help" for name in COMMANDS), "verify --help-all")
 
 
 def shown_help(capsys: pytest.CaptureFixture[str]) -> str:
     texts = []
-    for command in COMMANDS:
+    for arguments in SHOWN:
         with pytest.raises(SystemExit) as left:
-            main.main([*command.split(), "--help"])
+            main.main(arguments.split())
         assert left.value.code == 0
-        texts.append(f"$ {' '.join(['unsloth-multigpu', *command.split(), '--help'])}\n{capsys.readouterr().out}")
+        texts.append(f"$ unsloth-multigpu {arguments}\n{capsys.readouterr().out}")
     return "\n".join(texts)
 
 
@@ -36,3 +37,11 @@ def test_help_of_every_command_is_the_frozen_one(
         FROZEN.write_text(text, encoding="utf-8")
     # Versions of Python break lines at other places.
     assert text.split() == FROZEN.read_text(encoding="utf-8").split()
+
+
+def test_help_of_run_shows_the_everyday_options_and_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["run", "--help"])
+    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip().startswith("--")}
+    everyday = {"--num-gpus", "--global-batch", "--strategy", "--shard", "--balance", "--resume"}
+    assert shown == {"--config", "--help-all", *everyday}

@@ -90,7 +90,8 @@ def test_option_without_help_or_annotation_is_caught() -> None:
 def test_line_has_the_options_of_everyday_use_in_their_order() -> None:
     *everyday, replay, others = inspect.signature(ump.enable_multi_gpu).parameters.values()
     # The third argument stands where the older plugin had it.
-    assert [p.name for p in everyday] == [n for n, row in TABLE.items() if row.group == EVERYDAY or n == "enable_ddp"]
+    of_older_plugin = ("batch_size_per_gpu", "enable_ddp")
+    assert [p.name for p in everyday] == [n for n, o in TABLE.items() if o.group == EVERYDAY or n in of_older_plugin]
     assert [p.name for p in everyday[:3]] == list(TABLE)[:3] == ["num_gpus", "batch_size_per_gpu", "enable_ddp"]
     assert {p.default for p in everyday} == {None}
     assert (replay.name, replay.default, others.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)

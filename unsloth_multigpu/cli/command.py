@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.option_type import Option, flag, options_of, take_values
-from unsloth_multigpu.options import command_options
+from unsloth_multigpu.options import EVERYDAY, command_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+HELP_ALL = "--help-all"
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,22 @@ class Command:
         own: dict[str, Option] = self._imported().Options.table()
         return {**own, **self._of_run()}
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Adds its options to its parser."""
+    def add_options(self, parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
+        """Adds its options to its parser.
+
+        Args:
+            parser: Of this command.
+            shows_all: Its help lists all options; else, of a run's, the everyday ones.
+        """
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
+        rest = {name for name, option in self._of_run().items() if option.group != EVERYDAY}
+        if rest:
+            parser.add_argument(HELP_ALL, action="help", help=f"list all options, {len(rest)} more, and exit")
         for name, option in self.table().items():
             if option.group not in groups:
                 groups[option.group] = parser.add_argument_group(option.group)
-            _add_option(groups[option.group], name, option, is_operand=name == self.operand)
+            is_shown = shows_all or name not in rest
+            _add_option(groups[option.group], name, option, is_operand=name == self.operand, is_shown=is_shown)
 
     def read(self, options: argparse.Namespace) -> tuple[Arguments, dict[str, Any]]:
         """Its own options, checked, and what the command line gave of a run's; None = not given.
@@ -106,8 +117,10 @@ class Command:
         return command_options(self.name, getattr(self._imported(), "DEFAULTS", None))
 
 
-def _add_option(group: argparse._ActionsContainer, name: str, option: Option, *, is_operand: bool) -> None:
-    text = f"{option.help} [{option.usual()}]".replace("%", "%%")
+def _add_option(
+    group: argparse._ActionsContainer, name: str, option: Option, *, is_operand: bool, is_shown: bool
+) -> None:
+    text = f"{option.help} [{option.usual()}]".replace("%", "%%") if is_shown else argparse.SUPPRESS
     if is_operand:
         group.add_argument(name, nargs="?", metavar=option.metavar(), help=text)
     elif option.type is bool:

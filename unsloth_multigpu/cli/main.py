@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.cli import run_command
-from unsloth_multigpu.cli.command import Command, usage_of
+from unsloth_multigpu.cli.command import HELP_ALL, Command, usage_of
 from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.logs import tell
@@ -43,11 +43,12 @@ def find_commands() -> dict[str, Command]:
     return {command.name: command for command in (run_command.COMMAND, *tools)}
 
 
-def make_parser(commands: Mapping[str, Command]) -> Parser:
+def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> Parser:
     """The parser of the whole command line.
 
     Args:
         commands: Name -> command, in the order of the list.
+        shows_all: The help of a command lists all its options.
     """
     parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
     version = installed_version("unsloth-multigpu") or "(not installed)"
@@ -58,7 +59,7 @@ def make_parser(commands: Mapping[str, Command]) -> Parser:
     for name, command in commands.items():
         usage = usage_of(name) if command.runs_program else None
         own = subparsers.add_parser(name, help=command.help, description=command.description, usage=usage)
-        command.add_options(own)
+        command.add_options(own, shows_all=shows_all)
     return parser
 
 
@@ -69,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         argv: Arguments without the program's name; None = `sys.argv[1:]`.
     """
     commands = find_commands()
-    parser = make_parser(commands)
     given = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(commands, shows_all=HELP_ALL in given)
     if not given:
         parser.print_help()
         return 0
