@@ -110,7 +110,6 @@ class Sharding(GradientExchange):
         check_is_sharded(model)
         check_parts(self._packed, self._manager.identity.rank, self._manager.identity.world_size)
         named_as_before(model)
-        _generate_together(model)
         if _reshard_without_gradient not in model._forward_hooks.values():
             # Also after the training: what is left whole is another tensor than the one that is saved.
             model.register_forward_hook(_reshard_without_gradient)
@@ -161,16 +160,6 @@ def _reshard_without_gradient(model: nn.Module, inputs: Any, output: Any) -> Non
     """Frees what a forward pass leaves whole for a backward pass, where there will be none."""
     if not torch.is_grad_enabled():
         reshard(model)
-
-
-def _generate_together(model: nn.Module) -> None:
-    """Marks a model as transformers does where it shards one: `generate()` then ends on all ranks in the same step.
-
-    Each step gathers weights. A rank whose texts end sooner would else meet the others in another collective.
-    """
-    for module in model.modules():
-        if hasattr(module, "generate"):
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def check_no_hooks(model: nn.Module) -> None:
