@@ -23,7 +23,8 @@ _STREAM_HINT = (
 )
 _HINT = (
     "Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
-    "call the model that it is given, and let its forward compute the rest. Or for what changes weights or gradients "
+    "call the model that it is given, and let its forward compute the rest; strategy='allreduce' exchanges gradients "
+    "without DDP, whatever calls the model. Or for what changes weights or gradients "
     "on one rank alone: a callback or hook, weights set after the model was wrapped, parameters that only the "
     "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers, faulty memory. "
     "verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
