@@ -1,4 +1,4 @@
-"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, and what a rank's card held.
+"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, and the bytes of weights on a rank's card.
 
 Usage: gpu_path_packed.py MODEL OUT [--plain]
 """
@@ -39,7 +39,12 @@ trainer = SFTTrainer(
         **settings,
     ),
 )
-held = torch.cuda.memory_allocated()
+weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+on_card = sum(weight.nbytes for weight in weights if weight.is_cuda)
 trainer.train()
-facts = {"held": held, "norms": [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]}
+facts = {
+    "weights": on_card,
+    "num_packed": sum(getattr(module, "quant_state", None) is not None for module in model.modules()),
+    "norms": [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line],
+}
 Path(sys.argv[2], f"rank_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(facts))
