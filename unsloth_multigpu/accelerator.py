@@ -15,7 +15,7 @@ class Kind:
 
     Args:
         backend: The process group backend that moves its tensors.
-        choosers: Variables that choose which devices a process sees, the one that is set where none is given last.
+        choosers: Variables that select the visible devices. If none is set, the last one is used.
     """
 
     backend: str

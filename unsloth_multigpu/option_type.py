@@ -82,7 +82,7 @@ class Option:
     help: str = ""
 
     def parse(self, text: str) -> Any:
-        """The value that a text of a variable or a file means; the text itself where it means none."""
+        """Converts the text of a variable or a file to the option's type. Returns the text if that fails."""
         if self.type is bool:
             return _TRUTH_VALUES.get(text.lower(), text)
         if self.type in (int, float):

@@ -34,7 +34,7 @@ class Rates:
 
 
 def rates_of(ranks: Sequence[Mapping[str, Any]]) -> Rates:
-    """Of some ranks together, given the counts and seconds of each. Their time is that of the first."""
+    """The combined rates of several ranks: counts are summed, then divided by the first rank's `loop_s`."""
     seconds = ranks[0]["loop_s"] if ranks else None
     if not seconds:
         return Rates()
