@@ -94,7 +94,7 @@ def serve_store(host: str, listener: socket.socket, timeout_s: float) -> TCPStor
 
 
 class Meeting:
-    """Connects this node with the other nodes of a run. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
+    """Connects this node with the others of a run. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
 
     With several nodes, a thread talks to the store, because a call blocks for minutes where a machine has disappeared.
     Only the main thread replaces `_own`; only the thread replaces what it has read.
@@ -213,7 +213,7 @@ class Meeting:
         self._show(state="failed", message=plain[:_MAX_MESSAGE])
 
     def finish(self, is_stopped: Callable[[], bool]) -> str:
-        """Reports this node's success and waits for the other nodes. Returns why the run fails, or "" if it does not."""
+        """Reports this node's success and waits for the others. Returns why the run fails, or "" if it does not."""
         self._show(state="done")
         while not is_stopped() and any(other.state not in ("done", "left") for other in self._others.values()):
             lost = [name for name, silent_s in self.unheard_s().items() if silent_s > self._config.timeout_s]
