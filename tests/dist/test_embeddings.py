@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.run import hide, run_python
@@ -27,7 +28,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "loss", ["cosine", "told_late", "ranking", "ranking_whole", "nested", "cached", "cross_encoder"]
+    "loss", ["cosine", "told_late", "ranking", "ranking_whole", "nested", "cached", "softmax", "cross_encoder"]
 )
 def test_steps_are_those_of_one_process(trained, loss):
     one, two = (logs[loss] for logs in trained[:2])
@@ -37,9 +38,16 @@ def test_steps_are_those_of_one_process(trained, loss):
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
 
+def test_weights_of_a_loss_are_trained_as_in_one_process(trained):
+    one, two = (logs["softmax"]["own"] for logs in trained[:2])
+    assert [len(rows) for rows in one] == [3, 3]
+    for ours, theirs in zip(two, one, strict=True):
+        assert np.array(ours) == pytest.approx(np.array(theirs), rel=1e-4, abs=1e-6)
+
+
 def test_only_an_uneven_step_is_not_shared(trained):
     said = trained[2]
     assert said.count("each compared with the rows of all ranks") == 3
     assert "12 + 15" in said
-    assert said.count("equal gradient") == 7
+    assert said.count("equal gradient") == 8
     assert "not exactly the training of one process" not in said

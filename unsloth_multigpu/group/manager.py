@@ -187,6 +187,21 @@ class DDPManager(Board):
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
 
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replaces gradients by their mean over the ranks, as DDP does. Collective.
+
+        Args:
+            parameters: The same on all ranks. One without a gradient on every rank keeps none.
+        """
+        device = _wire_device()
+        for parameter in parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            is_there = gradient.new_full((1,), parameter.grad is not None)
+            wire = torch.cat([gradient.reshape(-1), is_there]).to(device)
+            self._finish(dist.all_reduce(wire, async_op=True))
+            if wire[-1]:
+                parameter.grad = (wire[:-1] / self.identity.world_size).view_as(parameter).to(parameter.device)
+
     def broadcast_random_state(self) -> None:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         if self.identity.world_size > 1:

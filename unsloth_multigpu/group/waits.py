@@ -35,7 +35,8 @@ class Lap:
         """Waits for the device if it has to."""
         if isinstance(self._end, float):
             return self._end - float(self._begin)
-        self._end.synchronize()
+        if not self._end.query():
+            self._end.synchronize()
         return float(self._begin.elapsed_time(self._end)) / 1000
 
 

@@ -111,7 +111,10 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
     device = trainer.args.device
     devices = [] if device.type == "cpu" else [device]
     modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-    gradients = [(p, p.grad) for module in modules for p in module.parameters()]
+    # A Trainer may train more than its modules have: the weights of several losses in a dict, say.
+    groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
+    trained = [*(p for module in modules for p in module.parameters()), *(p for g in groups for p in g["params"])]
+    gradients = [(p, p.grad) for p in {id(p): p for p in trained}.values()]
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
@@ -17,7 +18,7 @@ from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -51,6 +52,7 @@ class DDPWrapping(GradientExchange):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         super().__init__(trainer, manager)
         self._hooks = ExitStack()  # On the model, while it is trained.
+        self._outside: list[nn.Parameter] = []
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -60,6 +62,17 @@ class DDPWrapping(GradientExchange):
 
     def overrides(self) -> dict[str, Override]:
         return {"prepare_model": self._prepare_model}
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """Starts with rank 0's values of what is trained outside the model, such as the classifier of a loss."""
+        trainer = self._trainer
+        # An optimizer in fp16 has looked for overflows, rank by rank, before it could be told of the mean.
+        if trainer.accelerator.scaler is None:
+            self._outside = [p for _, p in parameters_beside_the_model(trainer) if p.dtype != torch.float16]
+        self._manager.broadcast_tensors(self._outside)
+
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._manager.average_gradients(self._outside)
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings."""
@@ -220,3 +233,14 @@ def uses_every_parameter(model: nn.Module) -> bool:
         return len(adapters) == 1 and is_only_lora and not any(w in n.lower() for n in lora for w in _READ_BY_WEIGHT)
     # Full training: other heads may leave a mask embedding without a gradient.
     return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
+
+
+def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
+    """Names and tensors of what the optimizer trains outside the model, of which DDP does not know."""
+    own = {id(p) for p in trainer.model.parameters()}
+    return [
+        (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)
+        for g, group in enumerate(trainer.optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+        if p.requires_grad and id(p) not in own
+    ]

@@ -11,8 +11,9 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.seam import verify_calls
+from unsloth_multigpu.train.ddp import parameters_beside_the_model
 from unsloth_multigpu.train.preempt import Preemption
-from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
 

@@ -171,14 +171,3 @@ class TrainedParameters(Part):
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of a model, some more than once. Faster than `model.parameters()`, which spells all names."""
     return [p for module in model.modules() for p in module._parameters.values() if p is not None]
-
-
-def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
-    """Names and tensors of what the optimizer trains outside the model: DDP does not exchange these gradients."""
-    own = {id(p) for p in trainer.model.parameters()}
-    return [
-        (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)
-        for g, group in enumerate(trainer.optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-        if p.requires_grad and id(p) not in own
-    ]

@@ -34,6 +34,8 @@ LOSSES = {
     "ranking_whole": (lambda model: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True), 2),
     "nested": (lambda m: losses.MatryoshkaLoss(m, losses.MultipleNegativesSymmetricRankingLoss(m), [8, 4]), 1),
     "cached": (lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), 1),
+    # It has a classifier of its own, which the model does not have.
+    "softmax": (lambda m: losses.SoftmaxLoss(m, m.get_sentence_embedding_dimension(), num_labels=3), 2),
     "cross_encoder": (BinaryCrossEntropyLoss, 1),
 }
 model_folder, out = sys.argv[1:]
@@ -61,6 +63,8 @@ def train(name):
     make_loss, num_accumulated = LOSSES[name]
     if name in ("cosine", "told_late", "cross_encoder"):
         data = Dataset.from_list([{**row, "score": i % 3 / 2} for i, row in enumerate(rows)])
+    elif name == "softmax":
+        data = Dataset.from_list([{**row, "label": i % 3} for i, row in enumerate(rows)])
     else:
         data = Dataset.from_list(rows)
     torch.manual_seed(0)
@@ -90,7 +94,8 @@ def train(name):
     trainer.train()
     log = trainer.state.log_history
     steps = [[row["grad_norm"], row["learning_rate"]] for row in log if "grad_norm" in row]
-    return {"steps": steps, "eval_loss": [row["eval_loss"] for row in log if "eval_loss" in row]}
+    own = [p.tolist() for p in trainer.loss.classifier.parameters()] if name == "softmax" else []
+    return {"steps": steps, "eval_loss": [row["eval_loss"] for row in log if "eval_loss" in row], "own": own}
 
 
 logs = {name: train(name) for name in LOSSES}
