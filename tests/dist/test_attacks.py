@@ -26,16 +26,13 @@ def jobs(accumulation, *kinds, shape="24x4"):
 
 
 EXACT = [
-    *jobs(1, "chunks", "few_tags", "changing_weights", "by_rate", "curriculum", "by_embeddings"),
-    *jobs(2, "gathers_by_accelerate", "own_step", "by_progress", "counting", "own_backward", "branches"),
+    *jobs(1, "chunks", "by_rate", "curriculum", "by_embeddings"),
+    *jobs(2, "gathers_by_accelerate", "own_step", "counting", "own_backward", "branches"),
     # Parts of a micro-batch make up its loss, by rows, labels, class weights or the sum of an input.
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "token_class_weights", "weighted_rows", "summed_target")),
     *(f"{kind}:{WHOLE}" for kind in ("contrastive", "batch_norm", "router")),
     # Half of the parts have no label, and their mean is no number.
     "masked:22x2x3",
-    # Rows of several lengths that are never collated together.
-    "class_weights:21x1x4",
-    "ready:24x1x2",
     # Methods that scripts override.
     *("divided_tokens:32x4x4", "auxiliary:24x4x3", "batches:22x4x3", "grows:22x4x1", "clips:22x4x1"),
 ]
@@ -51,6 +48,9 @@ SAID = {
 }
 # Of the same classes.
 MORE_EXACT = [
+    *jobs(1, "few_tags", "changing_weights"),
+    # Rows of several lengths that are never collated together.
+    *("class_weights:21x1x4", "ready:24x1x2", "by_progress:24x4x2"),
     *jobs(1, "stock_chunks", "counter", "own_step", "curriculum_tokens", "by_names"),
     *jobs(2, "by_callback", "own_backward_of_loss", "tuples"),
     *("ignored_rows:23x5x1", "attended_mean:23x5x1", "class_weights:26x4x6", "questions:26x4x6", "own_backward:26x4x6"),
@@ -79,7 +79,7 @@ ON_THREE = [
     *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm")),
     "masked:22x2x3",
 ]
-NUM_RANDOM = 8
+NUM_RANDOM = 6
 
 
 def thorough(*arguments):

@@ -55,6 +55,7 @@ def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     run = plan(tmp_path, "lora", "--json", "--gpus", "1,2", "--memory", "24GiB")
     assert run.code == 0, run.err

@@ -74,6 +74,7 @@ def test_two_groups_of_two_ranks_and_one_of_four_train_as_one_process(folder):
 
 
 @NEEDS_TRL
+@pytest.mark.thorough
 def test_sft_trains_and_logs_as_one_process(folder):
     train(folder, "sft_one", ["sft"], "num_gpus=1", env=LIGHT)
     # The micro-batches of one process: their metrics are means of means.

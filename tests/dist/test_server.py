@@ -87,7 +87,7 @@ def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("dies", "ended with exit code 1 while it loaded"),
+        pytest.param("dies", "ended with exit code 1 while it loaded", marks=pytest.mark.thorough),
         ("dies:2", "was ended by SIGKILL"),
         pytest.param("taken", "ended with exit code 1 while it loaded", marks=pytest.mark.thorough),
     ],

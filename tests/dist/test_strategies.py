@@ -15,10 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
 PLAIN = {"length": 12, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 10}
 EVERY_4 = {"strategy": "diloco:every_steps=4", "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
-RUNS = {
+EVERY_STEP = {
     "ddp": {},
     "allreduce": {"strategy": "allreduce", "verify_every": 1},
     "parameter_server": {"strategy": "parameter_server", "verify_every": 1},
+}
+MORE = {
     "ddp_bf16": {"args": {"bf16": True, "full": True, "max_steps": 6}},
     "server_bf16": {"strategy": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
     "own_weights": {"strategy": "allreduce", "verify_every": 1, "begin": "nothing"},
@@ -34,10 +36,22 @@ RUNS = {
 }
 
 
+def train(path, runs):
+    return run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in runs.items())], path, LIBRARIES)
+
+
+@pytest.fixture(scope="module")
+def every_step(tmp_path_factory):
+    path = tmp_path_factory.mktemp("every_step")
+    run = train(path, EVERY_STEP)
+    assert run.code == 0, run.err
+    return path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("strategies")
-    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], path, LIBRARIES)
+    run = train(path, MORE)
     assert run.code == 77, run.err  # Of "own_weights": the script catches the error and goes on.
     return path
 
@@ -57,14 +71,14 @@ def norm_difference(folder, first, second):
 
 
 @pytest.mark.parametrize("name", ["allreduce", "parameter_server"])
-def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
-    assert len(facts(folder, name)[0]["norms"]) == 20
-    assert norm_difference(folder, "ddp", name) < 1e-5
-    assert weight_difference(folder, "ddp", name) < 1e-5
-    mine, other = facts(folder, name)
+def test_strategy_that_meets_in_every_step_equals_ddp(every_step, name):
+    assert len(facts(every_step, name)[0]["norms"]) == 20
+    assert norm_difference(every_step, "ddp", name) < 1e-5
+    assert weight_difference(every_step, "ddp", name) < 1e-5
+    mine, other = facts(every_step, name)
     assert mine["hashes"] == other["hashes"]
-    assert mine["rates"] == facts(folder, "ddp")[0]["rates"]
-    assert (facts(folder, "ddp")[0]["wrapper"], mine["wrapper"]) == (
+    assert mine["rates"] == facts(every_step, "ddp")[0]["rates"]
+    assert (facts(every_step, "ddp")[0]["wrapper"], mine["wrapper"]) == (
         "DistributedDataParallel",
         "PeftModel",
     )

@@ -226,6 +226,7 @@ def test_vision_model_equals_one_process(model: Path) -> None:
         assert (run.out / "adapter" / file).read_text() == (alone.out / "adapter" / file).read_text()
 
 
+@pytest.mark.thorough
 def test_dpo_trains_on_two_ranks(model: Path) -> None:
     folder = model.parent / "dpo"
     with start_script("gpu_path_dpo.py", model, folder) as process:

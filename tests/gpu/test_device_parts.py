@@ -73,6 +73,7 @@ def killed(folder: Path) -> str:
     return train(folder, "killed", 2, faults=(Fault("kill", 1, 5),), MAX_RESTARTS="1", RESUME="auto")
 
 
+@pytest.mark.thorough
 def test_killed_rank_costs_no_step_and_the_adapter_is_that_of_one_process(folder: Path, killed: str) -> None:
     assert "rank 1 was killed by SIGKILL after step 4" in killed
     assert "all ranks again (1)" in killed

@@ -65,6 +65,7 @@ def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
 
 
 @needs_device
+@pytest.mark.thorough
 def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None:
     config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4)
     config.architectures = ["LlamaForCausalLM"]
@@ -238,6 +239,7 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
 
 
 @needs_device
+@pytest.mark.thorough
 def test_each_of_eight_ranks_opens_its_own_device(tmp_path: Path) -> None:
     variables = cards(8, report=tmp_path / "report")
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "8", "--batch-size", "10", "--out", tmp_path / "log.json"]

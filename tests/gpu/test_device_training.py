@@ -25,7 +25,7 @@ pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices, each with the trainings that it needs.
 AGAIN = {
     "test_resume.py": "goes_on_to_the_same_weights or other_numbers_of_ranks",
-    "test_strategies.py": "meets_in_every_step or local or diloco",
+    "test_strategies.py": "meets_in_every_step",
 }
 
 
