@@ -1,4 +1,4 @@
-"""A tiny random Llama, its tokenizer and English text, made on the spot: the examples download nothing."""
+"""A tiny random Llama, its tokenizer and texts, made on the spot: the examples download nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data.topics import topics as python_help
 
@@ -28,9 +29,10 @@ def build_tiny(
     hidden_size: int = 64,
     num_layers: int = 2,
     vocab_size: int = 1500,
+    texts: Iterable[str] = python_help.values(),
     seed: int = 0,
 ) -> str:
-    """Makes a Llama with random fp32 weights and a tokenizer, and returns the folder; keeps what is there already.
+    """Makes a Llama with random fp32 weights, and a tokenizer from `texts`; returns the folder. Keeps an existing one.
 
     Several processes may call it at once: each builds in a folder of its own, and the first rename wins. It writes the
     files itself, because `save_pretrained` is the business of rank 0 alone where the plugin is on.
@@ -41,7 +43,7 @@ def build_tiny(
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}_"))
     try:
-        _write_tokenizer(draft, vocab_size)
+        _write_tokenizer(draft, vocab_size, texts)
         _write_model(draft, hidden_size, num_layers, vocab_size, seed)
         draft.rename(directory)
     except OSError:
@@ -67,7 +69,19 @@ def topics(n: int, *, min_words: int = 8, max_words: int = 160, seed: int = 0) -
     return pieces
 
 
-def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+def counting(start: int, length: int) -> str:
+    """Numbers from `start` on: "Count: 98 99 0 1". 0 follows 99."""
+    return " ".join(["Count:", *(str((start + i) % 100) for i in range(length))])
+
+
+def counts(n: int, *, min_length: int = 8, max_length: int = 200, seed: int = 0) -> list[str]:
+    """`n` texts of `counting`, with random starts. Their lengths are ragged: few are long, as in real data sets."""
+    rng = random.Random(seed)
+    bounds = math.log(min_length), math.log(max_length)
+    return [counting(rng.randrange(100), round(math.exp(rng.uniform(*bounds)))) for _ in range(n)]
+
+
+def _write_tokenizer(directory: Path, vocab_size: int, texts: Iterable[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -79,7 +93,7 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(python_help.values(), trainer)
+    bpe.train_from_iterator(texts, trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     bpe.save(str(directory / "tokenizer.json"))
     settings = {
