@@ -1,4 +1,4 @@
-"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, bytes of weights on a rank's card, merged and GGUF files.
+"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, bytes of weights on a card, merged and GGUF files.
 
 llama.cpp, which Unsloth would download and build, has a stand-in: the weights that it is given.
 
