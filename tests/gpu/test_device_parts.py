@@ -130,6 +130,7 @@ def test_three_ranks_go_on_from_the_checkpoint_of_two(folder: Path, killed: str)
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_memory_of_a_part_shrinks_with_the_number_of_ranks(tmp_path: Path) -> None:
     """Of the device while it loads, is sharded and trains, beside what each rank has whole; of the host to load.
 
