@@ -160,15 +160,33 @@ def test_count_is_that_of_a_real_step(kind: str, tmp_path: Path) -> None:
     assert found.peak == pytest.approx(real.peak, rel=1e-3)
 
 
+@contextlib.contextmanager
+def real_memory(device: torch.device) -> Iterator[ByteCounter]:
+    with ByteCounter(device) as counter:
+        yield counter
+
+
+@pytest.mark.parametrize("kind", ["full padded", pytest.param("lora checkpointing", marks=pytest.mark.thorough)])
+def test_count_of_a_shared_sample_is_that_of_a_real_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainer() -> Trainer:
+        return trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind)
+
+    whole, found = counted(trainer()), counted(trainer(), num_sharing=2)
+    # As in the test of parts: what other ranks would send is what memory held.
+    monkeypatch.setattr(count, "fake_memory", real_memory)
+    real = counted(trainer(), num_sharing=2)
+
+    assert (found.weights, found.gradients, found.optimizer) == (whole.weights, whole.gradients, whole.optimizer)
+    assert found.peak - found.gradients < 0.75 * (whole.peak - whole.gradients)
+    assert found.peak == pytest.approx(real.peak, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("full autocast checkpointing", marks=pytest.mark.thorough), "lora"])
 def test_count_of_a_part_is_that_of_a_real_part(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind))
     found = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, has_several=True)
-
-    @contextlib.contextmanager
-    def real_memory(device: torch.device) -> Iterator[ByteCounter]:
-        with ByteCounter(device) as counter:
-            yield counter
 
     # The same with values: the group sends nothing, and what is received is what memory held.
     monkeypatch.setattr(count, "fake_memory", real_memory)

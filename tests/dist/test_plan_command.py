@@ -17,7 +17,7 @@ LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
 QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
 
 
-def plan(folder: Path, what: str, *options: str) -> Finished:
+def plan(folder: Path, what: str, *options: str, **variables: str) -> Finished:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -31,7 +31,7 @@ def plan(folder: Path, what: str, *options: str) -> Finished:
     config.save_pretrained(folder / "model")
     scratch = folder / "scratch"
     scratch.mkdir()
-    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**PLAIN, "TMPDIR": str(scratch)})
+    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**PLAIN, "TMPDIR": str(scratch), **variables})
     assert "the script has gone on" not in run.out
     assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
     assert orphans(str(scratch)) == []
@@ -75,6 +75,18 @@ def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
     assert found["training"]["rows"], found["training"]["accumulation"] == (2, 4)
     assert (found["training"]["tokens"], found["training"]["autocast"]) == (27, "bfloat16")
     assert all(row["fits"] for row in rows.values())
+
+
+def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
+    run = plan(tmp_path, "lora", "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
+    assert run.code == 0, run.err
+    found = json.loads(run.out)
+    one, two, four = found["forecasts"]
+    assert [(row["num_ranks"], row["mode"]) for row in (one, two, four)] == [(1, "ddp"), (2, "ddp"), (4, "ddp")]
+    assert one["weights"] == two["weights"] == four["weights"]
+    # Four ranks are two groups, with the rows of one process in a micro-batch.
+    assert four["activations"] == two["activations"] < 0.6 * one["activations"]
+    assert any("sequence_parallel=2 keeps weights whole" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
 
 
 @pytest.mark.thorough
-def test_4_bit_model_is_loaded_in_parts(model: Path) -> None:
+def test_4_bit_model_is_loaded_in_parts_and_saved_as_of_one_process(model: Path) -> None:
+    """Merged and as GGUF, also after an export that failed on rank 0. Every rank is given the names of the files."""
     found = {}
     for num_ranks, name, options in ((1, "packed", ("--plain",)), (2, "packed_parts", ())):
         folder = model.parent / name
@@ -153,6 +154,16 @@ def test_4_bit_model_is_loaded_in_parts(model: Path) -> None:
         assert rank["norms"] == pytest.approx(one["norms"], rel=SHARDED)
         # Constants of quantisation, which stay whole, are not among the parameters.
         assert 0 < rank["weights"] <= 0.51 * one["weights"]
+        assert len(rank["errors"]) == 1
+        assert "No space left on device" in rank["errors"][0]
+        assert rank["exported"] == found[2][0]["written"]
+    assert [len(rank["written"]) for rank in found[2]] == [2, 0]
+    base = load_file(model / "model.safetensors")
+    for place in ("merged/model.safetensors", "first_gguf/model.gguf", "second_gguf/model.gguf"):
+        whole, parts = (load_file(model.parent / name / place) for name in ("packed", "packed_parts"))
+        assert whole.keys() == parts.keys()
+        assert max(float((parts[n] - w).abs().max() / w.abs().max()) for n, w in whole.items()) <= SHARDED
+        assert max(float((w - base[n]).abs().max() / w.abs().max()) for n, w in whole.items()) > 0.01
 
 
 @pytest.mark.thorough

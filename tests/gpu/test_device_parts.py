@@ -12,11 +12,17 @@ import pytest
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.injector import faults_in
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import light, run_python
+from tests.helpers.run import PLAIN, light, run_python
 from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
 from unsloth_multigpu.tools.chaos.fault import Fault
 
+BALANCED = Path(__file__).with_name("balanced.py")
+PEAKS = Path(__file__).with_name("peaks.py")
 SAVED = Path(__file__).with_name("saved_parts.py")
+VISIBLE_TO_TRL = ",".join(
+    m for m in light("rich", "unsloth", "unsloth_zoo")["HIDDEN_MODULES"].split(",") if m != "bitsandbytes"
+)
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [needs_device, pytest.mark.slow]
 
@@ -85,6 +91,21 @@ def test_killed_rank_costs_no_step_and_the_adapter_is_that_of_one_process(folder
     }
 
 
+def test_adapter_of_parts_is_merged_in_one_process(folder: Path, killed: str) -> None:
+    """As docs/sharding.md says: into the model in 16 bits or more. Equal to the merge of one process's training."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    for name in ("one", "killed"):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+        PeftModel.from_pretrained(model, folder / name / "adapter").merge_and_unload().save_pretrained(
+            folder / name / "merged"
+        )
+    one, killed, model = (folder / name / "model.safetensors" for name in ("one/merged", "killed/merged", "model"))
+    assert largest_difference(killed, one) <= 1e-5
+    assert largest_difference(one, model) > 1e-2
+
+
 @pytest.mark.thorough
 def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
     faults = (Fault("disk_full", 0, 6, phase="save"), Fault("sigterm", 0, 4, attempt=1))
@@ -107,3 +128,65 @@ def test_three_ranks_go_on_from_the_checkpoint_of_two(folder: Path, killed: str)
     train(folder, "three", 3, folder / "killed" / "checkpoints" / "checkpoint-3")
     assert norms(folder, "three")[-5:] == pytest.approx(norms(folder, "one")[3:], rel=1e-5)
     assert difference(folder, "three", "one") <= 1e-5
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_memory_of_a_part_shrinks_with_the_number_of_ranks(tmp_path: Path) -> None:
+    """Of the device while it loads, is sharded and trains, beside what each rank has whole; of the host to load.
+
+    Whole are the constants of quantisation, which are on the device when the model is loaded, and what a step of one
+    process needs beside its weights: these devices dequantise by operators of torch, with copies of the matrix.
+    """
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = Path(build_tiny(tmp_path / "model", hidden_size=512, num_layers=24, vocab_size=300))
+
+    def peaks(name: str, num_ranks: int, model: Path) -> list[dict[str, int]]:
+        options = {**variables(num_ranks, CHECK_FIRST_STEP="off"), "HIDDEN_MODULES": VISIBLE_TO_TRL}
+        run = run_python([PEAKS, str(num_ranks), model, tmp_path / name], tmp_path, options)
+        assert run.code == 0, run.err
+        return [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(num_ranks)]
+
+    (one,) = peaks("one", 1, model)
+    whole, step = one["loaded"], one["peak_trained"] - one["prepared"]
+    found = {2: peaks("two", 2, model), 8: peaks("eight", 8, tmp_path / "one_packed")}
+    for num_ranks, bound in ((2, 0.6), (8, 0.2)):
+        for rank in found[num_ranks]:
+            constants = rank["loaded"]
+            assert constants < 0.08 * whole
+            assert rank["prepared"] - constants <= 1.03 * whole / num_ranks
+            assert rank["peak_prepared"] - constants <= bound * whole
+            assert rank["peak_trained"] - constants - step <= bound * whole
+    assert found[8][0]["peak_loaded"] <= 0.2 * whole
+    # Quantised while it loads, for which each weight is on the device in 32 bits.
+    assert found[2][0]["peak_loaded"] <= 0.6 * whole
+    assert sum(rank["host_loaded"] for rank in found[2]) <= 1.3 * (model / "model.safetensors").stat().st_size
+
+
+@pytest.mark.thorough
+def test_model_spread_over_cards_is_sharded_where_one_cannot_hold_its_training(tmp_path: Path) -> None:
+    """device_map="balanced" with shard="auto" is sharded, in a line with numbers, or one copy a card, which is said."""
+    model = Path(build_tiny(tmp_path / "model", hidden_size=256, num_layers=8, vocab_size=300))
+    weights = (model / "model.safetensors").stat().st_size
+    # What plan adds, and less than weights, gradients and the two states of Adam. 15 % stay free.
+    small = int((CONTEXT_BYTES + NCCL_BYTES + 3.6 * weights) / (1 - RESERVE))
+
+    def said(memory: int, *, is_sharded: bool) -> str:
+        options = {**PLAIN, **cards(2, memory=str(memory)), "UNSLOTH_MULTIGPU_SHARD": "auto"}
+        run = run_python([BALANCED, model, tmp_path / "out"], tmp_path, options)
+        assert run.code == 0, run.err
+        for rank in range(2):
+            facts = json.loads((tmp_path / f"out.{rank}").read_text())
+            assert facts["devices"] == [f"cuda:{rank}"]
+            assert facts["is_sharded"] == is_sharded
+            # Both hold for a card without what plan adds for its context and NCCL.
+            assert facts["peak"] <= memory - CONTEXT_BYTES - NCCL_BYTES
+        return run.err
+
+    sharded = said(small, is_sharded=True)
+    numbers = r"shard=auto: DDP needs [\d.]+ GiB of [\d.]+, sharded over 2 ranks [\d.]+: sharded\n"
+    assert re.search(numbers, sharded), sharded
+    assert "device_map='balanced': in its place FSDP2 divides each layer between the ranks" in sharded
+    whole = said(2**31, is_sharded=False)
+    assert re.search(r"shard=auto: DDP needs [\d.]+ GiB of 2\.0: not sharded\n", whole), whole
+    assert "device_map='balanced' does not split the model here: each rank has one card and loads all of it" in whole

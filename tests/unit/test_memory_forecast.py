@@ -57,6 +57,12 @@ def test_ranks_share_the_samples_of_a_step() -> None:
 
     assert shares == [(1, 8, 2), (2, 8, 1), (3, 6, 1), (4, 4, 1), (16, 1, 1), (32, 1, 1)]
     assert replace(training, keeps_batch=False).on_ranks(16) == (8, 2)
+    shared = replace(training, num_sharing=2)
+    assert [shared.on_ranks(n) for n in (1, 2, 4)] == [training.on_ranks(n) for n in (1, 1, 2)]
+    assert shared.has_samples(32)
+    with pytest.raises(SetupError, match="sequence_parallel=2, and 3 ranks do not divide by it") as refused:
+        shared.on_ranks(3)
+    assert "--gpus 2,4" in refused.value.hint
     assert [training.has_samples(n) for n in (16, 17)] == [True, False]
     assert replace(training, keeps_batch=False).has_samples(17)
 

@@ -92,6 +92,24 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks()
 
 
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (("a.json", "b.json"), ("a.json", "b.json")),
+        (
+            {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},
+            {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},
+        ),
+        ({1: "JSON has no such key"}, None),
+        (object(), None),
+    ],
+)
+def test_result_of_rank_0_is_that_of_the_others_where_json_holds_it(ranks: Ranks, result: Any, told: Any) -> None:
+    assert ranks.saver(0, result=result)("model", "out") is result
+    assert ranks.saver(1)("model", "out") == told
+    assert ranks.calls == [["save"], []]
+
+
 # Savers that call other savers.
 
 

@@ -279,7 +279,8 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def _plain(result: Any) -> Any:
     """The result if other ranks can be given it as JSON, else None."""
-    is_plain = isinstance(result, (str, int, float, bool, type(None)))
-    if isinstance(result, (tuple, list)) and all(isinstance(r, str) for r in result):
-        return list(result)
-    return result if is_plain else None
+    given = list(result) if isinstance(result, tuple) else result
+    try:
+        return given if json.loads(json.dumps(given)) == given else None
+    except (TypeError, ValueError):
+        return None

@@ -56,17 +56,24 @@ class Rows:
         """The memory of one of `num_ranks` ranks."""
         rows, accumulation = self._training.on_ranks(num_ranks)
         is_sharded, has_several = mode == "sharded", accumulation > 1
+        num_sharing = self._training.num_sharing if num_ranks > 1 else 1
         # One process frees gradients before each step; DDP's buckets hold them from the start.
         holds = not is_sharded and num_ranks > 1
-        key = (rows, has_several or holds, num_ranks if is_sharded else 0)
+        key = (rows, has_several or holds, num_ranks if is_sharded else 0, num_sharing)
         if key not in self._counted:
-            self._counted[key] = self._count(rows, num_ranks if is_sharded else None, has_several, holds)
+            self._counted[key] = self._count(
+                rows,
+                num_ranks=num_ranks if is_sharded else None,
+                has_several=has_several,
+                holds_gradients=holds,
+                num_sharing=num_sharing,
+            )
         return forecast_of(self._counted[key], self._training, mode, num_ranks)
 
-    def _count(self, rows: int, num_ranks: int | None, has_several: bool, holds: bool) -> StepBytes:
+    def _count(self, rows: int, **options: Any) -> StepBytes:
         try:
             batch = micro_batch(self._trainer, self._training, rows)
-            return count_step(self._trainer, batch, num_ranks=num_ranks, has_several=has_several, holds_gradients=holds)
+            return count_step(self._trainer, batch, **options)
         except MultiGPUError:
             raise
         except Exception as error:  # Of any code of the script and of its libraries.
@@ -78,7 +85,13 @@ class Rows:
 
 
 def count_step(
-    trainer: Any, batch: Any, *, num_ranks: int | None, has_several: bool, holds_gradients: bool
+    trainer: Any,
+    batch: Any,
+    *,
+    num_ranks: int | None,
+    has_several: bool,
+    holds_gradients: bool,
+    num_sharing: int = 1,
 ) -> StepBytes:
     """Runs a step of a Trainer on tensors without values.
 
@@ -88,6 +101,7 @@ def count_step(
         num_ranks: Ranks among which `fully_shard` divides the model, as accelerate does; None = it stays whole.
         has_several: A rank's step has several micro-batches.
         holds_gradients: They are there before the backward pass, as in DDP's buckets.
+        num_sharing: Ranks that share each sample, of which this is the first.
     """
     device, is_sharded = trainer.args.device, num_ranks is not None
     models = {name: value for name, value in vars(trainer).items() if isinstance(value, nn.Module)}
@@ -106,6 +120,8 @@ def count_step(
             trainer.optimizer = _same_optimizer(trainer.optimizer, models["model"], trainer.model)
         parts = [p for p in trainer.model.parameters() if hasattr(p, "_local_tensor")]
         before = StepBytes(counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
+        if num_sharing > 1:
+            batch = stack.enter_context(_shared(trainer, batch, num_sharing))
         return _count_passes(trainer, batch, counter, before, 1 + (has_several or holds_gradients))
 
 
@@ -146,17 +162,38 @@ def _kept_attributes(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
-    """A mesh of `num_ranks` ranks, of which only this one exists."""
-    from torch.distributed.device_mesh import init_device_mesh
+def _alone_of(num_ranks: int) -> Iterator[None]:
+    """A process group of `num_ranks` ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    before = os.environ.get(_LOADS_IN_PARTS)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        yield init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
+    """Lets the step be that of the first of `num_ranks` ranks that share its samples; gives this rank's batch."""
+    from unsloth_multigpu.step.sequence import SharedSequence
+
+    with _alone_of(num_ranks):
+        sequence = SharedSequence(trainer.model, dist.group.WORLD)  # type: ignore[arg-type]
+        sequence.is_on = True
+        with sequence.around(), sequence.part_of(batch) as mine:
+            yield mine
+
+
+@contextmanager
+def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    before = os.environ.get(_LOADS_IN_PARTS)
+    try:
+        with _alone_of(num_ranks):
+            yield init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    finally:
         os.environ.pop(_LOADS_IN_PARTS, None)
         if before is not None:
             os.environ[_LOADS_IN_PARTS] = before

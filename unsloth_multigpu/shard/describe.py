@@ -19,7 +19,12 @@ _PACKED = ("Params4bit", "Int8Params")
 
 
 def describe(
-    trainer: Any, *, tokens: int | None = None, keeps_batch: bool = True, is_offloaded: bool = False
+    trainer: Any,
+    *,
+    tokens: int | None = None,
+    keeps_batch: bool = True,
+    is_offloaded: bool = False,
+    num_sharing: int = 1,
 ) -> Training:
     """What `trainer.train()` would do.
 
@@ -27,6 +32,7 @@ def describe(
         tokens: Of the longest sample; None = the longest of the data set.
         keeps_batch: Several ranks share the samples of one process's step.
         is_offloaded: `shard_offload=True` was given.
+        num_sharing: `sequence_parallel`.
     """
     args, model = trainer.args, trainer.model
     parameters = [*model.parameters()]
@@ -34,7 +40,7 @@ def describe(
     optimizer = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is not None:
         optimizer = type(trainer.optimizer).__name__
-    why, hint = only_whole = _only_whole(optimizer)
+    why, hint = only_whole = _only_whole(optimizer, num_sharing)
     longest, source = _longest(trainer, tokens)
     notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
     if why:
@@ -52,13 +58,16 @@ def describe(
         accumulation=args.gradient_accumulation_steps,
         keeps_batch=keeps_batch,
         offload=is_offloaded,
+        num_sharing=num_sharing,
         only_whole=only_whole,
         notes=tuple(notes),
     )
 
 
-def _only_whole(optimizer: str) -> tuple[str, str]:
+def _only_whole(optimizer: str, num_sharing: int) -> tuple[str, str]:
     """See `Training.only_whole`."""
+    if num_sharing > 1:
+        return f"sequence_parallel={num_sharing} keeps weights whole on each rank", "Leave it out to shard them."
     with_unsloth = "unsloth.models._utils" in sys.modules
     try:
         check_versions("torch", "unsloth" if with_unsloth else "transformers")

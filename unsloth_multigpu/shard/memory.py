@@ -37,6 +37,7 @@ class Training:
         accumulation: Micro-batches of a step of one process.
         keeps_batch: Several ranks share the samples of one process's step; False = each takes as many.
         offload: Where the model is sharded, a rank's part lies in the host's memory.
+        num_sharing: Ranks that share each sample, `sequence_parallel`; one process has whole ones.
         only_whole: Why the model cannot be sharded, and what to do about it; ("", "") = it can.
         notes: What was assumed, one sentence each.
     """
@@ -53,6 +54,7 @@ class Training:
     accumulation: int
     keeps_batch: bool = True
     offload: bool = False
+    num_sharing: int = 1
     only_whole: tuple[str, str] = ("", "")
     notes: tuple[str, ...] = ()
 
@@ -60,13 +62,26 @@ class Training:
         """Rows of a micro-batch and number of micro-batches for each of `num_ranks` ranks."""
         if not self.keeps_batch:
             return self.rows, self.accumulation
-        samples = -(-self.rows * self.accumulation // num_ranks)
+        samples = -(-self.rows * self.accumulation // self.num_groups(num_ranks))
         rows = min(self.rows, samples)
         return rows, -(-samples // rows)
 
+    def num_groups(self, num_ranks: int) -> int:
+        """Among how many the samples of a step are dealt.
+
+        Raises:
+            SetupError: So many ranks cannot share samples.
+        """
+        if num_ranks > 1 and num_ranks % self.num_sharing:
+            raise SetupError(
+                f"sequence_parallel={self.num_sharing}, and {num_ranks} ranks do not divide by it.",
+                hint=f"Ask for multiples of it: --gpus {self.num_sharing},{2 * self.num_sharing}.",
+            )
+        return max(1, num_ranks // self.num_sharing)
+
     def has_samples(self, num_ranks: int) -> bool:
-        """True if a step has a sample for each rank, without which the ranks refuse to train."""
-        return not self.keeps_batch or self.rows * self.accumulation >= num_ranks
+        """True if a step has a sample for each rank or group, without which the ranks refuse to train."""
+        return not self.keeps_batch or self.rows * self.accumulation >= self.num_groups(num_ranks)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ class Probe(Tool):
         self._question = Question(**{**question, "rows": tuple((mode, n) for mode, n in question["rows"])})
         self._keeps_batch = True
         self._is_offloaded = False
+        self._num_sharing = 1
         self._is_entered = False
 
     def adjusted(self, config: Any) -> Any:
@@ -169,6 +170,7 @@ class Probe(Tool):
             PatchRegistry(meta_patches()).apply()
         self._keeps_batch = config.keeps_global_batch
         self._is_offloaded = config.shard_offload
+        self._num_sharing = config.sequence_parallel
         return dataclasses.replace(
             config,
             num_gpus=1,
@@ -181,6 +183,7 @@ class Probe(Tool):
             enable_ddp=True,
             shard="off",
             shard_offload=False,
+            sequence_parallel=1,
         )
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
@@ -201,7 +204,11 @@ class Probe(Tool):
 
         asked, devices = self._question, _devices()
         training = describe(
-            trainer, tokens=asked.tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
+            trainer,
+            tokens=asked.tokens,
+            keeps_batch=self._keeps_batch,
+            is_offloaded=self._is_offloaded,
+            num_sharing=self._num_sharing,
         )
         smallest = min(devices, default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest

@@ -1,4 +1,6 @@
-"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, and the bytes of weights on a rank's card.
+"""LoRA on a model that Unsloth loads in 4 bit: gradient norms, bytes of weights on a card, merged and GGUF files.
+
+llama.cpp, which Unsloth would download and build, has a stand-in: the weights that it is given.
 
 Usage: gpu_path_packed.py MODEL OUT [--plain]
 """
@@ -12,10 +14,12 @@ if "--plain" not in sys.argv:
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 from unsloth import FastLanguageModel  # isort: skip  Before the libraries that it patches.
 import torch
+import unsloth.save
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -35,6 +39,8 @@ trainer = SFTTrainer(
         dataset_text_field="text",
         max_length=64,
         max_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=0,
         logging_steps=1,
         **settings,
     ),
@@ -42,7 +48,28 @@ trainer = SFTTrainer(
 weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
 on_card = sum(weight.nbytes for weight in weights if weight.is_cuda)
 trainer.train()
+
+
+def convert(*, model_directory, gguf_directory, **_):
+    if Path(model_directory).name == "aborted":
+        raise OSError("No space left on device")
+    os.makedirs(gguf_directory, exist_ok=True)
+    written.append(str(shutil.copy(Path(model_directory, "model.safetensors"), Path(gguf_directory, "model.gguf"))))
+    return [written[-1]], True, False
+
+
+unsloth.save.save_to_gguf = convert
+out, written, errors, exported = Path(sys.argv[2]), [], [], []
+model.save_pretrained_merged(str(out / "merged"), tokenizer, save_method="merged_16bit")
+for name in ("aborted", "first", "second"):
+    try:
+        exported += model.save_pretrained_gguf(str(out / name), tokenizer)["gguf_files"]
+    except Exception as error:  # Also where another rank has aborted.
+        errors.append(f"{type(error).__name__}: {error}")
 facts = {
+    "written": written,
+    "exported": exported,
+    "errors": errors,
     "weights": on_card,
     "num_packed": sum(getattr(module, "quant_state", None) is not None for module in model.modules()),
     "norms": [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line],

@@ -505,7 +505,8 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     seed_ = words[0], offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({16}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+    // Past the dispatcher, as CUDA's generator does: under FakeTensorMode `at::empty` would have no memory.
+    auto state = at::detail::empty_cpu({16}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
     auto* words = static_cast<uint64_t*>(state.data_ptr());
     words[0] = seed_, words[1] = offset_;
     return state.getIntrusivePtr();

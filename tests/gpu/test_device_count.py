@@ -1,0 +1,66 @@
+"""What `plan` says a rank needs, against the peaks of trainings on CUDA devices in host memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fake_cuda import cards, needs_device
+from tests.helpers.run import light, run_python
+from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.shard.memory import RESERVE
+
+COUNTED = Path(__file__).with_name("counted.py")
+SEEN = ",".join(m for m in light("datasets", "rich", "triton")["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+pytestmark = [needs_device, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1800)]
+# bitsandbytes' optimizers do not train what accelerate has sharded.
+KINDS = {
+    "full": ("ddp", "sharded"),
+    "full sgd checkpointing rows=4": ("ddp", "sharded"),
+    "full 8bit rows=4": ("ddp",),
+    "lora rows=4": ("ddp", "sharded"),
+    "lora checkpointing": ("ddp",),
+    "4bit checkpointing": ("ddp", "sharded"),
+    "moe full": ("ddp", "sharded"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    folder = tmp_path_factory.mktemp("count")
+    build_tiny(folder / "dense", hidden_size=256, num_layers=4, vocab_size=300)
+    config = MixtralConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        num_local_experts=4,
+    )
+    MixtralForCausalLM(config).save_pretrained(folder / "moe")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_count_is_within_a_tenth_of_the_peak(kind: str, folder: Path) -> None:
+    model = folder / ("moe" if "moe" in kind else "dense")
+    command = [COUNTED, kind, model, folder / "peak"]
+    variables = {**cards(2), "HIDDEN_MODULES": SEEN, "UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": "off"}
+    plan = run_python(["-m", "unsloth_multigpu.cli.main", "plan", "--json", "--gpus", "2", *command], folder, variables)
+    assert plan.code == 0, plan.err
+    rows = {row["mode"]: row["total"] - sum(row["overhead"].values()) for row in json.loads(plan.out)["forecasts"]}
+    for mode in KINDS[kind]:
+        shard = {"UNSLOTH_MULTIGPU_SHARD": "on" if mode == "sharded" else "off"}
+        run = run_python(command, folder, {**variables, **shard})
+        assert run.code == 0, run.err
+        peaks = [int((folder / f"peak.{rank}").read_text()) for rank in range(2)]
+        print(f"{kind}, {mode}: counted {rows[mode]:,}, peaks {peaks}, {rows[mode] / max(peaks):.3f}")
+        assert rows[mode] == pytest.approx(max(peaks), rel=0.1), (kind, mode)
+        # So that none is said to fit that does not.
+        assert max(peaks) <= rows[mode] / (1 - RESERVE)
