@@ -129,7 +129,7 @@ def score(model, tokenizer) -> str:
     FastLanguageModel.for_training(model)
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     num_right = sum(text == counting(start, 9) for text, start in zip(texts, starts, strict=True))
-    return f"{num_right:2} of 20 right, {prompts[-1]!r} -> {texts[-1].removeprefix(prompts[-1]).strip()!r}"
+    return f"{num_right:2} of 20 right, {prompts[0]!r} -> {texts[0].removeprefix(prompts[0]).strip()!r}"
 
 
 def log_steps(trainer) -> list[float]:
