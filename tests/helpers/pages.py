@@ -28,13 +28,13 @@ _INTRODUCTION = """<!-- Generated: python -m tests.helpers.pages -->
 Every option of a run: an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
 Arguments win over variables, variables over the YAML file, the file over `pyproject.toml`, and that over defaults.
 Those with a flag are options of `unsloth-multigpu run`, too, where they count as variables. An unknown argument,
-variable with our prefix or name in a file is an error, and so is an option that nothing would follow. The last column
-says who follows an option that not every run follows, or, in front of a colon, which of its values:
+variable with our prefix or name in a file is an error, and so is an option that would have no effect. The last column
+says where an option applies if not everywhere; values in front of a colon are those that it concerns:
 
 """
 _REPLAY = """
-`enable_multi_gpu(replay=True)` is no option of a run: in a [notebook](notebook.md) where a model was loaded before the
-line, the workers run those cells too.
+`enable_multi_gpu(replay=True)` is an argument for [notebooks](notebook.md) only: if a model was loaded before the line,
+the workers run those cells too.
 """
 _FILES = """
 ## In a file
