@@ -36,7 +36,7 @@ def test_pod_that_would_train_by_itself_is_refused(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given: {otherwise}") as error:
         check_cluster({option: None})
-    assert f"Give {ENV_PREFIX}{option.upper()}" in str(error.value)
+    assert f"Set {ENV_PREFIX}{option.upper()}" in str(error.value)
     # What was given counts, whatever the cluster says.
     check_cluster({option: 1})
     monkeypatch.setenv(ENV_PREFIX + option.upper(), "1")
