@@ -70,10 +70,10 @@ def test_decision_and_its_line() -> None:
     more = [of_total("ddp", 1, 139), of_total("sharded", 16, 21), of_total("sharded", 32, 11)]
     with pytest.raises(SetupError, match="DDP needs") as refused:
         decide(TRAINING, [whole, parts, *more], 8, 24 * GIB)
-    assert refused.value.hint.startswith("32 GPUs of this size would do, sharded.")
+    assert refused.value.hint.startswith("32 GPUs of this size would be enough, sharded.")
     with pytest.raises(SetupError) as refused:
         decide(TRAINING, [whole, parts, more[0]], 8, 24 * GIB)
-    assert refused.value.hint.startswith("No number of GPUs of this size would do")
+    assert refused.value.hint.startswith("No number of GPUs of this size up to")
 
 
 def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
@@ -127,7 +127,7 @@ def test_table_says_which_row_fits_and_what_to_set() -> None:
     assert "give --memory" in lines_of(Answer(TRAINING, ROWS), [4, 8])[-1]
     more = (*ROWS, of_total("sharded", 16, 20))
     small = lines_of(Answer(TRAINING, more, device_bytes=24 * GIB), [4, 8])
-    assert small[-1].endswith("No row fits. 16 GPUs of this size would do, sharded.")
+    assert small[-1].endswith("No row fits. 16 GPUs of this size would be enough, sharded.")
     assert not any(line.startswith("16") and "sharded" in line.split() for line in small[:-1])
 
 
@@ -137,7 +137,7 @@ def test_more_ranks_than_samples_are_no_way_out() -> None:
 
     assert [line.split()[0] for line in lines if line.endswith("too few samples")] == ["8", "8"]
     assert lines[-2] == "A step has 4 samples, too few for 8 ranks: raise the batch."
-    assert lines[-1].endswith("No number of GPUs of this size would do that a step has samples for.")
+    assert lines[-1].endswith("No number of GPUs of this size up to the samples of a step is enough.")
 
 
 def test_model_is_a_program_of_its_own_where_no_script_is_given() -> None:

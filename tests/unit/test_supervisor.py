@@ -125,7 +125,7 @@ def test_ranks_that_cannot_share_a_step_are_fewer_next_unless_they_have_trained(
     assert made._conclude(0, watch, "") == 64  # type: ignore[arg-type]
     assert made.most_ranks == (1 if is_first else None)
     told = capfd.readouterr().err
-    assert ("A step of 1. 1 of 2 devices train" in told) is is_first
+    assert ("A step of 1. Starting again with 1 of 2 devices" in told) is is_first
     assert ("Traceback" in told) is not is_first
 
 
