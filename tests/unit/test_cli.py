@@ -87,7 +87,7 @@ def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, progra
 def test_option_of_the_command_behind_the_script_is_told_unless_it_is_said_whose_it_is(started, capfd):
     run("train.py", "--num-gpus=9", "--epochs", "3")
     told = capfd.readouterr().err
-    assert "--num-gpus=9 stands behind train.py, so the script gets it." in told
+    assert "--num-gpus=9 comes after train.py, so the script gets it." in told
     assert "unsloth-multigpu run --num-gpus=9 ...; if not, write -- before train.py." in told
     run("--", "train.py", "--num-gpus", "9")
     run("--num-gpus", "1", "train.py", "--epochs", "3")
@@ -225,15 +225,15 @@ def test_script_with_the_line_is_known_without_running_it(tmp_path, monkeypatch)
         (tmp_path / "pkg" / name / "__main__.py").write_text(source)
         (tmp_path / "pkg" / f"{name}_train.py").write_text(source)
         forms = [[f"{name}.py"], ["-m", name], ["-m", f"pkg.{name}_train"], ["-m", f"pkg.{name}"], [f"pkg/{name}"]]
-        assert [script.has_own_line(form) for form in forms] == [name == "mine"] * len(forms)
-    assert not script.has_own_line(["-m", "pkg.absent"])
+        assert [script.calls_enable(form) for form in forms] == [name == "mine"] * len(forms)
+    assert not script.calls_enable(["-m", "pkg.absent"])
     for name, source in (
         ("bare.py", b"enable_multi_gpu()"),
         ("wrong.py", b"enable_multi_gpu("),
         ("app.zip", b"PK\0()"),
     ):
         (tmp_path / name).write_bytes(source)
-        assert script.has_own_line([name]) == (name == "bare.py")
+        assert script.calls_enable([name]) == (name == "bare.py")
 
 
 def test_verify_shows_one_process_one_device(monkeypatch):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_multigpu.cli.script_runner import has_own_line
+from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
 from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill
@@ -120,5 +120,5 @@ class Scene:
         program = [argument.replace("{run}", str(self.work)) for argument in self.program]
         if program[0] != "-m":
             program[0] = os.path.abspath(program[0])
-        own = [] if has_own_line(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
+        own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
         return [sys.executable, *own, *program]
