@@ -338,8 +338,8 @@ def test_last_line_says_what_failed_and_what_the_line_would_do():
     assert doctor.verdict([fine]) == sentence
     failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
     told = "NOT READY: 1 of 2 checks failed: peft (versions)."
-    assert doctor.verdict([failed, fine]) == f"{told} Once that is mended: {sentence}"
-    refused = findings.CheckRow("devices", "line", "FAIL", "the line would refuse to start: num_gpus=4", "Set it to 2.")
+    assert doctor.verdict([failed, fine]) == f"{told} After that is fixed: {sentence}"
+    refused = findings.CheckRow("devices", "line", "FAIL", "enable_multi_gpu() would raise: num_gpus=4", "Set it to 2.")
     assert doctor.verdict([refused]) == "NOT READY: 1 of 1 checks failed: line (devices)."
 
 
@@ -355,7 +355,7 @@ def test_last_line_says_what_failed_and_what_the_line_would_do():
             "no accelerator is visible: 4 ranks",
             "",
         ),
-        ({"device": "cuda"}, "", "the line would refuse to start: device='cuda', but no such device is visible."),
+        ({"device": "cuda"}, "", "enable_multi_gpu() would raise: device='cuda', but no such device is visible."),
     ],
 )
 def test_doctor_says_what_the_line_says(monkeypatch, options, line, refused):
