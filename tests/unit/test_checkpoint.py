@@ -196,7 +196,7 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
 def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path: Path) -> None:
     (make(tmp_path, 7) / MANIFEST).unlink()
     for found in (find_newest(tmp_path, WANTED).lines, check_asked(tmp_path / "checkpoint-7", WANTED)):
-        assert [line.partition(": ")[2] for line in found] == ["so it cannot be checked for completeness"]
+        assert [line.partition(", ")[2] for line in found] == ["so it cannot be checked for completeness"]
     assert check_asked(tmp_path / "checkpoint-8", WANTED) == ()
 
 

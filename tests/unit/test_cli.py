@@ -158,11 +158,11 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
         (
             ["doctor", "--jsn"],
-            "unrecognized arguments: --jsn\nHint: Did you mean --json? unsloth-multigpu doctor --help ",
+            "unrecognized arguments: --jsn\nHint: Did you mean --json? See unsloth-multigpu doctor --help.",
         ),
         (
             ["run", "--num-gpu", "2", "train.py"],
-            "--num-gpu\nHint: Did you mean --num-gpus? unsloth-multigpu run --help ",
+            "--num-gpu\nHint: Did you mean --num-gpus? See unsloth-multigpu run --help.",
         ),
         (["verfy", "train.py"], "invalid choice: 'verfy'"),
         (

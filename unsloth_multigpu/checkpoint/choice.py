@@ -11,7 +11,7 @@ from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, chec
 from unsloth_multigpu.errors import ResumeError, SetupError
 
 _OF_ANOTHER_RUN = "another run wrote it"
-_HELD = {True: "a shard of the weights", False: "all weights (not sharded)"}
+_HELD = {True: "a part of the weights (sharded)", False: "all weights (not sharded)"}
 
 
 @dataclass(frozen=True)

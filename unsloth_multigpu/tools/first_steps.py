@@ -117,7 +117,7 @@ class FirstSteps(Part, Tool):
     def check_variables(self, others: list[str]) -> None:
         if others:  # Otherwise the training would not end after the requested steps.
             raise SetupError(
-                f"{self.name} does not support {others[0]}, which is set.",
+                f"{others[0]} is set, which {self.name} does not support.",
                 hint=f"Unset it for {self.name}.",
             )
 
