@@ -292,7 +292,7 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     with pytest.raises(ResumeError, match=r"written with strategy='FedAvg', this training has 'FedAdam'"):
         run(make_strategy("fedadam", {}), 2, output_dir=tmp_path)
     # It neither resumes without the accountant, nor would a new one begin in the middle.
-    with pytest.raises(ResumeError, match=r"made with parts of strategy=\['accountant'\], this training has \[\]"):
+    with pytest.raises(ResumeError, match=r"written with parts of strategy=\['accountant'\], this training has \[\]"):
         run(FedAvg(), 2, output_dir=tmp_path)
 
 
@@ -301,7 +301,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(strategy, 2, output_dir=tmp_path)
     with pytest.raises(ResumeError, match=r"round-2.pt was written with num_clients=4, this training has 5"):
         run(strategy, 2, LocalGrid(num_clients=5), output_dir=tmp_path)
-    with pytest.raises(ResumeError, match=r"was made with config\['lr'\]=None, this training has '0.1'"):
+    with pytest.raises(ResumeError, match=r"was written with config\['lr'\]=None, this training has '0.1'"):
         run(strategy, 2, output_dir=tmp_path, config={"lr": 0.1})
     with pytest.raises(ConfigError, match=r"num_rounds=1, but .*round-2.pt is already the state after round 2"):
         run(strategy, 1, output_dir=tmp_path)
