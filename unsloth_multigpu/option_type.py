@@ -29,7 +29,7 @@ _MOST = 1e9
 
 
 class Scope(Enum):
-    """Where an option applies; elsewhere setting it is an error. Values: the name in the docs, and what is refused."""
+    """Where an option applies; elsewhere setting it is an error. Values: name and description in the docs."""
 
     RANKS = "several ranks", "refused with `enable_ddp=False`"
     PLANNER = (

@@ -65,7 +65,7 @@ TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Sc
 
 _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
 _DDP = DDP()
-_ALL_GPUS = "all visible GPUs; where there is none, this process alone"
+_ALL_GPUS = "all visible GPUs; without one, this process alone"
 _FOR_ELASTIC_NODES = (
     "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
     "NUM_GPUS --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id ID train.py"

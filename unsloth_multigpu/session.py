@@ -434,7 +434,7 @@ def other_parallelism(environment: Mapping[str, str]) -> list[str]:
     if text and not (text.isdecimal() and int(text)):
         raise ConfigError(
             f"{_TENSOR_PARALLEL}={text!r}; Unsloth expects a whole number from 1 on.",
-            hint=f"Unset {_TENSOR_PARALLEL} where ranks do not share a model.",
+            hint=f"Unset {_TENSOR_PARALLEL} if ranks are not to share a model.",
         )
     return [f"{_TENSOR_PARALLEL}={text}"] if text and int(text) > 1 else []
 

@@ -29,7 +29,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu run` beside those of a run.
+    """Options of `unsloth-multigpu run` in addition to those of a run.
 
     Args:
         config: YAML file with options, one `name: value` per line; also the variable UNSLOTH_MULTIGPU_CONFIG. Options

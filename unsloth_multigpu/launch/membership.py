@@ -133,7 +133,7 @@ class Meeting:
     def __enter__(self) -> Meeting:
         if self._num_nodes > 1:
             is_server, place = self._listener is not None, self._config.rdzv_endpoint
-            logger.info("nodes meet at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
+            logger.info("nodes connect at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
             self._thread.start()
         return self
 

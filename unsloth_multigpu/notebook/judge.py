@@ -38,7 +38,7 @@ Kind = Literal["raised", "died", "hung", "diverged"]
 class Action(enum.Enum):
     """Actions of the kernel. It takes each at most once in a cell."""
 
-    PASS_STOP = "interrupt the workers as well"
+    PASS_STOP = "interrupt the workers, too"
     CANCEL = "cancel the task of a cell that awaits"
     RAISE = "raise the failure in the kernel's main thread"
     ABORT = "abort the kernel's process group"

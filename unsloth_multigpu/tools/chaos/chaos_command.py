@@ -34,7 +34,7 @@ from unsloth_multigpu.words import duration, last_lines
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options that a run does not have.
+    """Options of `unsloth-multigpu chaos` in addition to those of a run.
 
     Args:
         faults: "all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8.

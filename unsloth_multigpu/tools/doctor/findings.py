@@ -37,12 +37,12 @@ class CheckRow:
 
     Args:
         section: Heading under which it is listed.
-        name: What was looked at.
-        state: "ok", "FAIL", or "note" for what is worth knowing and stops no training.
-        text: What was found, for people.
+        name: Name of the check.
+        state: "ok", "FAIL", or "note" for a remark that does not prevent a training.
+        text: The result as text.
         hint: The next action; every "FAIL" has one.
-        facts: What was found, for programs.
-        log: Last lines that a failed check printed.
+        facts: The result as JSON values.
+        log: Last lines of a failed check's output.
     """
 
     section: str

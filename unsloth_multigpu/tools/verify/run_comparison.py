@@ -104,26 +104,25 @@ def _step(one: Values, many: Values) -> dict[str, Any]:
 
 
 def _relative(one: float | None, many: float | None, at_least: float) -> float:
-    """The difference of two figures; 0 where both runs have none, infinite where one has none."""
+    """Returns the relative difference of two figures; 0 if both are None, infinity if one is None."""
     if one is None or many is None:
         return 0.0 if one is many else math.inf
     if not (math.isfinite(one) and math.isfinite(many)):
-        # fp16 begins with steps that overflow, and skips them; which of the two it is does not matter.
+        # fp16 skips its first steps, which overflow: NaN and infinity count as equal.
         return math.inf if math.isfinite(one) or math.isfinite(many) else 0.0
     scale = max(abs(one), abs(many), at_least)
     return abs(one - many) / scale if scale else 0.0
 
 
 def _weights(one: Values, many: Values) -> list[dict[str, Any]]:
-    """What was added to each trained tensor: norms of both, the relative difference as sketches estimate it, and
-    whether it counts. Largest difference that counts first."""
+    """Compares the updates of each trained tensor by their sketches, the largest difference that counts first."""
     found = []
     for name in sorted({*one, *many}):
         norms, relative, counts = [None, None], math.inf, True
         if name in one and name in many:
             (first, counts), (second, counts_too) = one[name], many[name]
             off = difference([first], [second], [name]).off
-            # NaN cannot be sorted.
+            # Infinity in place of NaN, which cannot be sorted.
             norms, relative, counts = [first[0], second[0]], math.inf if math.isnan(off) else off, counts or counts_too
         found.append({"name": name, "update_norm": norms, "relative": relative, "counts": counts})
     return sorted(found, key=lambda weight: (not weight["counts"], -weight["relative"]))

@@ -29,7 +29,7 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options that a run does not have, or that mean something else here.
+    """Options of `unsloth-multigpu verify` in addition to those of a run.
 
     Args:
         num_gpus: Ranks that are compared with one process.
