@@ -149,7 +149,7 @@ def _check_files(notebook: NotebookRun, name: str, limit: float = 1e-5) -> None:
 def _refused(cell: CellResult, *texts: str) -> None:
     assert cell.error == "SetupError", cell
     assert len(cell.traceback) == 1
-    for text in (*texts, "Load the model again"):
+    for text in (*texts, "Load the model or a checkpoint again"):
         assert text in cell.value
 
 
