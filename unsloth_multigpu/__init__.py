@@ -1,4 +1,4 @@
-"""One line makes a one-GPU fine-tuning script train on every GPU. Importing this package loads nothing heavy."""
+"""Trains a one-GPU fine-tuning script on every GPU after one line. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from unsloth_multigpu.strategy import LocalSGD as LocalSGD
     from unsloth_multigpu.strategy import ParameterServer as ParameterServer
 
-# Module -> its names.
-_HOMES = {
+# Public names by the module that defines them. They are imported on first access.
+_NAMES_BY_MODULE = {
     "plugin": (
         "MultiGPUStatus",
         "disable_multi_gpu",
@@ -80,17 +80,17 @@ _HOMES = {
     "federated.server": ("create_multigpu_flower_server",),
     "federated.training": ("FederatedServer",),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-if not TYPE_CHECKING:  # A list that is computed would hide the names above from a type checker.
-    __all__ = [*sorted(_HOME_OF), "__version__"]
+if not TYPE_CHECKING:  # A computed list would hide the names above from a type checker.
+    __all__ = [*sorted(_MODULE_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*_HOME_OF, "__version__"]
+    return [*_MODULE_OF, "__version__"]

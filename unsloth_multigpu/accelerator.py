@@ -1,6 +1,6 @@
-"""The kinds of accelerator: by which backend their ranks meet, and which variables choose among the devices. Pure.
+"""The kinds of accelerators: their process group backends, and the variables that select visible devices. Pure.
 
-The one module that names them. NVIDIA's and AMD's cards are both "cuda" to torch.
+The only module that names them. NVIDIA's and AMD's GPUs are both "cuda" to torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Kind:
     """A kind of accelerator, as torch names it.
 
     Args:
-        backend: The process group backend that moves its tensors.
+        backend: The process group backend for its tensors.
         choosers: Variables that select the visible devices. If none is set, the last one is used.
     """
 
@@ -27,13 +27,13 @@ KINDS: Mapping[str, Kind] = {
     "xpu": Kind("xccl", ("ZE_AFFINITY_MASK",)),
     "npu": Kind("hccl", ("ASCEND_RT_VISIBLE_DEVICES",)),
 }
-# Of the CPU, and of devices that have no backend of their own.
+# Backend of the CPU, and of devices without a backend of their own.
 CPU_BACKEND = "gloo"
-# By which users choose devices. AMD's second one counts the devices that the first one leaves.
+# All variables that select devices. On AMD, HIP_VISIBLE_DEVICES counts the devices that ROCR_VISIBLE_DEVICES leaves.
 CHOOSERS = ("ROCR_VISIBLE_DEVICES", *(name for kind in KINDS.values() for name in kind.choosers))
-# Of Apple: torch finds it, but no process group does.
+# Apple's devices: known to torch, but no process group supports them.
 WITHOUT_GROUP = "mps"
-# These leave a process no GPU, whatever looks for one.
+# Variables that hide all GPUs from a process.
 HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -44,33 +44,30 @@ _KIND_OF = {kind.backend: name for name, kind in KINDS.items()}
 
 
 def backend_of(device_type: str) -> str:
-    """The process group backend that moves tensors of a device."""
+    """Returns the process group backend for tensors of a device type."""
     return KINDS[device_type].backend if device_type in KINDS else CPU_BACKEND
 
 
 def kind_of(backend: str) -> str | None:
-    """The kind of accelerator whose tensors a backend moves; None for one of the CPU."""
+    """Returns the kind of accelerator that a backend is for; None for a CPU backend."""
     return _KIND_OF.get(backend)
 
 
 def only(kind: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let a process see one device: "GPU-8932f937", or "5" of CUDA_VISIBLE_DEVICES="4,5".
-
-    See `among`.
-    """
+    """Returns variables that show a process one device: "5" for index 1 of CUDA_VISIBLE_DEVICES="4,5". See `among`."""
     return among(kind, [index], environment)
 
 
 def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let a process see some devices.
+    """Returns variables that show a process only some devices.
 
     Args:
-        kind: As torch names it.
-        indices: Count the devices that `environment` shows.
+        kind: Device type, as torch names it.
+        indices: Indices among the devices that `environment` shows.
         environment: This process's variables.
 
     Raises:
-        IndexError: `environment` does not show one of the devices; its argument is the variable.
+        IndexError: `environment` does not show one of the devices. Its argument is the name of the variable.
     """
     names = KINDS[kind].choosers
     shown = {name: environment[name].split(",") for name in names if environment.get(name)}

@@ -1,7 +1,7 @@
-"""The exception tree. Every error says what happened and what to do next, and has an exit code.
+"""The exceptions of this package. Each has a message, a hint and an exit code.
 
-`docs/errors.md` lists the codes, which are stable, and has a section for each class. An error derives from the builtin
-that a caller would expect as well, so that `except ValueError` around a wrong argument works.
+`docs/errors.md` lists the codes, which are stable, and has a section for each class. Each class also derives from the
+builtin exception that a caller would expect, so that `except ValueError` around a wrong argument works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
 
-    Its text is the message, then `Hint: ` with the next action and, where the package was built with an address of
+    Its text is the message, `Hint: ` with the next action and, if the package was built with the address of
     `docs/errors.md`, `More: ` with the section of its class.
 
     Args:
@@ -29,22 +29,22 @@ class MultiGPUError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel from worker processes; without it the keyword would be missing when they are made again.
+        # Errors are pickled in worker processes. Exception's own method would lose the keyword argument.
         return functools.partial(type(self), hint=self.hint), self.args
 
     def __str__(self) -> str:
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        # Not that of a builtin that it derives from as well: some make a text of their own from their fields.
+        # `BaseException.__str__`, because some builtin bases build their text from their fields.
         more = f"\nMore: {page()}#{documented.__name__.lower()}" if page() else ""
         return f"{BaseException.__str__(self)}\nHint: {self.hint}{more}"
 
 
 @functools.cache
 def page() -> str:
-    """The address where errors are explained; "" where the package was built without one."""
+    """Returns the address of docs/errors.md; "" if the package was built without one."""
     import importlib.metadata as metadata
 
-    with contextlib.suppress(metadata.PackageNotFoundError):  # The sources alone, without an installation.
+    with contextlib.suppress(metadata.PackageNotFoundError):  # Raised if the sources are used without installation.
         for url in metadata.metadata("unsloth_multigpu").get_all("Project-URL", ()):
             label, _, address = url.partition(", ")
             if label == "Errors":
@@ -53,10 +53,10 @@ def page() -> str:
 
 
 class ConfigError(MultiGPUError, ValueError):
-    """An argument or an UNSLOTH_MULTIGPU_* variable has a value that cannot be used.
+    """An argument or an UNSLOTH_MULTIGPU_* variable has an invalid value.
 
     Args:
-        most_ranks: Where a step cannot be shared by all ranks: the largest number of ranks that can share it.
+        most_ranks: If a step has too few samples for all ranks: the largest number of ranks that it is enough for.
     """
 
     exit_code = 64
@@ -70,7 +70,7 @@ class ConfigError(MultiGPUError, ValueError):
 
 
 class SetupError(MultiGPUError, RuntimeError):
-    """What was asked cannot be done on this machine, or at this place of the script."""
+    """This machine, or this place in the script, does not allow what was asked for."""
 
     exit_code = 69
 
@@ -82,9 +82,9 @@ class VersionError(MultiGPUError, ImportError):
 
 
 class PatchError(MultiGPUError, TypeError):
-    """A function that this package steers has another shape than expected, or was replaced.
+    """A function that this package patches has another signature than expected, or was replaced.
 
-    Not a RuntimeError: the lazy imports of transformers turn those into "Could not import module".
+    Not a RuntimeError, which the lazy imports of transformers turn into "Could not import module".
     """
 
     exit_code = 73
@@ -97,7 +97,7 @@ class LaunchError(MultiGPUError, RuntimeError):
 
 
 class GeneratorError(LaunchError):
-    """The server that generates, `generators`, was not started, or has ended while the ranks needed it."""
+    """The generation server of `generators` was not started, or ended while ranks needed it."""
 
     exit_code = 82
 
@@ -106,12 +106,12 @@ class DistributedError(MultiGPUError, RuntimeError):
     """The ranks do not form one run."""
 
     exit_code = 76
-    # Where rank 0 has met an error, and this one, of its class as well, tells the other ranks: that error as text.
+    # On ranks above 0, if rank 0 has raised an error: the text of that error. This one has the same class.
     of_rank_0 = ""
 
 
 class RankTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not arrive within the limit, or the supervisor found a rank hung."""
+    """A wait for another rank has timed out, or the supervisor found a hung rank."""
 
     exit_code = 124
 
@@ -129,18 +129,18 @@ class ResumeError(MultiGPUError, ValueError):
 
 
 class SaveError(MultiGPUError, OSError):
-    """A checkpoint is not saved, because another run saves in the same folder or its files were taken away."""
+    """A checkpoint was not saved, because another run saves to the same folder or files of it were removed."""
 
     exit_code = 81
 
 
 class DivergenceError(DistributedError):
-    """The ranks run with different settings, data or weights, or a run is not the one that it was compared with."""
+    """The ranks have different settings, data or weights, or a run differs from the one it is compared with."""
 
     exit_code = 77
 
 
 class FederatedError(MultiGPUError, RuntimeError):
-    """A federated round cannot be finished: too many clients failed, or what they sent cannot be put together."""
+    """A federated round has failed: too many clients failed, or their results cannot be aggregated."""
 
     exit_code = 80

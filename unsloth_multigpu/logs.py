@@ -1,4 +1,4 @@
-"""Loggers that know their rank: INFO from rank 0, WARNING and above from every rank with its number."""
+"""Loggers for ranks: INFO from rank 0, WARNING and above from every rank with its number."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 
 
 class RankFilter(logging.Filter):
-    """Drops INFO and DEBUG records of ranks above 0, and puts the rank before their warnings."""
+    """Drops INFO and DEBUG records of ranks above 0, and prefixes their warnings with the rank."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # Without LOCAL_RANK it is the number of a machine, as in a pod of Kubeflow's PyTorchJob.
+        # Without LOCAL_RANK, RANK is the number of a machine, as in a pod of Kubeflow's PyTorchJob.
         text = os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
-        # What RANK must be is said where it is read; a log call never raises.
+        # A log call never raises. `read_identity` reports an invalid RANK.
         rank = int(text) if text.isdecimal() else 0
         if rank == 0:
             return True
         if record.levelno < logging.WARNING:
             return False
-        # A record can reach the filter twice (two handlers up the tree); it must not be prefixed twice.
+        # A record may pass the filter twice (two handlers up the tree), but gets one prefix.
         if not getattr(record, "has_rank", False):
             record.msg = f"[rank {rank}] {record.msg}"
             record.has_rank = True
@@ -27,7 +27,7 @@ class RankFilter(logging.Filter):
 
 
 def tell(text: str) -> None:
-    """Writes a line of a supervisor or a rank to stderr. A closed or missing stderr does not end a run."""
+    """Writes text to stderr. A closed or missing stderr is not an error."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -44,7 +44,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class _Formatter(logging.Formatter):
-    """Every line has the package's name, and a warning says that it is one."""
+    """Prefixes every line with the package's name, and warnings and errors with their level."""
 
     def format(self, record: logging.LogRecord) -> str:
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -52,7 +52,7 @@ class _Formatter(logging.Formatter):
 
 
 class _NotebookHandler(logging.StreamHandler):  # type: ignore[type-arg]  # No class is subscripted in Python 3.10.
-    """Facts go to stdout: a front end paints stderr as it paints an error."""
+    """Writes INFO to stdout, because notebooks show stderr like an error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
@@ -60,11 +60,10 @@ class _NotebookHandler(logging.StreamHandler):  # type: ignore[type-arg]  # No c
 
 
 class Console:
-    """Shows this package's facts on stderr, unless the application has configured logging before.
+    """Shows this package's log on stderr, unless the application has configured logging before.
 
-    What `import unsloth` configures is not the application's: its format would hide who speaks.
-
-    While it is open records go no further: libraries put handlers of their own on the root logger.
+    The handler of `import unsloth` does not count: its format would hide the name of this package. While the console
+    is open, records do not propagate to the root logger, where libraries put handlers of their own.
     """
 
     def __init__(self, *, is_notebook: bool = False) -> None:
@@ -80,7 +79,7 @@ class Console:
             self._package.propagate = False
 
     def close(self) -> None:
-        """Puts the logger back as it was."""
+        """Restores the logger."""
         level, self._package.propagate = self._before
         self._package.setLevel(level)
         if self._handler is not None:
@@ -88,5 +87,5 @@ class Console:
 
 
 def _is_of_unsloth(handler: logging.Handler) -> bool:
-    # As unsloth and unsloth_zoo give it to logging.basicConfig.
+    # The format that unsloth and unsloth_zoo pass to logging.basicConfig.
     return getattr(handler.formatter, "_fmt", None) == "[%(name)s|%(levelname)s]%(message)s"

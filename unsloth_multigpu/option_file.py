@@ -1,7 +1,7 @@
-"""Options in files: a YAML file that is named, and the table of the user's pyproject.toml.
+"""Reads options from files: the YAML file of UNSLOTH_MULTIGPU_CONFIG, and the table in the user's pyproject.toml.
 
-Names are those of the arguments. The values of YAML are texts, as those of variables are: so `off` is a word and not a
-truth value, and `1:4` is not a number of base 60, which YAML 1.1 makes of them.
+Names are those of the arguments. YAML values are read as text, like those of variables: YAML 1.1 would turn `off` into
+a truth value and `1:4` into a number of base 60.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _FORM = "Write `name: value`, one in a line; options of a strategy as in `strate
 
 
 def find_pyproject() -> Path | None:
-    """The nearest pyproject.toml, of the working folder or of one above it; None where that folder is gone."""
+    """Returns the pyproject.toml of the working folder or the nearest folder above it; None without one."""
     try:
         folder = Path.cwd()
     except FileNotFoundError:
         return None
     files = (place / "pyproject.toml" for place in (folder, *folder.parents))
-    # Unlike `Path.is_file`, it does not raise where a folder above may not be looked into.
+    # Unlike `Path.is_file`, it does not raise if a folder above is not readable.
     return next((file for file in files if os.path.isfile(file)), None)
 
 
 def read_yaml(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Place, name and text of each line of a YAML file.
+    """Yields (place, name, text) of each option in a YAML file.
 
     Raises:
-        ConfigError: It cannot be read, is no mapping of texts, or has a name twice.
+        ConfigError: The file cannot be read, is not a mapping of scalars, or has a name twice.
     """
     import yaml
 
     try:
         root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is no YAML: {error}", hint=_FORM) from None
+        raise ConfigError(f"{file} is not YAML: {error}", hint=_FORM) from None
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} has no options in it.", hint=_FORM)
+        raise ConfigError(f"{file} has no options.", hint=_FORM)
     seen = set()
     for key, node in root.value:
         place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
@@ -58,14 +58,14 @@ def read_yaml(file: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def read_pyproject(file: Path) -> Iterator[tuple[str, str, Any]]:
-    """Place, name and value of each line of the table `[tool.unsloth_multigpu]`.
+    """Yields (place, name, value) of each option in the table `[tool.unsloth_multigpu]`.
 
     Raises:
-        ConfigError: The file has the package's name in it and cannot be read.
+        ConfigError: The file contains the package's name and cannot be parsed.
     """
     text = _text(file)
     if _NAME not in text:
-        return  # Its form is nobody's matter here then.
+        return  # A broken file without our table is not our error to report.
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -73,11 +73,11 @@ def read_pyproject(file: Path) -> Iterator[tuple[str, str, Any]]:
     try:
         table = tomllib.loads(text).get("tool", {})
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Mend it; other tools read it as well.") from None
+        raise ConfigError(f"{file} cannot be read: {error}.", hint="Correct the file.") from None
     table = table.get(_NAME, {}) if isinstance(table, dict) else table
     where = f"{file}, [tool.{_NAME}]"
     if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option in a line below it.")
+        raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option per line below it.")
     yield from ((f"{where}: ", name, value) for name, value in table.items())
 
 
@@ -85,4 +85,4 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the file's rights.") from None
+        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the permissions.") from None

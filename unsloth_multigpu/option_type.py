@@ -1,9 +1,8 @@
-"""What an option is: a field of a dataclass with its type, check, group and default, and its help in the docstring.
+"""Declares options as dataclass fields. The field has type, checks, group and default; the docstring has the help.
 
     max_restarts: Annotated[int, Option("When something fails", least=0)] = 0
 
-`options_of` reads the class. Checks, variables, `--help` and `docs/options.md` come from them. The options of a
-run are in `options`, those of a strategy in `strategy`.
+`options_of` reads them from the class. The options of a run are in `options`, those of a strategy in `strategy`.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unsloth_multigpu.errors import ConfigError
 
 _TRUTH_VALUES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
-# Of seconds 31 years, where torch counts nanoseconds in 64 bits; of anything else more than a training has.
+# Upper limit of any number. In seconds it is 31 years: torch counts nanoseconds in 64 bits.
 _MOST = 1e9
 
 
 class Scope(Enum):
-    """Where an option applies; elsewhere setting it is an error. Values: the name in the docs, and what is refused."""
+    """Where an option applies; elsewhere setting it is an error. Values: name and description in the docs."""
 
     RANKS = "several ranks", "refused with `enable_ddp=False`"
     PLANNER = (
         "planner",
-        'what deals samples by length; refused with `balance="off"`, `global_batch="scale"`, `batch_size_per_gpu`, '
-        "and where ranks do not meet in every step",
+        'divides samples by length; refused with `balance="off"`, `global_batch="scale"`, `batch_size_per_gpu`, and '
+        "with strategies that do not synchronize every step",
     )
     TRAINER = "Trainer", "refused in a plain loop, and with FSDP 1, DeepSpeed or another kind of parallelism"
     NODES = "several nodes", "refused without `nnodes`"
@@ -44,23 +43,23 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """What the annotation of a field says of an option. Where its default is None, None is taken too: "not given".
+    """Annotation of an option's field. If the default is None, None is valid and means "not given".
 
     Args:
         group: Heading under which it is listed.
         scopes: Where it applies; empty = everywhere.
-        asking: Values that ask something of those scopes; None = all but the default.
-        words: What a text is one of; empty = any text.
-        pattern: What any other text looks like.
+        asking: Values that need those scopes; None = all but the default.
+        words: Valid values of a text; empty = any text.
+        pattern: Regular expression for the texts if `words` is empty.
         least, below: Limits of a number.
-        zero_is_never: 0 is taken as well, and stands for "never".
-        check: Turns a value into the one that is kept, given its name, in place of all checks here.
-        shown: What stands for a value in `--help`.
-        hint: What to do about a value that cannot be used; "" = leave the option out.
-        otherwise: What the default None stands for.
-        commands: Commands that have an option of a run, of "run", "verify" and "chaos". () = no command line has it.
-        is_of_node: Each node may set it for itself: it does not change the training.
-        type, default, help: Of the field and the docstring of its class; `options_of` sets them.
+        zero_is_never: 0 is valid, too, and means "never".
+        check: Replaces all checks here: takes the option's name and the value, and returns the value to keep.
+        shown: Placeholder for a value in `--help`.
+        hint: What to do about an invalid value; "" = leave the option out.
+        otherwise: Meaning of the default None, in words.
+        commands: Commands with this option: "run", "verify" or "chaos". () = no command has it.
+        is_of_node: May differ between nodes, because it does not change the training.
+        type, default, help: Set by `options_of`, from the field and the docstring of its class.
     """
 
     group: str = ""
@@ -82,7 +81,7 @@ class Option:
     help: str = ""
 
     def parse(self, text: str) -> Any:
-        """Converts the text of a variable or a file to the option's type. Returns the text if that fails."""
+        """Converts the text of a variable or file to the option's type. Returns the text itself if that fails."""
         if self.type is bool:
             return _TRUTH_VALUES.get(text.lower(), text)
         if self.type in (int, float):
@@ -93,13 +92,13 @@ class Option:
         return text
 
     def take(self, name: str, value: Any) -> Any:
-        """The value as a config keeps it.
+        """Checks a value and returns it in the option's type.
 
         Args:
             name: The name under which it was given.
 
         Raises:
-            ConfigError: It cannot be used.
+            ConfigError: The value is invalid.
         """
         if self.check is not None:
             return self.check(name, value)
@@ -111,11 +110,11 @@ class Option:
         return self.type(value)
 
     def asks(self, value: Any) -> bool:
-        """True for a value that asks something of the scopes."""
+        """True if the value needs the option's scopes."""
         return value != self.default if self.asking is None else value in self.asking
 
     def expected(self) -> str:
-        """The values that can be used, in words."""
+        """Describes the valid values."""
         if self.type is bool:
             return "True or False"
         if self.type is str:
@@ -125,13 +124,13 @@ class Option:
         return f"{kind} of at least {self.least:g} and {most}{', or 0 for never' if self.zero_is_never else ''}"
 
     def metavar(self) -> str:
-        """What stands for a value in `--help`."""
+        """Returns the placeholder for a value in `--help`."""
         if self.words:
             return f"{{{','.join(self.words)}}}"
         return self.shown or {int: "N", float: "NUMBER"}.get(self.type, "TEXT")
 
     def usual(self) -> str:
-        """The default in words."""
+        """Describes the default."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         if self.default is None:
@@ -161,10 +160,10 @@ class Option:
 
 
 def options_of(cls: Any) -> Mapping[str, Option]:
-    """The options of a dataclass, by their names, with type, default and help.
+    """Returns the options of a dataclass by name, with type, default and help.
 
     Raises:
-        TypeError: A field is annotated with no option.
+        TypeError: A field has no `Option` in its annotation.
     """
     return _read_options(cls)
 
@@ -186,10 +185,10 @@ def _read_options(cls: Any) -> Mapping[str, Option]:
 
 
 def take_values(options: Any) -> None:
-    """Checks every option of an object that is being made, and brings it into the type that is kept.
+    """Checks the options of a frozen dataclass instance and converts them to their types. For `__post_init__`.
 
     Raises:
-        ConfigError: With the name and the value of the first that cannot be used.
+        ConfigError: The first invalid value.
     """
     for name, option in options_of(type(options)).items():
         value = getattr(options, name)
@@ -198,45 +197,45 @@ def take_values(options: Any) -> None:
 
 
 def unknown_option(shown: str, value: object, name: str, known: Mapping[str, str]) -> ConfigError:
-    """The error about a name that is no option.
+    """Returns the error about a name that is not an option.
 
     Args:
-        shown: Where and under which name it was given.
-        value: What it was given.
-        name: As the keys of `known` are written.
-        known: Name of an option -> how it is given.
+        shown: The name as the user wrote it, with its place.
+        value: The value that was given.
+        name: The name in the form of the keys of `known`.
+        known: Option names, and how a user writes them here.
     """
     hint = did_you_mean(name, known) or f"Options: {', '.join(known.values())}."
-    return ConfigError(f"{shown}={brief(value)} names no option.", hint=hint)
+    return ConfigError(f"{shown}={brief(value)} is not an option.", hint=hint)
 
 
 def flag(name: str) -> str:
-    """The option's name on the command line."""
+    """Returns the option's name on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def either(words: Iterable[str]) -> str:
-    """'a' or 'b' or 'c'."""
+    """Returns "'a' or 'b' or 'c'"."""
     return " or ".join(repr(word) for word in words)
 
 
 def did_you_mean(name: str, known: Mapping[str, str]) -> str:
-    """The beginning of a hint about an unknown name; "" where none that is known is like it.
+    """Returns "Did you mean ...? " for a misspelt name, "" if no known name is similar.
 
     Args:
-        known: Name -> how it is given.
+        known: Known names, and how a user writes them.
     """
     found = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {known[found[0]]}? " if found else ""
 
 
 def brief(value: object) -> str:
-    """A value as an error shows it: of a long text or container, the beginning and the end."""
+    """Returns `repr(value)`, shortened in the middle if it is long."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 160
     return shortener.repr(value)
 
 
 def _is_number(value: object, kind: type[Any]) -> bool:
-    """True for numbers of numpy as well. bool is an int in Python; num_gpus=True is a mistake and not one GPU."""
+    """True for numbers of Python and numpy, not for bool: num_gpus=True is a mistake, not one GPU."""
     return isinstance(value, kind) and not isinstance(value, bool)

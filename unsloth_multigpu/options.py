@@ -1,7 +1,7 @@
 """The options of a run: one frozen dataclass, and its loader.
 
-The class says everything about an option but what the code does with it. Checks, variables, the command line with
-`--help` and `docs/options.md` come from it. This module is the only reader of UNSLOTH_MULTIGPU_* options.
+Checks, variables, the command line, `--help` and `docs/options.md` are derived from the class. This module is the only
+reader of UNSLOTH_MULTIGPU_* options.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from unsloth_multigpu.option_type import Option, Scope, options_of, take_values,
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
-# Variables that the launcher hands to its ranks; they are no options. The run's private folder, what else is the same
-# for all of its attempts, as JSON, and how often the ranks were started before; see context.RunContext.
+# Variables that the launcher hands to its ranks; see context.RunContext. The run's private folder, the facts that are
+# equal in all attempts, as JSON, and the number of attempts before.
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
-# A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
+# The tool that started the run: its class and the class's arguments, as JSON. See wire.request.
 ENV_TOOL = ENV_PREFIX + "TOOL"
-# Marks the processes of the server that generates; see launch.generation_server.
+# Marks the processes of the generation server; see launch.generation_server.
 ENV_SERVER = ENV_PREFIX + "SERVER"
-# What shard="auto" has become: "on" or "off".
+# The choice of shard="auto": "on" or "off".
 ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
-# What a worker of a notebook needs to know: a JSON object, see notebook.start.
+# Facts for a notebook's worker, as a JSON object; see notebook.kernel_start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
-# Marks the processes of one check of `unsloth-multigpu doctor`, see tools.probe.
+# Marks the processes of one check of `unsloth-multigpu doctor`; see tools.probe.
 ENV_PROBE = ENV_PREFIX + "PROBE"
-# A YAML file of options, which users may set too.
+# A YAML file of options. Users may set this one.
 ENV_CONFIG = ENV_PREFIX + "CONFIG"
-# Variables with our prefix that are no options.
+# Variables with our prefix that are not options.
 INTERNAL_VARIABLES = frozenset(value for name, value in tuple(globals().items()) if name.startswith("ENV_"))
 
 # Groups of `--help` and of docs/options.md, in their order.
@@ -56,7 +56,7 @@ FORMER = {
     "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
     "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
     "enable_memory_optimization": "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    "gradient_aggregation": "enable_ddp=False alone, whose shards weigh what they weigh on one device",
+    "gradient_aggregation": "enable_ddp=False alone, which averages gradients as one device does",
     "debug": 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")',
 }
 
@@ -65,7 +65,7 @@ TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Sc
 
 _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
 _DDP = DDP()
-_ALL_GPUS = "all visible GPUs; where there is none, this process alone"
+_ALL_GPUS = "all visible GPUs; without one, this process alone"
 _FOR_ELASTIC_NODES = (
     "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
     "NUM_GPUS --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id ID train.py"
@@ -79,64 +79,63 @@ class MultiGPUConfig:
     `--help` and docs/options.md have these texts.
 
     Args:
-        num_gpus: Ranks on this machine. More than there are GPUs is an error. Without a GPU, that many CPU ranks over
-            gloo, after a warning. Not given: all GPUs, or where an optimizer step has too few samples for that, as
-            many as can share it.
+        num_gpus: Ranks on this machine. A number above that of GPUs is an error. Without a GPU, that many CPU ranks
+            over gloo, after a warning. Not given: all GPUs, or fewer if an optimizer step has too few samples for all.
         batch_size_per_gpu: Samples of one micro-batch on each rank, in place of per_device_train_batch_size. An
             optimizer step then sees N times as many, as with global_batch="scale".
-        enable_ddp: One process per device. Off: the older plugin's serial path, which is slower than one GPU: this
-            process alone, with a copy of the model per device, which compute one after the other.
+        enable_ddp: One process per device. Off: the older plugin's serial path in one process, with a copy of the model
+            per device, which compute one after the other. Slower than one GPU.
         global_batch: "keep": an optimizer step sees the samples of the one-GPU run. "scale": every rank takes the
-            script's batch and Hugging Face deals the samples, as under torchrun; a step sees N times as many.
+            script's batch and Hugging Face divides the samples, as under torchrun; a step sees N times as many.
         strategy: How gradients are synchronized: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco".
-            Options of a strategy stand behind a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also
-            as ump.DiLoCo(every_steps=8).
-        shard: "on": each rank holds a part of the weights, gradients and optimizer states (FSDP2, by Unsloth where it
+            Options of a strategy follow a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also
+            ump.DiLoCo(every_steps=8).
+        shard: "on": each rank holds a shard of the weights, gradients and optimizer states (FSDP2, by Unsloth if it
             is imported, else by accelerate), for models that do not fit one GPU. "off": every rank holds the whole
-            model, unless the script itself asks for FSDP2. "auto": that, where a forecast of the memory says that it
-            is needed.
-        balance: "auto": the samples of a step are dealt by length, so that all ranks finish together, where that leaves
-            the gradient as it is. "tokens": that, or an error that says why not; also in one process, where it saves
-            padding. "off": dealt in order.
-        resume: "auto": a training that was stopped resumes from the last complete checkpoint in its output folder, if
-            the same training wrote one. "off": as the script says.
+            model, unless the script itself asks for FSDP2. "auto": "on" if a forecast says that the memory of one GPU
+            is not enough, else "off".
+        balance: "auto": the samples of a step are divided by length, so that all ranks finish together, if this does
+            not change the gradient. "tokens": the same, or an error that gives the reason; also in one process, where
+            it saves padding. "off": divided in order.
+        resume: "auto": a stopped training resumes from the last complete checkpoint that it wrote to its output folder.
+            "off": as the script says.
         device: "auto", "cpu", "cuda" (ROCm too), "xpu" or "npu". "auto": accelerators if there are any, else the CPU.
-        log_dir: Folder of rank_N.log, made if missing.
-        generators: GPUs, the last ones, that no rank gets. TRL's server generates on them for a GRPOTrainer or
-            RLOOTrainer with use_vllm=True and vllm_mode="server". It is started when that Trainer is made, with the
-            Trainer's model, and ends with the run.
-        sequence_parallel: Ranks that share each sample: every one has a part of its positions, and in attention a part
-            of the heads. For rows that do not fit one GPU; the number of ranks and of heads is a multiple of it.
-        shard_offload: With shard="on" or "auto": weights, gradients and optimizer states of a sharded model lie in host
-            memory. A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models that do
-            not fit sharded either.
-        max_tokens_per_micro_batch: Most tokens of a micro-batch, rows x longest row. More lets short texts share a
-            micro-batch; less saves memory.
-        max_restarts: How often all ranks are started again after one failed.
+        log_dir: Folder of rank_N.log, created if missing.
+        generators: Number of GPUs, the last ones, for TRL's generation server; ranks use the others. For a GRPOTrainer
+            or RLOOTrainer with use_vllm=True and vllm_mode="server". The server is started when that Trainer is made,
+            with the Trainer's model, and ends with the run.
+        sequence_parallel: Number of ranks that share each sample: each has a part of its positions, and in attention a
+            part of the heads. For rows that do not fit one GPU. Must divide the number of ranks and of heads.
+        shard_offload: With shard="on" or "auto": weights, gradients and optimizer states of a sharded model stay in
+            host memory. A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models
+            that do not fit the GPUs even if sharded.
+        max_tokens_per_micro_batch: Limit of the tokens of a micro-batch: rows x longest row. A higher limit lets more
+            short texts share a micro-batch; a lower one saves memory.
+        max_restarts: How often all ranks are started again after a failure.
         timeout_s: Limit, in seconds, of a collective and of a wait for another rank.
-        hang_timeout_s: Seconds without progress after which a training rank is called hung and the run ends. Longer
-            while it loads, saves, evaluates, compiles or makes its first step, and where micro-batches of this run take
-            long (ten times the longest). 0 = never.
+        hang_timeout_s: Seconds without progress after which a training rank counts as hung and the run ends. Longer
+            while a rank loads, saves, evaluates, compiles or makes its first step, and in runs with long micro-batches
+            (ten times the longest). 0 = never.
         grace_s: Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends: the time to finish a step and to save.
-        on_nan: What a gradient that is not finite does. "raise": it ends the run. "skip": the step is left out on all
-            ranks. "off": it is left to the script.
-        check_first_step: Computes a step as one process does and as the ranks share it, before it is trained, and
-            compares the gradients. "auto": the first step, in a minute at most; of code that is the script's own also
-            steps 2, 4, 8 and so on and the first of each epoch. "every": each step. "off": none.
-        loss_reduction: How the loss is reduced. "auto": known of the classes of transformers, TRL and Unsloth, else
+        on_nan: What to do if the gradient of a step is infinite or NaN. "raise": end the run. "skip": all ranks skip
+            the step. "off": leave it to the script.
+        check_first_step: Before a step is trained, compute its gradient as one process does and as the ranks share it,
+            and compare. "auto": the first step, for one minute at most; for code of the script also steps 2, 4, 8 and
+            so on and the first of each epoch. "every": each step. "off": none.
+        loss_reduction: How the loss is reduced. "auto": known for the classes of transformers, TRL and Unsloth, else
             measured. "token_sum": a sum divided by num_items_in_batch, whose samples may be in any micro-batch.
-            "row_mean", "token_mean": a mean over rows or labels. "whole": anything; micro-batches stay whole.
-        inexact: What a training does that is not exactly that of one process, as the comparison of a step finds.
-            "warn": it is said, with its size. "raise": it is refused.
-        verify_every: Steps between two comparisons of all ranks' weights, and until then after steps 1, 2, 4, 8 and so
-            on; 0 = never.
-        nnodes: Nodes of the run, all of which take part from the first step to the last.
-        rdzv_endpoint: Where the nodes meet: HOST:PORT, served by the node of that name.
-        rdzv_id: The run's name among those that meet there.
-        node_rank: Place of this node among the others, from 0. The first ranks run on node 0.
+            "row_mean", "token_mean": a mean over rows or labels. "whole": anything; micro-batches are not divided.
+        inexact: What to do if the comparison of a step finds a difference from one process. "warn": log its size.
+            "raise": end the run.
+        verify_every: Steps between two comparisons of all ranks' weights; before the first, steps 1, 2, 4, 8 and so on.
+            0 = never.
+        nnodes: Number of nodes. All of them take part from the first step to the last.
+        rdzv_endpoint: HOST:PORT at which the nodes find each other, served by the node of that name.
+        rdzv_id: Name of the run, among those that use the same endpoint.
+        node_rank: Number of this node, from 0. Node 0 has the first ranks.
 
     Raises:
-        ConfigError: An option has a value that cannot be used, alone or beside another.
+        ConfigError: An option has an invalid value, or does not fit another option.
     """
 
     num_gpus: Annotated[
@@ -167,7 +166,7 @@ class MultiGPUConfig:
     ] = None
     max_restarts: Annotated[int, Option(FAILING, RANKS, commands=_RUN_AND_CHAOS)] = 0
     timeout_s: Annotated[float, Option(FAILING, least=0.001, shown="SECONDS")] = 1800.0
-    # Ranks report every 0.5 seconds.
+    # At least 2, because ranks report every 0.5 seconds.
     hang_timeout_s: Annotated[
         float, Option(FAILING, least=2, zero_is_never=True, shown="SECONDS", commands=_RUN_AND_CHAOS)
     ] = 120.0
@@ -194,29 +193,29 @@ class MultiGPUConfig:
 
     @classmethod
     def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
-        """Arguments win over variables, variables over the YAML file, that over pyproject.toml, and that over defaults.
+        """Merges the sources: arguments before variables, the YAML file, pyproject.toml and defaults.
 
         Args:
-            arguments: What the caller gave; a missing name or None means "not given".
-            environment: Variables to read, and the files that they name; None = `os.environ`, and the pyproject.toml of
-                the working folder or of one above it.
+            arguments: Options by name; None means "not given".
+            environment: Variables to read, also for the YAML file. None = `os.environ`, and the pyproject.toml of the
+                working folder or the nearest folder above it.
 
         Raises:
-            ConfigError: A value cannot be used, or a variable with our prefix or a name in a file names no option.
+            ConfigError: An invalid value, or a variable with our prefix or a name in a file that is not an option.
         """
         return cls(**given_options(arguments, environment))
 
     def plain_values(self) -> dict[str, Any]:
-        """Name -> value that JSON can hold: the strategy is its text."""
+        """Returns the options as JSON values: the strategy as its text."""
         return {name: str(value) if isinstance(value, Strategy) else value for name, value in vars(self).items()}
 
     def of_the_run(self) -> dict[str, Any]:
-        """The plain values of options that must be equal on all ranks; the others each node may set for itself."""
+        """Returns the plain values of the options that must be equal on all nodes."""
         options = options_of(MultiGPUConfig)
         return {name: value for name, value in self.plain_values().items() if not options[name].is_of_node}
 
     def asked(self, scope: Scope) -> list[str]:
-        """What was asked of `scope`, as name=value, in the order of the fields."""
+        """Returns the options, as name=value, whose values need `scope`."""
         values = self.plain_values()
         return [
             f"{name}={values[name]!r}"
@@ -225,25 +224,25 @@ class MultiGPUConfig:
         ]
 
     def with_shard(self, shard: str) -> MultiGPUConfig:
-        """The same run where `shard="auto"` has become `shard`. What is not sharded is not offloaded."""
+        """Returns these options with `shard` in place of "auto". Without shards nothing is offloaded."""
         return replace(self, shard=shard, shard_offload=self.shard_offload and shard == "on")
 
     @property
     def keeps_global_batch(self) -> bool:
-        """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
+        """True if a step sees the samples of the one-process run."""
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
 
     @property
     def is_synchronous(self) -> bool:
-        """True if all ranks make one optimizer step together, so that their weights are equal after each."""
+        """True if all ranks make each optimizer step together, so that their weights are equal after it."""
         return self.strategy.is_synchronous
 
 
 def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The options that somebody has given, and not the defaults; see `MultiGPUConfig.resolve`.
+    """Returns the options that were given, without defaults; see `MultiGPUConfig.resolve`.
 
     Raises:
-        ConfigError: A variable with our prefix or a name in a file names no option, or has a value that cannot be used.
+        ConfigError: A variable with our prefix or a name in a file that is not an option or has an invalid value.
     """
     options = options_of(MultiGPUConfig)
     values: dict[str, Any] = {}
@@ -263,7 +262,7 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
 
 
 def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[str, str, str, Any]]:
-    """Place, shown name, name and value of all that files and variables say, what counts more behind the others."""
+    """Yields (place, shown name, option name, value) of files and variables. Later ones override earlier ones."""
     if searches and (pyproject := find_pyproject()):
         yield from ((place, name, name, value) for place, name, value in read_pyproject(pyproject))
     if file := environment.get(ENV_CONFIG, "").strip():
@@ -274,11 +273,11 @@ def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[s
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:
-    """The options of a run that a command has, by their names, in the order of the groups.
+    """Returns the options of a command by name, in the order of the groups.
 
     Args:
         command: "run", "verify" or "chaos".
-        defaults: Of that command, where they are others than a run's.
+        defaults: The command's own defaults where they differ from those of a run.
     """
     given = defaults or {}
     return {
@@ -290,15 +289,15 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def variable(name: str) -> str:
-    """The variable of an option."""
+    """Returns the name of an option's variable."""
     return ENV_PREFIX + name.upper()
 
 
 def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `enable_multi_gpu` as options.
+    """Checks that the other keywords of `enable_multi_gpu` are options.
 
     Raises:
-        ConfigError: A keyword that is no option.
+        ConfigError: A keyword that is not an option.
     """
     options = options_of(MultiGPUConfig)
     for keyword, value in keywords.items():
@@ -309,16 +308,16 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_nodes(nnodes: str) -> int:
-    """The number of nodes of "2".
+    """Converts the option `nnodes` to a number.
 
     Raises:
-        ConfigError: It is no number.
+        ConfigError: It is not a number.
     """
     return int(options_of(MultiGPUConfig)["nnodes"].take("nnodes", nnodes))
 
 
 def _check_together(config: MultiGPUConfig) -> None:
-    """Checks that the options fit together: that nothing is asked for which nothing would do."""
+    """Refuses options that contradict each other or would have no effect together."""
     for scope, reason in _closed_scopes(config):
         if given := config.asked(scope):
             raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")
@@ -327,17 +326,17 @@ def _check_together(config: MultiGPUConfig) -> None:
     if config.generators and (num_nodes(config.nnodes) > 1 or config.shard != "off" or not config.is_synchronous):
         others = f"nnodes={config.nnodes!r}, shard={config.shard!r}, strategy='{config.strategy}'"
         raise ConfigError(
-            f"generators={config.generators} is for one node whose ranks have equal and whole weights; {others}.",
+            f"generators={config.generators} needs one node and ranks with equal, unsharded weights; {others}.",
             hint="Leave generators out, or the other options.",
         )
     if config.shard != "off" and config.strategy != DDP():
         raise ConfigError(
-            f"shard={config.shard!r} leaves the exchange of gradients to FSDP2, and strategy='{config.strategy}'.",
+            f"shard={config.shard!r} synchronizes gradients by FSDP2, but strategy='{config.strategy}'.",
             hint="Leave one of them out.",
         )
     if config.shard_offload and config.shard == "off":
         raise ConfigError(
-            "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
+            "shard_offload=True moves the shards of a model to host memory, but shard='off'.",
             hint="Set shard='on' or shard='auto', or leave shard_offload out.",
         )
     is_plain = config.shard == "off" and config.strategy == DDP() and config.keeps_global_batch
@@ -348,23 +347,23 @@ def _check_together(config: MultiGPUConfig) -> None:
         )
     if config.on_nan == "skip" and not config.strategy.has_one_gradient:
         raise ConfigError(
-            f"on_nan='skip' needs the one gradient of the step on every rank; strategy='{config.strategy}' has none.",
+            f"on_nan='skip' needs the same gradient on every rank; strategy='{config.strategy}' does not provide it.",
             hint="Set on_nan='raise' or 'off'.",
         )
 
 
 def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
-    """Scopes in which nothing may be asked for, and why."""
+    """Yields the scopes that do not apply, with the reason."""
     if not config.enable_ddp:
-        yield Scope.RANKS, "is for several ranks, and enable_ddp=False is the legacy path in one process"
+        yield Scope.RANKS, "is for several ranks, and enable_ddp=False runs in one process"
     if num_nodes(config.nnodes) == 1:
         yield Scope.NODES, "is for several nodes, and nnodes='1'"
     if config.balance == "off":
         yield Scope.PLANNER, "is for the planner, and balance='off'"
     if not config.keeps_global_batch:
-        yield Scope.PLANNER, "is for the planner, and global_batch='scale' or batch_size_per_gpu leave it out"
+        yield Scope.PLANNER, "is for the planner, which global_batch='scale' and batch_size_per_gpu turn off"
     if not config.is_synchronous:
-        yield Scope.PLANNER, f"is for the planner, and with strategy='{config.strategy}' ranks do not wait for others"
+        yield Scope.PLANNER, f"is for the planner, and strategy='{config.strategy}' does not synchronize each step"
 
 
 def _check_nodes(config: MultiGPUConfig) -> None:
@@ -376,6 +375,6 @@ def _check_nodes(config: MultiGPUConfig) -> None:
     for name in ("rdzv_endpoint", "rdzv_id"):
         if getattr(config, name) is None:
             raise ConfigError(
-                f"{name}=None, but nnodes={config.nnodes!r}: nodes would not find each other.",
+                f"{name}=None, but nnodes={config.nnodes!r}: the nodes could not find each other.",
                 hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',
             )

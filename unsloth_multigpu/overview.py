@@ -1,4 +1,4 @@
-"""A running job as a table: what the pages of its ranks say, in words. Rates are those of the last seconds."""
+"""The table of a running job, from the heartbeat pages of its ranks. Rates are those of the last seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beat
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import aligned, duration, gib, shown_lines
 
-# Rates are taken between the newest look and one that is at least so old.
+# Rates are computed over at least this time.
 _WINDOW_S = 10.0
-# A rank is marked that has said nothing for so long, and for so many of its own steps.
+# A rank is stuck after so many seconds, and so many of its own steps, without progress.
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 _TAIL_BYTES = 4096
-# What a narrow terminal does without, first to last, and what it leaves of the logs.
-_SPARED = ("padding", "peak", "samples/s", "memory", "device")
+# Columns that a narrow terminal leaves out, in this order, and the characters of a log line that it shows at least.
+_NARROW_OMITS = ("padding", "peak", "samples/s", "memory", "device")
 _LEAST_OF_LOG = 16
 _NOT_SHOWN = ("pid_begin_ticks", "begin_s")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
@@ -36,13 +36,12 @@ class RankRow:
     """One rank, at one moment.
 
     Args:
-        rank: Which rank.
-        beat: Its page.
-        state: Of its process: "running", "stopped" by a signal, or "gone".
-        quiet_s: Seconds since it last said where it is.
-        rates: Of its own work.
-        held_bytes: Memory now: of the process on the CPU, what torch has allocated on an accelerator.
-        log: Last line of its log; "" where it has none, as rank 0.
+        beat: Its heartbeat page.
+        state: State of its process: "running", "stopped" by a signal, or "gone".
+        quiet_s: Seconds since its last progress.
+        rates: Rates of this rank.
+        held_bytes: Memory now: on an accelerator what torch has allocated, on the CPU that of the process.
+        log: Last line of its log; "" without a log, as for rank 0.
     """
 
     rank: int
@@ -55,7 +54,7 @@ class RankRow:
 
     @property
     def is_stuck(self) -> bool:
-        """True where it says nothing for longer than its steps let one expect."""
+        """True if its process does not run, or it trains and has made no progress for several steps."""
         if self.state != "running":
             return True
         limit_s = max(_QUIET_S, _QUIET_STEPS * (self.beat.figures.step_s or 0.0))
@@ -64,12 +63,11 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Look:
-    """A run at one moment: its ranks, and all of them together.
+    """A run at one moment.
 
     Args:
-        run: Which run.
-        rows: In the order of ranks.
-        rates: Of all ranks together; of waiting and padding, the mean.
+        rows: One row per rank, in order.
+        rates: Rates of all ranks together; for waiting and padding the mean.
         elapsed_s: Seconds since the ranks were started.
     """
 
@@ -80,22 +78,22 @@ class Look:
 
     @property
     def step(self) -> int | None:
-        """Of the first rank; None before the training."""
+        """Step of the first rank that trains; None before the training."""
         return next((row.beat.step for row in self.rows if row.beat.step >= 0), None)
 
     @property
     def max_steps(self) -> int | None:
-        """Of the training."""
+        """Number of steps of the training; None if not known."""
         return next((row.beat.figures.max_steps for row in self.rows if row.beat.figures.max_steps), None)
 
     @property
     def first_step(self) -> str:
-        """What its comparison with one process has found, in short; "" where there is none."""
+        """Short result of the comparison of the first step with one process; "" without one."""
         return next((row.beat.first_step for row in self.rows if row.beat.first_step), "")
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, at the rate of the steps before; None while a rank is stuck."""
+        """Seconds until the last step, at the present rate; None while a rank is stuck."""
         if self.step is None or self.max_steps is None or not self.rates.steps_per_s:
             return None
         if self.step < self.max_steps and any(row.is_stuck for row in self.rows):
@@ -103,7 +101,7 @@ class Look:
         return max(self.max_steps - self.step, 0) / self.rates.steps_per_s
 
     def values(self) -> dict[str, Any]:
-        """JSON values; docs/watch.md lists them."""
+        """Returns JSON values; docs/watch.md lists them."""
         return {
             "schema_version": 1,
             "run": {
@@ -121,25 +119,25 @@ class Look:
 
 
 class Overview:
-    """Looks at a run again and again."""
+    """Reads the state of a run repeatedly, and computes rates between two reads."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._looks: deque[tuple[float, dict[int, Figures]]] = deque()
 
     def look(self) -> Look:
-        """The run now. Rates are those since the training began, until it was looked at for some seconds."""
+        """Returns the present state. In the first seconds, rates are those since the training began."""
         now_s = time.monotonic()
         beats = read_beats(self.run.folder)
         figures = {rank: beat.figures for rank, beat in beats.items()}
-        before = self._before(now_s, figures)
-        gone = {rank: found.since(before.get(rank, Figures())) for rank, found in figures.items()}
-        rows = tuple(self._row(rank, beat, rates_of([gone[rank]]), now_s) for rank, beat in beats.items())
+        before = self._window_begin(now_s, figures)
+        gained = {rank: found.since(before.get(rank, Figures())) for rank, found in figures.items()}
+        rows = tuple(self._row(rank, beat, rates_of([gained[rank]]), now_s) for rank, beat in beats.items())
         elapsed_s = time.time() - self.run.begin_s
-        return Look(self.run, rows, rates_of(list(gone.values())), elapsed_s)
+        return Look(self.run, rows, rates_of(list(gained.values())), elapsed_s)
 
-    def _before(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
-        """An earlier look at the same training, in which some rank had made fewer steps."""
+    def _window_begin(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
+        """Returns the figures at the begin of the window; empty if a rank has made no step since."""
         steps = [found.num_steps or 0 for found in figures.values()]
         if self._looks and steps < [found.num_steps or 0 for found in self._looks[-1][1].values()]:
             self._looks.clear()  # Another training has begun.
@@ -159,7 +157,7 @@ class Overview:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty, as it would stand on a terminal: only what can be printed."""
+    """Returns the last line of a log that is not empty, as a terminal shows it, printable characters only."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -171,7 +169,7 @@ def last_line(path: Path) -> str:
 
 
 def columns_of(look: Look) -> list[tuple[str, list[str]]]:
-    """The table: each column's name with its cells, rank by rank. A column of which nothing is known is left out."""
+    """Returns the columns of the table as (name, one cell per rank), without columns that have no values."""
     rows = look.rows
     columns = {
         "rank": [str(row.rank) for row in rows],
@@ -191,26 +189,26 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
 
 
 def table_of(look: Look, width: int | None = None) -> list[str]:
-    """The names of the columns, and a line for each rank.
+    """Returns the lines of the table: the names of the columns, and a line per rank.
 
     Args:
-        width: Of the terminal, in characters: some columns are left out, and what stands at the end is cut.
+        width: Characters of the terminal. If lines are too long, columns are left out and the log is cut.
     """
     columns = columns_of(look)
-    for spared in _SPARED:
+    for omitted in _NARROW_OMITS:
         least = [(n, [cell[:_LEAST_OF_LOG] for cell in cells] if n == "log" else cells) for n, cells in columns]
         if width is not None and max(map(len, lines_of(least))) > width:
-            columns = [column for column in columns if column[0] != spared]
+            columns = [column for column in columns if column[0] != omitted]
     return [line[:width] for line in lines_of(columns)]
 
 
 def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Columns, each a name with its cells, as lines."""
+    """Formats columns, each (name, cells), as lines."""
     return aligned([[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)])
 
 
 def headline(look: Look) -> str:
-    """The run in one line."""
+    """Returns the state of the run in one line."""
     rates = look.rates
     parts = [f"{look.run.job} (pid {look.run.pid})", f"running {duration(look.elapsed_s)}"]
     if look.run.state() == "stopped":

@@ -1,4 +1,4 @@
-"""The contract of a part of a training: the methods of the Trainer that it replaces, and the events that it handles."""
+"""The interface of a part of a training: the Trainer methods that it replaces and the callback events it handles."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 # Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
-# What a part may handle, in methods with `args, state, control, **kwargs`, as those of `transformers.TrainerCallback`.
+# Events that a part may handle, in methods with `args, state, control, **kwargs` as in `transformers.TrainerCallback`.
 EVENTS = (
     "on_train_begin",  # The model is wrapped, the optimizer made, a checkpoint loaded.
-    "on_epoch_begin",  # The loop is about to walk through its loader.
-    "on_step_begin",  # The samples of a step are there.
-    "on_substep_end",  # A micro-batch is done, and its step is not.
-    "on_pre_optimizer_step",  # The gradient of the step is whole and clipped.
+    "on_epoch_begin",  # Before the loop iterates over its loader.
+    "on_step_begin",  # The samples of a step are loaded.
+    "on_substep_end",  # After a micro-batch that is not the last of its step.
+    "on_pre_optimizer_step",  # The gradient of the step is complete and clipped.
     "on_optimizer_step",  # The optimizer has stepped.
     "on_step_end",  # `state.global_step` has counted the step. Logging, evaluation and saving come next.
     "on_epoch_end",  # The loop is at the end of its loader, or leaves it.
     "on_log",  # A line was logged, `kwargs["logs"]`.
-    "on_prediction_step",  # A batch of an evaluation is done.
-    "on_evaluate",  # An evaluation is done, `kwargs["metrics"]`.
-    "on_save",  # A checkpoint is whole.
-    "on_train_end",  # The loop is over, and the best checkpoint is loaded.
+    "on_prediction_step",  # After a batch of an evaluation.
+    "on_evaluate",  # After an evaluation, `kwargs["metrics"]`.
+    "on_save",  # A checkpoint is complete.
+    "on_train_end",  # After the loop, with the best checkpoint loaded.
 )
 
 
 class Part:
-    """One concern of a training that we steer. `train.loop.Loop` attaches parts to a Trainer in the order of its table.
+    """One concern of a steered training. `train.loop.Loop` attaches parts to a Trainer in the order of `PLACES`.
 
-    It handles those of `EVENTS` of which it has a method. All callbacks of the script have handled an event before.
+    It handles the `EVENTS` for which it has a method, after all callbacks of the script.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -45,8 +45,8 @@ class Part:
 
     Attributes:
         place: Its row in `train.loop.PLACES`.
-        keeps: Attributes of the Trainer that the part changes while it trains, such as "args.logging_steps". They are
-            restored after the training.
+        keeps: Attributes of the Trainer that the part changes during the training, such as "args.logging_steps". They
+            are restored afterwards.
     """
 
     place: ClassVar[str]
@@ -57,44 +57,41 @@ class Part:
         self._manager = manager
 
     def overrides(self) -> Mapping[str, Override]:
-        """Returns a replacement for each method that this part replaces, by its name in `seam.SEAMS`.
-
-        Called after `around` was entered.
-        """
+        """Returns the methods that this part replaces, by their names in `seam.SEAMS`. Called inside `around`."""
         return {}
 
     def is_needed(self, seam: str) -> bool:
-        """False if a training is right even when this part's override of `seam` is never called."""
+        """False if the training is correct even when this part's override of `seam` is never called."""
         return True
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """A context that is open while the Trainer trains, around the methods of this part and of all later parts."""
+        """Context of the training. It encloses the overrides of this part and the contexts of all later parts."""
         yield
 
 
 class GradientExchange(Part):
-    """Exchanges gradients or weights between ranks, as the rest of a training sees it: DDP, FSDP2 or a strategy."""
+    """Base of the parts that synchronize gradients or weights: DDP, FSDP2 and the strategies."""
 
     place = "exchange"
 
     @property
     def are_replicas_equal(self) -> bool:
-        """False between two meetings, for ranks that step independently."""
+        """False between two synchronizations, if ranks step independently."""
         return True
 
     @property
     def may_stop(self) -> bool:
-        """False where a stop would need an additional meeting, which would change the training."""
+        """False if stopping now would need an additional synchronization, which would change the training."""
         return True
 
     @property
     def parameters(self) -> Sequence[nn.Parameter] | None:
-        """What it exchanges, once the training has begun; None = what is trainable, which is followed."""
+        """The parameters that are synchronized, once the training has begun; None = all that are trainable now."""
         return None
 
     def sent_bytes(self, num_steps: int) -> int | None:
-        """What this rank has sent in a training of so many steps; None where it is not known."""
+        """Returns the bytes that this rank sends in `num_steps` steps; None if not known."""
         return None
 
     def save_state(self, folder: Path) -> None:

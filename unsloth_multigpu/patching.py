@@ -1,4 +1,4 @@
-"""The one patching mechanism. A patch is data: it is applied when its target is imported, verified, and undone.
+"""Patches of other libraries, as data: applied when the target's module is imported, verified, and undone.
 
 Nothing here imports a target's module: a patch waits for the user's import.
 """
@@ -30,18 +30,18 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """A function of another library that we steer.
+    """A replacement for a function of another library.
 
     Attributes:
-        target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that holds the name
-            itself, not a package that hands it on lazily.
-        supports: Requirement on the distribution that holds the target, such as `transformers>=4.57,<6`.
-        wrap: Called in its place, as `part.Override` is: with the original as a plain function, then what the caller
-            gave (`self` or `cls` first where it has one).
-        reason: Why the target is touched, in one sentence, for docs/seams.md.
+        target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that defines the name,
+            not a package that re-exports it lazily.
+        supports: Requirement on the distribution of the target, such as `transformers>=4.57,<6`.
+        wrap: Called in place of the original. Its first argument is the original as a plain function, then come the
+            caller's arguments, with `self` or `cls` if there is one.
+        reason: Why the target is patched, in one sentence, for docs/seams.md.
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
-        after: The module whose import puts the function there, where that is another one than the target's.
+        after: The module whose import defines the function, if it is not the target's own module.
     """
 
     target: str
@@ -55,7 +55,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One patch, and where it is."""
+    """One patch and its state."""
 
     target: str
     supports: str
@@ -64,57 +64,57 @@ class PatchRow:
 
 
 class PatchRegistry:
-    """Applies, verifies and undoes patches, once: after `undo()` a new registry is made."""
+    """Applies, verifies and undoes a set of patches. It cannot be applied a second time."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
-        self._seams = [_Seam(patch) for patch in patches]
+        self._sites = [_PatchSite(patch) for patch in patches]
         self._is_applied = False
 
     def apply(self) -> None:
-        """Lands every patch: at once where its module is imported, else when it will be.
+        """Applies every patch: now if its module is imported, else during the import.
 
         Versions and the existence of the modules are checked first, so that an error leaves everything untouched.
-        A patch that fails in a later import makes that import raise, this time and every time.
+        If a patch fails during a later import, that import raises, and so does every further try.
 
         Raises:
-            VersionError: A distribution is installed in a version below its range.
-            PatchError: A target is missing or has another shape, or this registry was applied before.
+            VersionError: An installed distribution is older than its range.
+            PatchError: A target is missing or has another signature, or this registry was applied before.
         """
         if self._is_applied:
             raise PatchError("apply() was called twice on one PatchRegistry.", hint="Make a new PatchRegistry.")
         self._is_applied = True
-        for seam in self._seams:
-            seam.check_installed()
+        for site in self._sites:
+            site.check_installed()
         try:
-            for name in dict.fromkeys(seam.awaited for seam in self._seams if seam.state == "waiting for import"):
+            for name in dict.fromkeys(site.awaited for site in self._sites if site.state == "waiting for import"):
                 self._land_when_imported(name)
         except BaseException:
             self.undo()
             raise
 
     def verify(self) -> None:
-        """Checks that each target still leads to our function: it is there, or what is there holds it.
+        """Checks that each target is our function, or wraps it.
 
-        Costs a few dictionary look-ups per patch. What holds ours, in `__wrapped__` or in a closure, is trusted to call
-        it. A patch whose function is being called needs no look: it was reached.
+        Costs a few dictionary look-ups per patch. A wrapper that refers to our function, in `__wrapped__` or in a
+        closure, is trusted to call it. A function of ours that is running needs no check.
 
         Raises:
             PatchError: A target was replaced, or its module is imported without the patch.
         """
-        for seam in self._seams:
-            seam.verify()
+        for site in self._sites:
+            site.verify()
 
     def undo(self) -> None:
-        """Takes the patches off in reverse order; those still waiting never land. Harmless when called again.
+        """Removes the patches in reverse order and cancels those that wait for an import. May be called repeatedly.
 
-        If other code wrapped our function, or kept a copy of it, ours stays there and only passes calls through.
+        Where other code has wrapped or copied our function, it stays and only calls the original.
         """
-        for seam in reversed(self._seams):
-            seam.remove("undone")
+        for site in reversed(self._sites):
+            site.remove("undone")
 
     def rows(self) -> list[PatchRow]:
-        """Returns one row per patch in the order given; states are meaningful after `apply()`."""
-        return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._seams]
+        """Returns one row per patch, in order. States are meaningful after `apply()`."""
+        return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._sites]
 
     def _land_when_imported(self, name: str) -> None:
         if (module := sys.modules.get(name)) is not None:
@@ -127,9 +127,9 @@ class PatchRegistry:
             try:
                 self._land(name)
             except BaseException:
-                # wrapt forgets a hook before it calls it, and many libraries catch errors of imports and try again:
-                # the next try would pass without the patches. importlib drops a module whose import failed, so
-                # dropping it here changes nothing but lets the hook be registered again.
+                # wrapt drops a hook before it calls it, and many libraries catch import errors and try again: the next
+                # try would succeed without the patches. importlib removes a module whose import failed in any case.
+                # Removing it here, earlier, allows registering the hook again.
                 sys.modules.pop(name, None)
                 register_post_import_hook(hook, name)
                 raise
@@ -137,19 +137,19 @@ class PatchRegistry:
         register_post_import_hook(hook, name)
 
     def _land(self, name: str) -> None:
-        """Lands all patches of one module or none. Other modules keep theirs, so that `verify()` is still reached."""
-        seams = [seam for seam in self._seams if seam.awaited == name and seam.state == "waiting for import"]
+        """Applies all patches of one module or none. Patches of other modules stay, so that `verify()` is reached."""
+        sites = [site for site in self._sites if site.awaited == name and site.state == "waiting for import"]
         try:
-            for seam in seams:
-                seam.land()
+            for site in sites:
+                site.land()
         except BaseException:
-            for seam in reversed(seams):
-                seam.remove("waiting for import")
+            for site in reversed(sites):
+                site.remove("waiting for import")
             raise
 
 
-class _Seam:
-    """One patch with its place: what stood in `vars(holder)[name]` before, and what we put there."""
+class _PatchSite:
+    """One patch and its target: `before` and `installed` are the old and the new value of `vars(holder)[name]`."""
 
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
@@ -164,8 +164,8 @@ class _Seam:
         self.num_active = 0  # Calls of `function` that have not returned.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `datasets` hashes what a mapped function holds, down to methods of a tokenizer that we wrap. Seen from there
-        # a patch is its name: the hash must neither fail nor differ from rank to rank.
+        # `datasets` hashes a mapped function with everything that it refers to, such as methods of a tokenizer that we
+        # wrap. Pickling the name alone keeps the hash equal on all ranks.
         return str, (self.patch.target,)
 
     def check_installed(self) -> None:
@@ -190,18 +190,18 @@ class _Seam:
         # A class does not pass `self` to a callable that is not a descriptor, but it would pass it to our function.
         is_bindable = not isinstance(self.holder, type) or hasattr(type(raw), "__get__")
         if not callable(original) or isinstance(original, type) or not is_bindable:
-            raise self._misfit(f"it is not a function but {type(raw).__name__}")
+            raise self._mismatch(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.patch.needs if name not in inspect.signature(original).parameters]:
-            raise self._misfit(f"it has no parameter {', '.join(missing)}")
+            raise self._mismatch(f"it has no parameter {', '.join(missing)}")
         self.function = self._switch(original)
         self.installed = type(raw)(self.function) if is_wrapped else self.function
-        self.before = vars(self.holder).get(self.name, _MISSING)  # Missing where `raw` is inherited.
+        self.before = vars(self.holder).get(self.name, _MISSING)  # Missing if `raw` is inherited.
         setattr(self.holder, self.name, self.installed)
         self.state = "landed"
         _log.debug("patch=%s state=landed", self.patch.target)
 
     def remove(self, state: State) -> None:
-        # Remove only our own function: restoring under another library's wrapper would remove that wrapper, too.
+        # Only if our function is still there: otherwise the wrapper of another library would be lost.
         if self.state == "landed" and vars(self.holder).get(self.name) is self.installed:
             if self.before is _MISSING:
                 delattr(self.holder, self.name)
@@ -222,15 +222,15 @@ class _Seam:
             )
         if not self.num_active and not _leads_to(raw, self.function):
             raise PatchError(
-                f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now, and does "
-                "not call what it found.",
-                hint="Let it call the function that it found there, and say so by functools.wraps; or put it there "
-                "before enable_multi_gpu().",
+                f"{self.patch.target} was replaced after it was patched, by {_describe(raw)}, which does not call the "
+                "patched function.",
+                hint="Let it call the function that it replaces, and apply functools.wraps; or replace it before "
+                "enable_multi_gpu().",
             )
 
     def _find(self) -> tuple[Any, Any]:
-        """Returns (holder, raw descriptor or _MISSING). Binds nothing and wakes no lazy attribute."""
-        # Here and not what an import hook is given: a lazy package puts another object there while it is executed.
+        """Returns (holder, raw descriptor or _MISSING). Binds nothing and loads no lazy attribute."""
+        # From sys.modules, not the argument of an import hook: a lazy package replaces itself there during its import.
         holder, raw = None, sys.modules.get(self.module, _MISSING)
         for name in self.path.split("."):
             holder, raw = raw, _MISSING if raw is _MISSING else inspect.getattr_static(raw, name, _MISSING)
@@ -242,10 +242,10 @@ class _Seam:
 
     def _record_absence(self) -> None:
         if not self.patch.optional:
-            raise self._misfit("there is no such target")
+            raise self._mismatch("there is no such target")
         self.state = "absent"
 
-    def _misfit(self, what: str) -> PatchError:
+    def _mismatch(self, what: str) -> PatchError:
         row = check_version(self.patch.supports)
         return PatchError(
             f"{self.patch.target} in {row.name} {row.installed}: {what}.",
@@ -253,8 +253,8 @@ class _Seam:
         )
 
     def _switch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # `wraps` keeps name and dictionary, and by `__wrapped__` the signature and the source that Unsloth reads.
-        # The state is asked at each call since copies (on instances, in others' wrappers) outlive undo().
+        # `wraps` keeps the name, and by `__wrapped__` the signature and the source, which Unsloth reads.
+        # The state is checked in each call, because copies (on instances, in other wrappers) outlive undo().
         @functools.wraps(original)
         def switch(*args: Any, **kwargs: Any) -> Any:
             self.num_active += 1
@@ -273,7 +273,7 @@ def _is_initializing(module: ModuleType) -> bool:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Finds a module on disk. Unlike importlib's, which imports the parents of a submodule, this imports nothing."""
+    """Like `importlib.util.find_spec`, but does not import the parent packages."""
     parent = name.rpartition(".")[0]
     if not parent:
         return find_spec(name)
@@ -285,7 +285,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _leads_to(raw: Any, function: Any) -> bool:
-    """True if `raw` is `function`, or wraps something that is: by `__wrapped__`, in its closure or as a partial."""
+    """True if `raw` is `function`, or refers to it by `__wrapped__`, its closure or a partial, at any depth."""
     seen: set[int] = set()
     found = [raw]
     while found:
@@ -302,13 +302,13 @@ def _leads_to(raw: Any, function: Any) -> bool:
         elif isinstance(link, FunctionType):
             found.append(vars(link).get("__wrapped__"))
             for cell in link.__closure__ or ():
-                with suppress(ValueError):  # Empty while the name that it stands for has no value.
+                with suppress(ValueError):  # Raised while the variable of the cell has no value.
                     found.append(cell.cell_contents)
     return False
 
 
 def _describe(raw: Any) -> str:
-    # The code knows where it was written; `functools.wraps` makes name and module lie.
+    # The file comes from the code object, because `functools.wraps` copies name and module.
     function = getattr(raw, "__func__", raw)
     code = getattr(function, "__code__", None)
     if raw is _MISSING or code is None:

@@ -1,4 +1,4 @@
-"""The one line, and the one Session that it opens."""
+"""`enable_multi_gpu()`, the other public functions about the session, and the one global `Session`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, repr=False)
 class MultiGPUStatus:
-    """Where this process stands.
+    """State of `unsloth_multigpu` in this process.
 
     Args:
         is_enabled: `enable_multi_gpu` is in effect.
-        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
-        log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
-        patches: Every function of another library that is steered, and whether it is.
+        launcher: What started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
+        log_dir: Folder with the logs of ranks above 0; None if another launcher keeps them.
+        patches: Every patched function of another library, and whether its patch is applied.
         report: Figures of the last training; None before the first, or with one rank.
     """
 
@@ -59,8 +59,8 @@ class MultiGPUStatus:
     def __repr__(self) -> str:
         if not self.is_enabled:
             return "MultiGPUStatus(not enabled)"
-        usual = vars(MultiGPUConfig())
-        given = {} if self.config is None else {n: v for n, v in vars(self.config).items() if v != usual[n]}
+        defaults = vars(MultiGPUConfig())
+        given = {} if self.config is None else {n: v for n, v in vars(self.config).items() if v != defaults[n]}
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
         logs = "" if self.log_dir is None else f"logs {self.log_dir}/rank_N.log"
         report = "" if self.report is None else self.report.summary()
@@ -68,7 +68,7 @@ class MultiGPUStatus:
         return f"MultiGPUStatus({'; '.join(fact for fact in facts if fact)})"
 
 
-# The session that is open, or the last one that was.
+# The open session, or the last one that was closed.
 _session: Session | None = None
 
 
@@ -87,48 +87,48 @@ def enable_multi_gpu(
 ) -> None:
     """Makes this script train on every GPU. Call it first, before `import unsloth`.
 
-    In a script that you started as `python train.py`, this process becomes the supervisor of `num_gpus` ranks of the
-    same command; the call does not return there, and the process ends with the ranks' exit code. In a rank, and with
-    one device, it returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
+    In a script started as `python train.py`, this process becomes the supervisor: it starts the same command as
+    `num_gpus` ranks, does not return, and exits with the ranks' exit code. In a rank, and with one device, the call
+    returns. Under torchrun, accelerate launch or srun it joins the ranks that these started.
 
-    What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file UNSLOTH_MULTIGPU_CONFIG,
-    then from the default in brackets. These are the options of everyday use; `unsloth-multigpu run --help` and
-    docs/options.md have all of them.
+    An option that is left out is read from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file
+    UNSLOTH_MULTIGPU_CONFIG; else it has the default in brackets. These are the everyday options;
+    `unsloth-multigpu run --help` and docs/options.md list all of them.
 
     Args:
-        num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].
+        num_gpus: Ranks on this machine [all visible accelerators; without one, this process alone].
         batch_size_per_gpu: Samples of one micro-batch per rank [the script's]. The step's samples grow with the ranks.
         enable_ddp: One process per device [True]. False = the older plugin's serial path: this process alone, with a
             copy of the model per device, which compute one after the other. Legacy, slower than one GPU.
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
         strategy: How gradients are synchronized: a strategy such as `DiLoCo(every_steps=8)`, or its name for its
             defaults: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
-        shard: "on" = each rank holds a part of weights and states (FSDP2), "auto" = if need be ["off"].
-        balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
+        shard: "on" = each rank holds a shard of weights and optimizer states (FSDP2), "auto" = if needed ["off"].
+        balance: How a step's samples are divided among ranks: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last complete checkpoint of this training, "off" as the script says ["off"].
-        replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
+        replay: In a notebook in which a model was loaded before: ranks above 0 run the earlier cells too [False].
         others: The other options of `MultiGPUConfig`, by name.
 
     Raises:
-        ConfigError: A value that cannot be used, or a second call with other values.
-        SetupError: This machine or this place cannot do what was asked.
+        ConfigError: An invalid value, or a second call with other values.
+        SetupError: This machine, or this place in the script, does not allow what was asked for.
         VersionError: A library outside the supported range.
     """
-    everyday: dict[str, Any] = dict(num_gpus=num_gpus, batch_size_per_gpu=batch_size_per_gpu, enable_ddp=enable_ddp)
-    everyday |= dict(global_batch=global_batch, strategy=strategy, shard=shard, balance=balance, resume=resume)
+    named: dict[str, Any] = dict(num_gpus=num_gpus, batch_size_per_gpu=batch_size_per_gpu, enable_ddp=enable_ddp)
+    named |= dict(global_batch=global_batch, strategy=strategy, shard=shard, balance=balance, resume=resume)
     try:
         if (program := find_worker_program()) is not None:
             program.refuse_replay()
-        _enable({**everyday, **from_keywords(others)}, replay=replay)
+        _enable({**named, **from_keywords(others)}, replay=replay)
     except MultiGPUError as error:
         if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
             raise
-        # The user's line is what matters: without the frames below this call.
+        # Leave out the frames below this call: they do not help users.
         raise error.with_traceback(None) from error.__cause__
 
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
-    """What `enable_multi_gpu` does with the options that were given."""
+    """Resolves the options and opens the session of this process, or becomes the supervisor."""
     global _session  # noqa: PLW0603  # The one mutable global of the package.
     context = RunContext.read(os.environ)
     tool = tool_of(context)
@@ -153,14 +153,14 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
 
 
 def _refuse_unsteered_training() -> None:
-    """In a helper, where this call does nothing: should it turn out to be a rank, it does not train by itself."""
+    """In a helper process the call does nothing. If that process trains all the same, its `train()` is refused."""
     from unsloth_multigpu.hooks.trainer_patches import unsteered_train_patch
 
     def is_lone() -> bool:
         try:
             return is_multi_gpu_enabled() or is_helper()
         except LaunchError:
-            return False  # A rank whose variables other libraries have completed since.
+            return False  # A rank: another library has set the missing variables since.
 
     PatchRegistry([unsteered_train_patch(is_lone)]).apply()
 
@@ -175,21 +175,21 @@ def _open_here(
     replay: bool,
     given: dict[str, Any],
 ) -> Session:
-    """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
+    """Opens the session of a rank, a notebook's kernel or a single process. In a supervisor it does not return."""
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ, is_kernel=shell is not None)
     if identity is None:
-        if context.tool is None and shell is None:  # A tool and a notebook train on this machine alone.
+        if context.tool is None and shell is None:  # Tools and notebooks use one machine.
             check_cluster(given)
         if shell is None and needs_supervisor(config, config.num_gpus or 1):
-            this_command()  # A refusal comes before devices are counted and warned of.
+            this_command()  # Raises, if it must, before devices are counted and warned about.
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
                 from unsloth_multigpu.notebook.kernel_start import open_notebook
 
                 return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)
-            # What is compared with another run is not resumed.
+            # A run that is compared with another is never resumed, so it need not save.
             start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
     if (program := find_worker_program()) is not None:
@@ -200,13 +200,13 @@ def _open_here(
 
 
 def disable_multi_gpu() -> None:
-    """Takes every patch out again. The process stays the rank that it is; without a session nothing happens."""
+    """Removes every patch. The process stays a rank. Without an open session nothing happens."""
     if (session := active_session()) is not None:
         session.close()
 
 
 def active_session() -> Session | None:
-    """What `enable_multi_gpu` has opened in this process."""
+    """Returns the open session of this process, None without one."""
     return None if _session is None or _session.is_closed else _session
 
 
@@ -221,7 +221,7 @@ def get_active_config() -> MultiGPUConfig | None:
 
 
 def get_multi_gpu_status() -> MultiGPUStatus:
-    """Where this process stands; see `MultiGPUStatus`."""
+    """Returns the state of this process; see `MultiGPUStatus`."""
     if (session := active_session()) is None:
         return MultiGPUStatus(is_enabled=False)
     identity = session.identity
@@ -239,7 +239,7 @@ def get_multi_gpu_status() -> MultiGPUStatus:
 
 
 def is_main_process() -> bool:
-    """True on rank 0 and in a process that is no rank, as accelerate's `is_main_process`.
+    """True on rank 0 and in a process that is not a rank, like accelerate's `is_main_process`.
 
     Raises:
         LaunchError: The variables of a launcher contradict each other or are incomplete.
@@ -250,10 +250,10 @@ def is_main_process() -> bool:
 
 
 def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Makes a function run on rank 0 alone; on the others it does nothing and returns None. A decorator.
+    """Decorator: the function runs on rank 0 only; on other ranks the call returns None.
 
-    Nothing in it may need the other ranks: they are elsewhere. Saving by the Trainer, the model or the tokenizer does,
-    and runs on rank 0 alone as it is.
+    The function must not need the other ranks, which are elsewhere. Saving by the Trainer, the model or the tokenizer
+    needs them. It writes on rank 0 only without this decorator, too.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What a rank runs, and how its session depends on that. Here: a script. Cells are in `notebook.cell_program`."""
+"""The program of a rank: a script. `notebook.cell_program` has its subclass for the cells of a notebook."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = get_logger(__name__)
 
 
 def find_shell() -> Any:
-    """The IPython shell of this kernel; None outside a notebook, also in IPython at a terminal. Imports nothing."""
+    """Returns the IPython shell of a notebook kernel; None elsewhere and in IPython at a terminal. Imports nothing."""
     shell = _ipython_shell()
     return shell if hasattr(shell, "kernel") else None
 
 
 def find_worker_program() -> WorkerProgram | None:
-    """What a notebook's worker runs; None in any other process. Imports nothing."""
+    """Returns the program of a notebook's worker; None in any other process. Imports nothing."""
     program: WorkerProgram | None = getattr(_ipython_shell(), "multi_gpu_program", None)
     return program
 
@@ -45,37 +45,38 @@ def _ipython_shell() -> Any:
 
 
 class Program:
-    """A script. It runs once from its first line to its last, and whoever started the process judges its end."""
+    """A script: it runs once, and its launcher acts on its exit code."""
 
     def __init__(self) -> None:
         self._num_begun = 0
 
     def enter(self, session: Session) -> None:
-        """Makes this process a rank, where a launcher has started it as one. The session has no patches yet."""
+        """Sets up this process as a rank if a launcher has started it as one. Called before patches are applied."""
         identity, config = session.identity, session.config
         if identity.launcher == "none":
             return
         from unsloth_multigpu.launch.rank import enter_rank
 
-        # Called after what `enter_rank` registers, which ends the process group: a rank that waits there goes on then.
+        # Exit handlers run in reverse order: `enter_rank` registers the one that destroys the process group, which
+        # runs before this one.
         atexit.register(only_here(session.leave))
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
-        _draw_alike(session)
+        _seed_ranks_equally(session)
         if identity.world_size > 1:
             _share_questions(session)
             session.on_close.enter_context(launchers_refused(self._has_begun))
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
-            session.on_close.callback(warn_of_lone_steps().remove)
+            session.on_close.callback(warn_of_unwrapped_steps().remove)
 
     def prepare(self, manager: DDPManager) -> None:
-        """Tells a new manager how this rank meets the others. In a script it finds them by itself."""
+        """Configures a new manager. In a script its defaults are right."""
 
     def can_exchange(self) -> bool:
-        """False where the other ranks do not run what this rank runs now, or cannot be reached."""
+        """False while the other ranks do not run the same code as this rank, or cannot be reached."""
         return True
 
     def _has_begun(self) -> bool:
-        """True once the ranks have opened a group: they train, or have trained, together."""
+        """True once a training has begun or a process group was opened."""
         dist = sys.modules.get("torch.distributed")
         return bool(self._num_begun or (dist and dist.is_initialized()))
 
@@ -83,7 +84,7 @@ class Program:
         """Counts a call of `train()`.
 
         Returns:
-            Which training it is, counted from 0: the same number for the same training when the code is run again.
+            Number of the training, from 0. A training has the same number when the code is run again.
 
         Raises:
             SetupError: A training cannot begin here.
@@ -92,20 +93,20 @@ class Program:
         return self._num_begun - 1
 
     def end_training(self) -> None:
-        """The call of `train()` has returned."""
+        """Called after `train()` has returned."""
 
     def note_training(self, loop: Loop) -> None:
-        """All ranks are about to train the Trainer that this loop steers."""
+        """Called before all ranks train the Trainer of `loop`."""
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """A loop without a Trainer is about to train this wrapper."""
+        """Called before a loop without a Trainer trains the wrapped `model`."""
 
 
-def warn_of_lone_steps() -> Any:
-    """Says so if an optimizer makes its first step before there is a process group: each rank trains by itself.
+def warn_of_unwrapped_steps() -> Any:
+    """Warns if the first optimizer step comes before there is a process group: each rank then trains by itself.
 
     Returns:
-        The handle of torch's hook; `remove()` ends the watch.
+        The handle of torch's optimizer hook; its `remove()` takes the hook off.
     """
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -114,8 +115,8 @@ def warn_of_lone_steps() -> Any:
         handle.remove()
         if not dist.is_initialized():
             logger.warning(
-                "an optimizer makes a step, and there is no process group: every rank trains by itself and nothing is "
-                "shared. Use a Trainer, or wrap_model_multi_gpu"
+                "an optimizer steps without a process group: every rank trains by itself, and gradients are not "
+                "synchronized. Use a Trainer, or wrap_model_multi_gpu"
             )
 
     handle = register_optimizer_step_pre_hook(look)
@@ -124,29 +125,29 @@ def warn_of_lone_steps() -> Any:
 
 @contextmanager
 def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
-    """This rank starts no launcher by `subprocess` or `os.system`, as `refuse_launcher` says, before `has_begun()`."""
+    """Before `has_begun()`, refuses to start a launcher by `subprocess` or `os.system`; see `refuse_launcher`."""
 
-    def steer(owner: Any, name: str, place: int) -> None:
+    def guard(owner: Any, name: str, position: int) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def begin(*args: Any, **keywords: Any) -> Any:
+        def guarded(*args: Any, **keywords: Any) -> Any:
             if not has_begun():
                 from unsloth_multigpu.launch.child_launcher import refuse_launcher
 
-                refuse_launcher(args[place] if len(args) > place else keywords.get("args"), keywords.get("env"))
+                refuse_launcher(args[position] if len(args) > position else keywords.get("args"), keywords.get("env"))
             return original(*args, **keywords)
 
-        stack.enter_context(instance_attribute(owner, name, begin))
+        stack.enter_context(instance_attribute(owner, name, guarded))
 
     with ExitStack() as stack:
-        steer(subprocess.Popen, "__init__", 1)
-        steer(os, "system", 0)
+        guard(subprocess.Popen, "__init__", 1)
+        guard(os, "system", 0)
         yield
 
 
 def _share_questions(session: Session) -> None:
-    """What is asked on the terminal is asked once, on rank 0, where this package has started all ranks here."""
+    """Lets only rank 0 ask on the terminal, if our launcher has started all ranks on this machine."""
     from unsloth_multigpu.launch.question import questions_shared
 
     identity, context = session.identity, session.context
@@ -155,12 +156,12 @@ def _share_questions(session: Session) -> None:
         session.on_close.enter_context(questions_shared(run_dir, identity, context.attempt, session.beat))
 
 
-def _draw_alike(session: Session) -> None:
-    """Makes random numbers that the script draws without a seed equal on all ranks. A seed that it has set stays."""
+def _seed_ranks_equally(session: Session) -> None:
+    """Seeds the random generators equally on all ranks, except those that the script has seeded."""
     if session.index:
-        return  # The ranks were made alike when this process enabled the first time.
+        return  # The first session of this process did it.
     if session.identity.world_size > 1:
-        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
+        import torch  # noqa: F401  # Its generator is seeded, too.
     if session.context.seed is not None:
         from unsloth_multigpu.launch.seeding import seed_unseeded
 

@@ -1,4 +1,4 @@
-"""What a training did, as plain data: the figures of each rank."""
+"""The report of a training: figures of each rank as plain data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Said where the number is missing.
+# Shown in place of the number.
 NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was done in a time. None = it is not known.
+    """Throughput over a time. None = not known.
 
     Args:
         steps_per_s: Optimizer steps.
-        samples_per_s: Samples whose gradient counted.
-        tokens_per_s: Tokens.
-        waiting: Part of the time in which it waited for others, the mean of all ranks: 0.0 to 1.0.
-        padding: Part of the places of its micro-batches that is padding: 0.0 to 1.0.
+        samples_per_s: Samples that contributed to a gradient.
+        tokens_per_s: Tokens without padding.
+        waiting: Fraction of the time in which ranks waited for others, 0.0 to 1.0, as the mean of all ranks.
+        padding: Fraction of the tokens in micro-batches that is padding, 0.0 to 1.0.
     """
 
     steps_per_s: float | None = None
@@ -29,12 +29,12 @@ class Rates:
     padding: float | None = None
 
     def values(self) -> dict[str, float | None]:
-        """JSON values."""
+        """Returns JSON values."""
         return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
 
 
 def rates_of(ranks: Sequence[Mapping[str, Any]]) -> Rates:
-    """The combined rates of several ranks: counts are summed, then divided by the first rank's `loop_s`."""
+    """Returns the rates of several ranks together: sums of their counts, divided by the first rank's `loop_s`."""
     seconds = ranks[0]["loop_s"] if ranks else None
     if not seconds:
         return Rates()
@@ -51,27 +51,25 @@ def rates_of(ranks: Sequence[Mapping[str, Any]]) -> Rates:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's share of a training. None = it is not known.
+    """Figures of one rank in a training. None = not known.
 
     Args:
-        rank: Which rank.
         num_steps: Optimizer steps.
-        num_samples: Samples whose gradient counted, over all steps.
+        num_samples: Samples that contributed to a gradient, over all steps.
         num_micro_batches: Forward-backward passes.
         train_s: Seconds inside `Trainer.train`.
-        sent_bytes: What gradients or weights were sent, without headers, in the algorithms that are usual; None where
-            it is not known.
-        num_tokens: The model's own tokens: places of `input_ids` that `attention_mask` leaves in, or all where there is
-            no mask. Those of all ranks together are the same on any number of ranks. None for a model without tokens.
-        num_padding_tokens: Places of the micro-batches that hold none of these tokens.
-        waiting_s: Seconds in which it waited for other ranks, with the transfer; 0.0 in one process. None where the
-            ranks hold parts of the weights.
-        peak_bytes: Most memory: what torch has allocated on the accelerator, or what the process held on the CPU.
-        step_s: Median seconds of an optimizer step, from the end of the one before, without evaluations and
-            checkpoints.
+        sent_bytes: Bytes of gradients or weights that this rank sent, without headers, computed for the usual
+            algorithms of collectives.
+        num_tokens: Tokens without padding: those that `attention_mask` selects in `input_ids`, all without a mask. The
+            sum over all ranks does not depend on their number. None for a model without tokens.
+        num_padding_tokens: Padding tokens of the micro-batches.
+        waiting_s: Seconds of waiting for other ranks, including the transfer; 0.0 in one process. None if the ranks
+            hold parts of the weights.
+        peak_bytes: Peak memory: that allocated by torch on an accelerator, that of the process on the CPU.
+        step_s: Median seconds of an optimizer step, without evaluations and checkpoints.
         loop_s: Seconds from the begin of the first step to the end of the last one.
         setup_s: Seconds from the call of `train()` to the begin of the first step.
-        runtime_s: What the Trainer itself calls the seconds of the training, its `train_runtime`.
+        runtime_s: The Trainer's own `train_runtime`.
     """
 
     rank: int
@@ -92,16 +90,16 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All ranks' shares of a training, in the order of ranks.
+    """Figures of a training.
 
     Args:
-        planner: What the planner had measured at the end, as JSON values; empty where samples were dealt in order.
-        max_steps: Steps of the whole training, with those before a checkpoint that it resumed from; None = not known.
-        resumed_step: Steps before the checkpoint that it resumed from.
-        resumed: Name of that checkpoint's folder, where it is known.
-        first_step: What the comparison of the first step with that of one process has found, as JSON values; empty
-            where there was none.
-        inexact: Why this is not exactly the training of one process; "" = nothing was found.
+        ranks: One report per rank, in order.
+        planner: Measurements of the planner, as JSON values; empty if samples were divided in order.
+        max_steps: Steps of the whole training, including those before a resumed checkpoint; None = not known.
+        resumed_step: Step of the checkpoint that the training resumed from; 0 = none.
+        resumed: Name of that checkpoint's folder, if known.
+        first_step: Result of the comparison of the first step with one process, as JSON values; empty without one.
+        inexact: Why this is not exactly the training of one process; "" = no difference was found.
     """
 
     ranks: tuple[RankReport, ...]
@@ -114,17 +112,17 @@ class RunReport:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all ranks together."""
+        """Samples of all ranks."""
         return sum(r.num_samples for r in self.ranks)
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of all ranks together; None where they are not known."""
+        """Tokens of all ranks; None if not known."""
         return _total(r.num_tokens for r in self.ranks)
 
     @property
     def rates(self) -> Rates:
-        """Of all ranks together, from the begin of the first step to the end of the last one."""
+        """Rates of all ranks together, from the begin of the first step to the end of the last one."""
         return rates_of([vars(r) for r in self.ranks])
 
     @property
@@ -142,14 +140,14 @@ class RunReport:
 
     @property
     def had_nothing_to_do(self) -> bool:
-        """True where the training resumed from its own end."""
+        """True if the training resumed from its last step."""
         return self.ranks[0].num_steps == 0 and 0 < (self.max_steps or 0) <= self.resumed_step
 
     def summary(self, traffic: str = "sent {:.1f} MB per rank") -> str:
-        """The training in one sentence. Its seconds are the Trainer's own `train_runtime`, of rank 0.
+        """Returns one sentence about the training. Its seconds are rank 0's `train_runtime`.
 
         Args:
-            traffic: What it says of the `sent_bytes` of the rank that sent most, in MB.
+            traffic: Format of the largest `sent_bytes` of a rank, in MB.
         """
         first = self.ranks[0]
         if self.had_nothing_to_do:
@@ -160,7 +158,7 @@ class RunReport:
         shares = f" ({' + '.join(str(r.num_samples) for r in self.ranks)})" if len(self.ranks) > 1 else ""
         seconds = max(r.train_s for r in self.ranks) if first.runtime_s is None else first.runtime_s
         line = f"trained {_counted(first.num_steps, 'step')}"
-        # Where the script's own batches are trained on, their samples are not counted.
+        # Samples are not counted if the script makes its own batches.
         if is_counted := self.num_samples > 0 or first.num_steps == 0:
             line += f", {_counted(self.num_samples, 'sample')}{shares}"
         line += f" in {seconds:.1f} s"
@@ -174,13 +172,13 @@ class RunReport:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum; None where one is not known."""
+    """Returns the sum; None if a count is not known."""
     found = list(counts)
     return None if None in found else sum(count for count in found if count is not None)
 
 
 def _share(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
-    """The sum of the first numbers as part of the sum of the second ones; None where one is not known."""
+    """Returns the sum of the first numbers divided by that of the second ones; None if one is not known."""
     parts, wholes = zip(*pairs, strict=True)
     if None in parts or None in wholes or not sum(wholes):
         return None

@@ -1,7 +1,7 @@
-"""The methods of a Trainer, its accelerator and its callback handler that are steered while it trains, as one table.
+"""The table of instance seams: methods of a Trainer, its accelerator and callback handler replaced during a training.
 
-A patch replaces a function of a class. An instance seam replaces a method of one object, while one training runs. Both
-are verified when the training begins.
+A patch replaces a function of a class. An instance seam replaces a method of one object during one training. Both are
+verified when the training begins.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()
 Owner = Literal["trainer", "accelerator", "callback_handler", "model"]
-# Whose methods are checked for their parameters. A script may override them with `**kwargs`.
+# Libraries whose methods are checked for their parameters. A script may override them with `**kwargs`.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "unsloth", "unsloth_zoo", "UnslothTrainer")
 
 
 @dataclass(frozen=True)
 class InstanceSeam:
-    """A method of one object of another library that we steer.
+    """A method of one object that is replaced during a training.
 
     Attributes:
-        owner: The object, as an attribute of the Trainer.
-        name: Of the method.
-        reason: Why it is steered, in one sentence, for docs/seams.md.
+        owner: The object: the Trainer, or an attribute of it.
+        name: Name of the method.
+        reason: Why it is replaced, in one sentence, for docs/seams.md.
         needs: Parameters that our replacement relies on.
-        called: "step" = in each optimizer step, "step end" = after each, "save" = for each checkpoint. A method that is
-            not called then is an error. "" = called only in some trainings.
-        unless_off: Argument of the training that turns the call off where it is zero or None.
-        optional: Not every version, or not every trainer, has it.
+        called: When it must be called: "step" = in each optimizer step, "step end" = after each, "save" = for each
+            checkpoint, "" = not in every training.
+        unless_off: TrainingArguments field that turns the call off if it is zero or None.
+        optional: Not every version or trainer has it.
     """
 
     owner: Owner
@@ -48,7 +48,7 @@ class InstanceSeam:
 
     @property
     def target(self) -> str:
-        """The name that is shown, such as `accelerator.reduce`."""
+        """The displayed name, such as `accelerator.reduce`."""
         return f"{self.owner}.{self.name}"
 
 
@@ -57,51 +57,51 @@ def _seam(target: str, reason: str, *needs: str, **more: Any) -> InstanceSeam:
     return InstanceSeam(owner or "trainer", name, reason, needs, **more)  # type: ignore[arg-type]
 
 
-_WAITS = "Tells the watchdog that the ranks are making samples, which takes longer than a step."
-_PASSES = "Tells the watchdog that a reference model passes over all rows before the first step."
-_ALONE = "In the loss of a micro-batch each rank has rows of its own; metrics are put together when they are logged."
+_WAITS = "Tells the watchdog that ranks generate completions, which takes longer than a step."
+_PASSES = "Tells the watchdog that a reference model computes all rows before the first step."
+_ALONE = "In the loss of a micro-batch each rank has rows of its own; metrics are combined when they are logged."
 _EVENT = ("args", "state", "control")
 
-# Of the Trainer where a target names no object.
+# A target without a dot is a method of the Trainer.
 _TABLE = (
-    _seam("get_train_dataloader", "Its loader is turned into one of whole optimizer steps."),
+    _seam("get_train_dataloader", "Wraps the loader into one that yields whole optimizer steps."),
     _seam(
         "get_batch_samples",
-        "Takes one step of the loader, counts its tokens over all ranks, and continues in the middle of an epoch.",
+        "Loads one step, counts its tokens over all ranks, and continues in the middle of an epoch.",
         *("epoch_iterator", "num_batches", "device"),
         called="step",
     ),
     _seam(
         "training_step",
-        "Computes a rank's micro-batches; gradients meet in the last one, and are judged and exchanged.",
+        "Computes a rank's micro-batches; after the last one gradients are synchronized and checked.",
         *("model", "inputs", "num_items_in_batch"),
         called="step",
     ),
     _seam(
         "compute_loss",
-        "Weighs a micro-batch by its part of the step, and keeps its loss for the message about a nan.",
+        "Scales the loss of a micro-batch by its share of the step, and keeps it for the message about a NaN.",
         *("model", "inputs", "num_items_in_batch"),
         called="step",
     ),
-    _seam("get_total_train_batch_size", "The samples of a step, which the start of the training prints.", "args"),
+    _seam("get_total_train_batch_size", "Returns the samples of a step, which are printed at the start.", "args"),
     _seam(
         "_maybe_log_save_evaluate",
-        "Ranks put their metrics together before a line is written, and act on one decision.",
+        "Ranks combine their metrics before they are logged, and follow one decision to log, save and evaluate.",
         "tr_loss",
         called="step end",
     ),
-    _seam("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
-    _seam("evaluation_loop", "Buffers are equal on all ranks before it begins."),
-    _seam("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
-    _seam("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
-    _seam("_save_checkpoint", "A checkpoint has its name only when it is complete.", "model", "trial", called="save"),
+    _seam("log", "Leaves combined metrics out of a line that one rank logs by itself.", "logs"),
+    _seam("evaluation_loop", "Makes buffers equal on all ranks before the evaluation."),
+    _seam("evaluate", "All ranks act on rank 0's metrics, and the random state of the training is restored."),
+    _seam("prediction_step", "Evaluates the batches of one process.", "model", "inputs"),
+    _seam("_save_checkpoint", "A checkpoint gets its name only when it is complete.", "model", "trial", called="save"),
     _seam("_get_output_dir", "A checkpoint is first written into a hidden folder.", "trial"),
     _seam("_push_from_checkpoint", "A checkpoint is pushed when it is complete.", "checkpoint_folder", optional=True),
-    _seam("_load_best_model", "Ranks that step by themselves synchronize before."),
+    _seam("_load_best_model", "Ranks that step independently synchronize first."),
     _seam("_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"),
     _seam("_load_optimizer_and_scheduler", "Tells a strategy which checkpoint to resume from.", "checkpoint"),
-    _seam("save_model", "`chaos` fails here.", "output_dir"),
-    _seam("_prepare_inputs", "Completions are dealt to ranks and micro-batches by length."),
+    _seam("save_model", "`chaos` injects a failure here.", "output_dir"),
+    _seam("_prepare_inputs", "Completions are divided among ranks and micro-batches by length."),
     _seam("_generate_and_score_completions", _WAITS, optional=True),
     _seam("generate_on_policy_outputs", _WAITS, optional=True),
     _seam("compute_ref_log_probs", _PASSES, optional=True),
@@ -111,32 +111,32 @@ _TABLE = (
     _seam("accelerator.reduce", _ALONE, "tensor", "reduction"),
     _seam(
         "accelerator.pad_across_processes",
-        "Batches of an evaluation have their own shapes until they are put together.",
+        "Batches of an evaluation keep their shapes until they are combined.",
         "tensor",
     ),
     _seam(
         "accelerator.clip_grad_norm_",
-        "A step whose gradient is not finite is found, named and left out before it reaches the weights.",
+        "Finds a gradient that is infinite or NaN before it reaches the weights.",
         *("parameters", "max_norm", "norm_type"),
         called="step",
         unless_off="max_grad_norm",
     ),
-    _seam("accelerator.backward", "Weighs what a script's own training_step computes without compute_loss.", "loss"),
-    _seam("accelerator.prepare_model", "DDP is made with our settings, or not at all.", "model"),
-    _seam("accelerator.prepare_data_loader", "Steps are dealt here, not by accelerate.", "data_loader"),
+    _seam("accelerator.backward", "Scales a loss that a script's own training_step computes itself.", "loss"),
+    _seam("accelerator.prepare_model", "Creates DDP with our settings, or not at all.", "model"),
+    _seam("accelerator.prepare_data_loader", "Samples are divided by this package, not by accelerate.", "data_loader"),
     _seam(
         "callback_handler.call_event",
-        "Callbacks see the gradient_accumulation_steps of the script, and have a time of their own.",
+        "Callbacks see the script's gradient_accumulation_steps, and their time is measured separately.",
         "event",
         *_EVENT,
     ),
-    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's numbers.", *_EVENT, "metrics"),
+    _seam("callback_handler.on_evaluate", "Callbacks of all ranks decide by rank 0's metrics.", *_EVENT, "metrics"),
 )
 SEAMS: dict[str, InstanceSeam] = {seam.name: seam for seam in _TABLE}
 
 
 class Steered(functools.partial):  # type: ignore[type-arg]
-    """Replaces a method of another library, which is its last argument, and counts its calls."""
+    """A replacement for a method, which is its last bound argument. Counts its calls."""
 
     num_calls = 0
     is_needed = True
@@ -147,13 +147,13 @@ class Steered(functools.partial):  # type: ignore[type-arg]
 
     @property
     def original(self) -> Any:
-        """What stood there before."""
+        """The replaced method."""
         return self.args[-1]
 
 
 @contextmanager
 def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute on one object for a time, and puts back what the object itself had."""
+    """Sets an attribute on one object within the context, and restores the object's own attribute."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -167,29 +167,29 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of `owner` by `method` for a time. The original is the first argument of `method`.
+    """Replaces a method of `owner` within the context.
 
     Args:
         owner: The Trainer, its accelerator or its callback handler.
-        name: One of `SEAMS`.
-        method: What is called in its place.
+        name: Key in `SEAMS`.
+        method: The replacement. Its first argument is the original method.
     """
     with instance_attribute(owner, name, Steered(method, getattr(owner, SEAMS[name].name))):
         yield
 
 
 def unsteered(method: Any) -> Any:
-    """The method of the library, or of the script, below all that stands in its place."""
+    """Returns the method of the library or script below all replacements."""
     while isinstance(method, Steered):
         method = method.original
     return method
 
 
 def verify_seams(trainer: TrainerLike) -> None:
-    """Checks, when a training begins, that every method of the table is there and has the parameters that are used.
+    """Checks, when a training begins, that every method of the table exists with the parameters that we use.
 
     Raises:
-        PatchError: One is missing, or has another shape. Nothing was steered yet.
+        PatchError: One is missing, or has other parameters. Nothing was replaced yet.
     """
     for seam in SEAMS.values():
         check_seam(seam, type(owner_of(seam, trainer)))
@@ -199,25 +199,25 @@ def check_seam(seam: InstanceSeam, owner: type) -> bool:
     """Checks one method of the class of its owner.
 
     Returns:
-        False where an optional one is absent.
+        False if an optional method is absent.
 
     Raises:
-        PatchError: It is missing, or has another shape.
+        PatchError: It is missing, or has other parameters.
     """
     if not callable(getattr(owner, seam.name, None)):
         if seam.optional:
             return False
-        raise _misfit(seam, owner, "there is no such method")
+        raise _mismatch(seam, owner, "there is no such method")
     if missing := _missing_parameters(seam, owner):
-        raise _misfit(seam, owner, f"it has no parameter {', '.join(missing)}")
+        raise _mismatch(seam, owner, f"it has no parameter {', '.join(missing)}")
     return True
 
 
 def verify_calls(trainer: TrainerLike, event: Literal["step", "step end", "save"]) -> None:
-    """Checks, after the first step or a checkpoint, that our methods were called.
+    """Checks, after the first step or a checkpoint, that our replacements were called.
 
     Raises:
-        PatchError: The library, or a method of the script, takes a path that does not call them.
+        PatchError: The library, or an override in the script, does not call one of them.
     """
     for seam in SEAMS.values():
         owner = owner_of(seam, trainer)
@@ -226,7 +226,7 @@ def verify_calls(trainer: TrainerLike, event: Literal["step", "step end", "save"
             continue
         if not seam.unless_off or getattr(trainer.args, seam.unless_off):
             what = f"it was not called {'for a checkpoint' if event == 'save' else 'in the first step'}"
-            raise _misfit(seam, type(owner), what)
+            raise _mismatch(seam, type(owner), what)
 
 
 def owner_of(seam: InstanceSeam, trainer: TrainerLike) -> Any:
@@ -243,9 +243,9 @@ def _is_missed(method: Any) -> bool:
 
 
 def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:
-    """Parameters that the library's own method lacks.
+    """Returns the needed parameters that the library's own method lacks.
 
-    A method of the script that lacks one fails by itself. A method with `*args` or `**kwargs` passes them on.
+    Overrides of the script are not checked. A method with `*args` or `**kwargs` is taken to pass them to its base.
     """
     for base in owner.__mro__:
         if seam.name not in vars(base) or base.__module__.partition(".")[0] not in _LIBRARIES:
@@ -259,12 +259,12 @@ def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:
     return []
 
 
-def _misfit(seam: InstanceSeam, owner: type, what: str) -> PatchError:
+def _mismatch(seam: InstanceSeam, owner: type, what: str) -> PatchError:
     modules = [base.__module__.partition(".")[0] for base in owner.__mro__]
     library = next((name for name in modules if name in _LIBRARIES), "transformers")
     row = check_version("unsloth" if library == "UnslothTrainer" else library)
     return PatchError(
-        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. What stands on it: {seam.reason}",
-        hint=f"If your script overrides what calls it, call it as {row.name} does. Else install a {row.name} that "
-        "docs/compatibility.md names, and report this one.",
+        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. It is needed because: {seam.reason}",
+        hint=f"If your script overrides the method that calls it, call it as {row.name} does. Else install a version "
+        f"of {row.name} that docs/compatibility.md lists, and report this one.",
     )

@@ -1,4 +1,4 @@
-"""What `enable_multi_gpu` opens in a rank: options, identity, patches and what they need."""
+"""The session of a rank or a single process: its options, identity, patches and trainings."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# How long a rank that serves the store stays where it has failed: what the others wait for then does not come.
-_FAILED_STAY_S = 3.0
+# How long a failed rank that serves the store keeps serving it: the other ranks wait for a failed rank in vain.
+_SERVE_AFTER_FAILURE_S = 3.0
 _TENSOR_PARALLEL = "UNSLOTH_TP_SIZE"
 
 
 @dataclass
 class Session:
-    """What `enable_multi_gpu` opened in this process: the one mutable state of the package, held by `plugin`."""
+    """State of this process between `enable_multi_gpu` and `disable_multi_gpu`. `plugin` holds the only one."""
 
     config: MultiGPUConfig
     identity: RankIdentity
@@ -59,27 +59,27 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
-    # What this process runs: a script, or the cells of a notebook.
+    # A script, or the cells of a notebook.
     program: Program = field(default_factory=Program)
-    # True once this process was the kernel of a notebook's ranks, which it cannot start a second time.
+    # True once this notebook kernel has started ranks, which it cannot do a second time.
     had_workers: bool = False
     is_closed: bool = False
     # Calls of `run_training` that have not returned.
     num_running: int = 0
-    # An error came out of the last training: the other ranks may still be in it.
+    # The last training raised an error: the other ranks may still be in it.
     has_failed: bool = False
-    # A Trainer of this process generates by the server that `generators` asks for.
+    # A Trainer of this process uses the generation server of `generators`.
     is_served: bool = False
-    # The last training was refused, so far as the supervisor knows.
+    # The supervisor was told that the last training was refused.
     was_refused: bool = False
-    # Counts the sessions of this process.
+    # Number of earlier sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
-    # What steers the training that runs now.
+    # Steers the training that runs now.
     _steered: DDPTrainer | None = None
 
     def manager(self) -> DDPManager:
-        """This rank's manager, made when it is first needed."""
+        """Returns this rank's manager, created on the first call."""
         if self._manager is None:
             from unsloth_multigpu.group.manager import DDPManager
 
@@ -90,45 +90,45 @@ class Session:
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """As `manager`; None after this session was closed, and where this rank runs code without the others."""
+        """Like `manager`; None if the session is closed, or while this rank runs code without the others."""
         return None if self.is_closed or not self.program.can_exchange() else self.manager()
 
     def renew_manager(self) -> None:
-        """Makes a new manager, because a new process group was opened: what the old one exchanged is gone."""
+        """Drops the manager after a new process group was opened: the next call of `manager` makes a new one."""
         self._manager = None
 
     def close(self) -> None:
-        """Takes every patch out again, and closes what was opened for the run."""
+        """Removes every patch and closes what the session opened."""
         self.is_closed = True
         self.registry.undo()
         self.on_close.close()
         self.console.close()
 
     def leave(self) -> None:
-        """The process ends. Others may need its store, but not those that wait for what this rank does no more."""
-        # Python keeps the error that has ended the main thread.
+        """Called at exit. Serves the store as long as other ranks need it, after a failure only for a moment."""
+        # Python keeps the error that ended the main thread.
         has_failed = self.has_failed or hasattr(sys, "last_value")
         if self._manager is not None:
-            self._manager.leave_store(_FAILED_STAY_S if has_failed else self.config.timeout_s)
+            self._manager.leave_store(_SERVE_AFTER_FAILURE_S if has_failed else self.config.timeout_s)
 
     def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """Replaces `Trainer.train`; `original_train` reads `arguments` when it is called."""
+        """Called in place of `Trainer.train`. `original_train` reads `arguments` when it is called."""
         self.num_running += 1
         try:
             result = self._run_training(trainer, original_train, arguments)
             self.has_failed = False
-            self._tell_made_up_for()
+            self._withdraw_refusal()
             return result
         except BaseException as error:
             self.has_failed = True
-            self._tell_refused(error)
+            self._report_refusal(error)
             raise
         finally:
             self.num_running -= 1
-            self._steered = None  # It holds the trainer.
+            self._steered = None  # It refers to the trainer.
 
-    def _tell_refused(self, error: BaseException) -> None:
-        """Tells the supervisor: the script may catch the error, and end as if it had trained."""
+    def _report_refusal(self, error: BaseException) -> None:
+        """Tells the supervisor that a training was refused: the script may catch the error and exit with 0."""
         num_steps = 0 if self._steered is None else self._steered.progress.num_steps
         if self.events is None or self.identity.world_size == 1 or not isinstance(error, MultiGPUError):
             return
@@ -137,22 +137,23 @@ class Session:
             self.events.write(REFUSED, error=text, exit_code=error.exit_code, num_steps=num_steps)
             self.was_refused = True
 
-    def _tell_made_up_for(self) -> None:
+    def _withdraw_refusal(self) -> None:
+        """Tells the supervisor that a training has succeeded after a refused one."""
         if self.was_refused and self.events is not None:
             self.events.write(MADE_UP_FOR)
             self.was_refused = False
 
     def notice_training(self) -> None:
-        """Called when a Trainer's loop begins, however it was reached.
+        """Called when a Trainer's loop begins, also without a call of `Trainer.train`.
 
         Raises:
-            PatchError: Something stands in the place of `Trainer.train` that does not call ours.
+            PatchError: `Trainer.train` was replaced by a function that does not call ours.
         """
         if self.num_running or self.is_closed:
             return
         self.registry.verify()
         logger.warning(
-            "a training begins that does not come by Trainer.train and is not steered: each rank computes all samples, "
+            "a training begins without a call of Trainer.train and is not distributed: each rank computes all samples, "
             "and it takes as long as on one GPU. Let the trainer's train() call super().train()"
         )
 
@@ -162,14 +163,14 @@ class Session:
             # A search makes arguments and accelerator inside `train()`, so a trial cannot be steered.
             if asked := self.config.asked(Scope.TRAINER):
                 raise SetupError(
-                    f"{asked[0]} steers a training, and the trials of hyperparameter_search are not steered.",
+                    f"{asked[0]} has no effect on the trials of hyperparameter_search.",
                     hint="Leave it out in a search.",
                 )
             return original_train()
         if self.config.generators and not self.is_served:
             raise SetupError(
-                f"generators={self.config.generators} keeps GPUs for completions, and {type(trainer).__name__} asks "
-                "for none.",
+                f"generators={self.config.generators} reserves GPUs for generation, and {type(trainer).__name__} does "
+                "not generate on a server.",
                 hint='Train a GRPOTrainer or RLOOTrainer with use_vllm=True and vllm_mode="server", or leave it out.',
             )
         train_index = self.program.begin_training()
@@ -182,10 +183,8 @@ class Session:
             return result
         steered = None
         if self.identity.world_size == 1 and self.config.strategy != DDP():
-            logger.warning(
-                "strategy=%s: one process has no other rank to meet and trains as without it", self.config.strategy
-            )
-        if self._steers():
+            logger.warning("strategy=%s has no effect in one process", self.config.strategy)
+        if self._is_steered():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
             steered = DDPTrainer(
@@ -204,7 +203,7 @@ class Session:
         if steered is not None:
             steered.of_tool = of_tool
             if self.identity.world_size > 1 and self.identity.launcher != "notebook":
-                self._meet_after_failure(train_index)
+                self._wait_for_ranks_after_failure(train_index)
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
         else:
@@ -214,16 +213,19 @@ class Session:
         return result
 
     def ask_for_server(self, given: Mapping[str, Any]) -> None:
-        """A Trainer is being made that generates as `given` says; see `hooks.server_patches`.
+        """Asks the supervisor for the generation server of a new Trainer; see `hooks.server_patches`.
+
+        Args:
+            given: The Trainer's settings of generation.
 
         Raises:
-            SetupError: It is not the first one.
+            SetupError: It is the second Trainer that generates on a server.
         """
         from unsloth_multigpu.hooks.server_patches import ask_for_server
 
         if self.is_served:
             raise SetupError(
-                "generators: the server has the model and the weights of one Trainer, and this is another one.",
+                "generators: the server holds the weights of one Trainer, and a second Trainer asks for it.",
                 hint="Train it in a run of its own.",
             )
         port, is_first, timeout_s = self.context.server_port, self.identity.rank == 0, self.config.timeout_s
@@ -232,12 +234,14 @@ class Session:
         ask_for_server(self.events, is_first=is_first, port=port, timeout_s=timeout_s, given=given)
         self.is_served = True
 
-    def _meet_after_failure(self, train_index: int) -> None:
-        """The script has caught an error of the last training. Another rank may still be in that one, where it would
-        take what this rank sends next for what it waits for. A notebook gives its ranks a new group instead.
+    def _wait_for_ranks_after_failure(self, train_index: int) -> None:
+        """If the last training has failed on this rank, waits until all ranks have begun this one.
+
+        A rank that is still in the failed training would take this rank's next collective for the one it waits for.
+        In a notebook the ranks open a new process group instead.
 
         Raises:
-            RankTimeoutError: Another rank did not come to this training.
+            RankTimeoutError: Another rank did not begin this training in time.
         """
         manager = self.manager()
         manager.publish(f"begun/{self.identity.rank}", str(train_index))
@@ -246,7 +250,7 @@ class Session:
             manager.wait_for_number(f"begun/{rank}", train_index, what, timeout_s=self.config.timeout_s)
 
     def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
-        """Trains in a process that only a tool looks at."""
+        """Trains in one process in which only a tool's part is attached."""
         from unsloth_multigpu.train.figures import Meter
         from unsloth_multigpu.train.loop import Loop
 
@@ -256,8 +260,8 @@ class Session:
         self.report = meter.report_alone()
         return result
 
-    def _steers(self) -> bool:
-        """False if this single process is not steered, because no option asks for it."""
+    def _is_steered(self) -> bool:
+        """True with several ranks, and in one process if an option needs `DDPTrainer`."""
         config = self.config
         if self.identity.world_size > 1 or self.tool.plans_one_process:
             return True
@@ -274,25 +278,24 @@ def open_session(
     tool: Tool | None = None,
     program: Program | None = None,
 ) -> Session:
-    """Makes this process the rank that `identity` says, and applies the patches.
+    """Makes this process the rank of `identity` and applies the patches.
 
     Args:
         config: The run's options.
-        identity: Place of this rank.
+        identity: This rank among the others.
         console: Where logs go.
-        context: What this rank is told; None = nothing.
-        tool: Takes part in the run.
+        context: What the launcher hands to this rank; None = nothing.
+        tool: The tool that started the run; None = no tool.
         program: What this process runs; None = a script.
 
     Raises:
-        SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
+        SetupError: The options do not fit the ranks that the launcher started.
         VersionError: A library outside the supported range.
     """
     session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
-            f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
-            f"{identity.world_size} ranks.",
+            f"enable_ddp=False runs in one process, but {identity.launcher} started {identity.world_size} ranks.",
             hint="Start the script with python alone, or leave enable_ddp out.",
         )
     if config.enable_ddp and config.num_gpus not in (None, identity.local_world_size):
@@ -307,17 +310,17 @@ def open_session(
         )
     if config.generators and session.context.server_port is None:
         raise SetupError(
-            f"generators={config.generators}: the process that starts the ranks starts the server too, and "
+            f"generators={config.generators}: the server is started by the process that starts the ranks, and "
             f"{identity.launcher} has started them.",
             hint="Start the script with python alone, or leave generators out and start TRL's server yourself.",
         )
     if identity.world_size % config.sequence_parallel:
         raise SetupError(
-            f"sequence_parallel={config.sequence_parallel}, and {identity.world_size} rank(s) do not divide by it.",
+            f"sequence_parallel={config.sequence_parallel} does not divide the {identity.world_size} rank(s).",
             hint="Set num_gpus to a multiple of it, or leave it out.",
         )
     if config.shard == "on" and identity.world_size == 1:
-        logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
+        logger.warning("shard='on' has no effect in one process, which holds the whole model")
     session.program.enter(session)
     if session.tool.draws_alike:
         from unsloth_multigpu.launch.seeding import same_random_choices
@@ -336,11 +339,11 @@ def open_session(
 
 
 def _warn_of_untested() -> None:
-    """Warns once of libraries that are newer than any tested version. One that does not fit raises elsewhere."""
+    """Warns once of libraries that are newer than any tested version. Patches that do not fit raise elsewhere."""
     if newer := [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]:
         logger.warning(
-            "newer than tested: %s. Every function that is steered is checked; `unsloth-multigpu verify` compares the "
-            "first steps with one process",
+            "newer than tested: %s. Every patched function is checked; `unsloth-multigpu verify` compares the first "
+            "steps with one process",
             ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
         )
 
@@ -355,7 +358,7 @@ def _patches(session: Session) -> list[Patch]:
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
-        # A device map over all visible cards would split the model, but each card is to hold a whole copy.
+        # A device map over all visible GPUs would split the model, but each GPU is to hold a whole copy.
         return [*patches, *Placement(visible_accelerators()[0], 0, warns=False).patches()]
     if identity.world_size == 1:
         return patches
@@ -363,9 +366,9 @@ def _patches(session: Session) -> list[Patch]:
         if asked := config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} needs DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning(
-            "%s: unsloth_multigpu starts the ranks and leaves training and saving to it. Each group of ranks that "
-            "share a model takes the script's whole batch: an optimizer step sees as many times the samples of one "
-            "process as there are groups",
+            "%s: unsloth_multigpu only starts the ranks; Unsloth's tensor parallelism trains and saves. Each group of "
+            "ranks that share a model takes the script's whole batch, so an optimizer step sees that batch once per "
+            "group",
             " ".join(others),
         )
         return []
@@ -374,7 +377,7 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard
 
     gate = SaveGate(identity.rank, session.open_manager)
-    # Before the process group is ended, where a rank may wait for those that wait for it.
+    # Runs before the process group is destroyed, where a rank may wait for ranks that wait for its save.
     atexit.register(only_here(gate.leave))
     if config.shard == "on":
         ask_unsloth_to_shard(offload=config.shard_offload)
@@ -382,7 +385,7 @@ def _patches(session: Session) -> list[Patch]:
 
 
 def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
-    """The patches of Trainers and their arguments, which every process gets."""
+    """Returns the patches of Trainers and their arguments, which every process gets."""
     from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 
     run, notice = session.run_training, session.notice_training
@@ -400,7 +403,7 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:
-    """The patches that one of several ranks gets as well."""
+    """Returns the further patches of a rank among several."""
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
@@ -422,26 +425,26 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:
-    """The variable by which Unsloth is to share a model between ranks, as Unsloth reads it; empty where it is not to.
+    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"], or [] if it asks for none.
 
     Raises:
-        ConfigError: Unsloth would refuse it, when a model is loaded.
+        ConfigError: A value that Unsloth would refuse when a model is loaded.
     """
     text = environment.get(_TENSOR_PARALLEL, "").strip()
     if text and not (text.isdecimal() and int(text)):
         raise ConfigError(
             f"{_TENSOR_PARALLEL}={text!r}; Unsloth expects a whole number from 1 on.",
-            hint=f"Unset {_TENSOR_PARALLEL} where ranks do not share a model.",
+            hint=f"Unset {_TENSOR_PARALLEL} if ranks are not to share a model.",
         )
     return [f"{_TENSOR_PARALLEL}={text}"] if text and int(text) > 1 else []
 
 
 def _claim_device(session: Session) -> str:
-    """Makes the rank's card the current one, so that "cuda" means it; returns the kind of device."""
+    """Makes the rank's GPU the current device, so that "cuda" means it. Returns the device type."""
     if session.identity.world_size == 1:
         return "any"
     if session.config.device != "cpu":
-        # Read once, when the device is chosen below. Our own launcher has set them.
+        # torch reads them once, when the device is opened below. Our own launcher has set them before.
         os.environ.update(allocator_variables(os.environ))
     import torch
 
@@ -456,10 +459,10 @@ def _claim_device(session: Session) -> str:
         )
     if device.type != "cpu":
         if torch.accelerator.device_count() == 1 and session.identity.local_world_size > 1:
-            # accelerate would give DDP the local rank as device, which does not exist where each rank sees one card.
+            # accelerate would give DDP the local rank as device, which does not exist if each rank sees one GPU.
             os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         available = torch.accelerator.device_count()
-        # One visible device per rank is how SLURM binds them; fewer than ranks otherwise means that two would share.
+        # SLURM may bind one device to each rank. Any other number below that of ranks means that ranks would share one.
         if 1 < available < session.identity.local_world_size:
             raise SetupError(
                 f"{session.identity.local_world_size} ranks run here, but {available} GPU(s) are visible.",
@@ -468,6 +471,6 @@ def _claim_device(session: Session) -> str:
         torch.accelerator.set_device_index(device.index)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
-        # accelerate would call the device "cpu:0", a place to which torch.load cannot restore a checkpoint.
+        # accelerate would call the device "cpu:0", to which torch.load cannot map a checkpoint.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     return device.type

@@ -1,4 +1,4 @@
-"""How many ranks does this machine run, and how does this process become their supervisor?"""
+"""Counts the ranks of this machine, and turns this process into their supervisor."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_opt
 
 logger = get_logger(__name__)
 
-# Option -> torchrun's variable for it, as Kubeflow sets it; values that ask for nothing; what would happen unasked.
-_OF_CLUSTER = {
+# Option -> torchrun's variable, which Kubeflow sets; its neutral values; the consequence of ignoring any other value.
+_CLUSTER_VARIABLES = {
     "nnodes": ("PET_NNODES", ("", "1"), "each node would train by itself"),
     "num_gpus": ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS), "all devices of the machine would train"),
 }
 
 
 def check_cluster(arguments: Mapping[str, Any]) -> None:
-    """Refuses what would train alone in one of several pods: Kubeflow's variables are not read, but have to be given.
+    """Refuses to train alone in one of several pods: Kubeflow's variables are not read, options have to repeat them.
 
     For a process that no launcher has started as a rank.
 
     Args:
-        arguments: What the caller gave.
+        arguments: The arguments of `enable_multi_gpu`.
 
     Raises:
-        ConfigError: A variable asks for several nodes or for a number of ranks, and no option does.
+        ConfigError: A variable sets the number of nodes or ranks, and the option for it was not given.
     """
     given = given_options(arguments)
-    for name, (cluster_variable, neutral, otherwise) in _OF_CLUSTER.items():
+    for name, (cluster_variable, neutral, otherwise) in _CLUSTER_VARIABLES.items():
         value = os.environ.get(cluster_variable, "")
         if name not in given and value not in neutral:
             raise ConfigError(
                 f"{cluster_variable}={value!r} is set, and {name} was not given: {otherwise}.",
-                hint=f"Give {variable(name)}; of several nodes also the other options that docs/cluster.md lists for "
+                hint=f"Set {variable(name)}; with several nodes also the other options that docs/cluster.md lists for "
                 f"Kubeflow. Or start the script with torchrun, which reads the variables. For one node unset "
                 f"{cluster_variable}.",
             )
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
-    """How many ranks this machine is asked to run; one for the legacy path, whose devices are checked here as well.
+    """Returns the number of ranks to start on this machine. Checks the devices, also those of the legacy path (1 rank).
 
     Raises:
-        SetupError: More than it has accelerators, or none of the kind that was asked for.
+        SetupError: More ranks than accelerators, or no accelerator of the kind that was asked for.
     """
     num_devices = _devices_to_use(config)
     num_ranks = num_devices if config.enable_ddp else 1
@@ -64,7 +64,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
 
 
 def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
-    """True if this process cannot be the rank itself: there are more ranks, or a supervisor has to restart it.
+    """True if ranks are child processes of this one, and not this process itself.
 
     Args:
         num_ranks: Ranks of this machine.
@@ -92,7 +92,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
         )
     if config.device == "cpu" or available == 0:
         num_devices = config.num_gpus or 1
-        if num_devices > 1 and not config.enable_ddp:  # Ranks say it themselves.
+        if num_devices > 1 and not config.enable_ddp:  # With DDP the ranks log it.
             reason = "device='cpu'" if config.device == "cpu" else NO_ACCELERATOR
             what = "replicas on the CPU, one after the other"
             logger.warning("%s: num_gpus=%d runs as %d %s", reason, num_devices, num_devices, what)
@@ -111,7 +111,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
 
 
 def visible_accelerators() -> tuple[str, int]:
-    """Kind and number of the accelerators that this process sees: ("cuda", 2), or ("cpu", 0). Opens none."""
+    """Returns type and number of the visible accelerators, such as ("cuda", 2), or ("cpu", 0). Opens none of them."""
     import torch
 
     from unsloth_multigpu.group.manager import find_accelerator
@@ -119,36 +119,36 @@ def visible_accelerators() -> tuple[str, int]:
     accelerator = find_accelerator()
     if accelerator is None:
         return "cpu", 0
-    # torch 2.6's torch.accelerator would open it to count.
+    # torch.accelerator.device_count() of torch 2.6 would open it.
     return accelerator.type, torch.get_device_module(accelerator).device_count()
 
 
 def supervise(
     command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
 ) -> None:
-    """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return.
+    """Runs `num_ranks` ranks of `command` and exits as they exit. Does not return.
 
-    Where they are as many as there are devices, and too many to share a step, fewer are started once more.
+    If num_gpus was not given and a step has too few samples for a rank per device, starts once more with fewer ranks.
     """
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
     if num_nodes(config.nnodes) > 1:
         await_name(*split_endpoint(config), config.timeout_s)
-    told, devices = _with_shard_chosen(command, config, num_ranks), _devices_of_server(config)
-    launcher = DDPLauncher(command, num_ranks, told, saves_when_stopped, devices)
+    resolved, server_devices = _with_shard_chosen(command, config, num_ranks), _reserve_server_devices(config)
+    launcher = DDPLauncher(command, num_ranks, resolved, saves_when_stopped, server_devices)
     code = launcher.run()
     if (most_ranks := launcher.most_ranks) is not None:
-        if launcher.stop.is_asked():  # While what the ranks have left was removed.
+        if launcher.stop.is_asked():  # A signal came while the first ranks were cleaned up.
             exit_like(-launcher.stop.signal_number)
         config = replace(config, num_gpus=most_ranks)
-        told = _with_shard_chosen(command, config, most_ranks)
-        code = DDPLauncher(command, most_ranks, told, saves_when_stopped, devices).run()
+        resolved = _with_shard_chosen(command, config, most_ranks)
+        code = DDPLauncher(command, most_ranks, resolved, saves_when_stopped, server_devices).run()
     exit_like(code)
 
 
-def _devices_of_server(config: MultiGPUConfig) -> dict[str, str]:
-    """The variables by which the server that generates sees the last devices. Hides them from what is started else."""
+def _reserve_server_devices(config: MultiGPUConfig) -> dict[str, str]:
+    """Returns the variables that show the generation server the last devices. Hides these from all other processes."""
     if not config.generators:
         return {}
     kind, available = visible_accelerators()
@@ -163,16 +163,16 @@ def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks
         return config
     from unsloth_multigpu.shard.shard_choice import choose
 
-    # By the environment the ranks are told.
+    # The ranks inherit this variable.
     os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
     return config.with_shard(shard)
 
 
 def exit_like(code: int) -> None:
-    """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
+    """Ends this process with the result of `DDPLauncher.run`: an exit code, or -N for signal N."""
     try:
         for stream in (sys.stdout, sys.stderr):
-            # The reader of the stream may be gone. The stream is None or closed if the process was started so.
+            # The stream may be closed or None, and its reader may be gone.
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if code < 0:
@@ -184,15 +184,15 @@ def exit_like(code: int) -> None:
 
 
 def this_command() -> list[str]:
-    """The command that starts the program of this process again.
+    """Returns the command that starts this process's program again.
 
     Raises:
-        SetupError: It cannot be started again, or should not be.
+        SetupError: The program cannot or must not be started again.
     """
     from unsloth_multigpu.launch.script import relaunch_command
 
     if is_called_by_pytest():
-        # Its own process would become the supervisor, and end with what it has captured.
+        # The process of pytest would become the supervisor and exit without its report.
         raise SetupError(
             "enable_multi_gpu() cannot start ranks from a test: each rank would run all tests again.",
             hint="Start the script with subprocess.run([sys.executable, 'train.py']), or set num_gpus=1.",
@@ -201,13 +201,13 @@ def this_command() -> list[str]:
 
 
 def is_called_by_pytest() -> bool:
-    """True inside a test, and while pytest imports one. Not in a script that a test has started."""
+    """True inside a test and while pytest imports a test module, not in a script that a test has started."""
     frames = traceback.walk_stack(None)
     return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
 
 
 def end_interrupted() -> None:
-    """Ctrl-C came before ranks were started: ends this process by it, as the supervisor ends later. Does not return."""
+    """Exits by SIGINT after Ctrl-C before the ranks were started, as the supervisor does later. Does not return."""
     tell("\nunsloth_multigpu: stopped by SIGINT, no rank was started.\n")
     exit_like(-signal.SIGINT)
 
@@ -216,7 +216,7 @@ def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_sto
     """Starts ranks of the command that this process runs. Does not return.
 
     Raises:
-        SetupError: It cannot be started again, or each rank would do again what it holds already.
+        SetupError: The command cannot be started again, or the script has made a Trainer before.
     """
     command = this_command()
     _refuse_earlier_trainer(num_ranks)
@@ -229,8 +229,8 @@ def _refuse_earlier_trainer(num_ranks: int) -> None:
     trainer_class = getattr(module, "Trainer", None)
     if trainer_class is not None and any(issubclass(type(o), trainer_class) for o in gc.get_objects()):
         raise SetupError(
-            f"A Trainer was made before enable_multi_gpu(): it is built for 1 process, and there are to be {num_ranks} "
-            "ranks.",
+            f"A Trainer was made before enable_multi_gpu(): it is set up for 1 process, and {num_ranks} ranks are to "
+            "start.",
             hint="Make enable_multi_gpu() the first line of the script.",
         )
 
@@ -239,13 +239,13 @@ def _warn_of_early_work(num_ranks: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and any(m.is_initialized() for name in KINDS if (m := getattr(torch, name, None))):
         logger.warning(
-            "enable_multi_gpu() comes after work on a GPU, whose memory this process keeps while the ranks train. Make "
-            "it the first line of the script."
+            "enable_multi_gpu() comes after work on a GPU, and this process keeps its memory while the ranks train. "
+            "Make it the first line of the script."
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
     if heavy:
         logger.warning(
-            "enable_multi_gpu() comes after the import of %s, which each of the %d ranks does again. Make it the first "
+            "enable_multi_gpu() comes after the import of %s, which each of the %d ranks repeats. Make it the first "
             "line of the script.",
             ", ".join(heavy),
             num_ranks,

@@ -1,7 +1,6 @@
-"""How gradients are synchronized, as the user writes it: `strategy="diloco"`, `strategy=ump.DiLoCo(every_steps=8)`, or
-as text in a variable and on the command line, `diloco:every_steps=8`.
+"""The values of the option `strategy`: `ump.DiLoCo(every_steps=8)`, or the text "diloco:every_steps=8".
 
-What a strategy does in a training is in `strategies/`.
+Their implementations are in `strategies/`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from unsloth_multigpu.option_type import Option, brief, did_you_mean, either, op
 
 @dataclass(frozen=True)
 class Strategy:
-    """What all strategies have. `str(strategy)` is the text that names it and the options that are not the defaults.
+    """Base of all strategies. `str(strategy)` has its name and the options that differ from their defaults.
 
     The docstring of each begins with what ranks send to each other.
 
     Args:
-        name: In texts.
-        is_synchronous: All ranks make one optimizer step together, so that their weights are equal after each.
-        has_one_gradient: Every rank has the gradient of all of them before it steps.
+        name: Name in texts.
+        is_synchronous: All ranks make each optimizer step together, so that their weights are equal after it.
+        has_one_gradient: Every rank has the global gradient before it steps.
     """
 
     name: ClassVar[str]
@@ -40,7 +39,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Averaged gradients, while the backward still runs (torch's DistributedDataParallel): those of one GPU."""
+    """Averaged gradients, during the backward pass (torch's DistributedDataParallel): those of one GPU."""
 
     name = "ddp"
     has_one_gradient = True
@@ -48,7 +47,7 @@ class DDP(Strategy):
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Averaged gradients, after the backward. They are those of one GPU."""
+    """Averaged gradients, after the backward pass: those of one GPU."""
 
     name = "allreduce"
     has_one_gradient = True
@@ -56,17 +55,17 @@ class AllReduce(Strategy):
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU."""
+    """Gradients to rank 0, which makes the optimizer step; updated weights back. The gradients are those of one GPU."""
 
     name = "parameter_server"
 
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Averaged trainable weights, now and then; ranks train apart between two meetings.
+    """Averaged trainable weights, every few steps; in between each rank trains by itself.
 
     Args:
-        every_steps: Optimizer steps between two meetings.
+        every_steps: Optimizer steps between two synchronizations.
     """
 
     name = "local_sgd"
@@ -77,12 +76,12 @@ class LocalSGD(Strategy):
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSGD):
-    """What ranks have changed since they met, now and then; an outer step with momentum takes the mean.
+    """Changes of the weights since the last synchronization, every few steps; an outer step applies their mean.
 
     Args:
-        every_steps: Optimizer steps between two meetings.
-        outer_learning_rate: Of the step that is made at a meeting.
-        outer_momentum: Nesterov momentum of that step, below 1.
+        every_steps: Optimizer steps between two synchronizations.
+        outer_learning_rate: Learning rate of the outer step.
+        outer_momentum: Nesterov momentum of the outer step, below 1.
     """
 
     name = "diloco"
@@ -95,14 +94,14 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (DDP, AllReduc
 
 
 def read_strategy(shown: str, value: Any) -> Strategy:
-    """The strategy that an option was given.
+    """Converts the value of the option `strategy`.
 
     Args:
-        shown: The option or the variable.
+        shown: Name of the option or variable, for errors.
         value: A strategy, or its text: `NAME` or `NAME:OPTION=VALUE,OPTION=VALUE`.
 
     Raises:
-        ConfigError: No strategy, an option that it does not have, or a value that this cannot be.
+        ConfigError: An unknown strategy, an option that it does not have, or an invalid value.
     """
     if type(value) in STRATEGIES.values():
         return value  # type: ignore[no-any-return]
@@ -116,7 +115,9 @@ def read_strategy(shown: str, value: Any) -> Strategy:
     for part in rest.split(",") if rest else ():
         key, equals, text = (p.strip() for p in part.partition("="))
         if key not in known or not equals or key in given:
-            what = "is given twice" if key in given else "has no value" if key in known else f"is no option of {name}"
+            what = (
+                "is given twice" if key in given else "has no value" if key in known else f"is not an option of {name}"
+            )
             options = f"Options of {name}: {', '.join(known)}." if known else f"{name} has no options."
             raise ConfigError(
                 f"{shown}={brief(value)}; {key!r} {what}.", hint=did_you_mean(key, {k: k for k in known}) + options
@@ -124,10 +125,10 @@ def read_strategy(shown: str, value: Any) -> Strategy:
         given[key] = known[key].parse(text)
     try:
         return STRATEGIES[name](**given)
-    except ConfigError as error:  # It names the option; this text is where it stands.
+    except ConfigError as error:  # Adds the whole text to the error about one of its options.
         raise ConfigError(f"{shown}={brief(value)}; {error.args[0]}", hint=error.hint) from None
 
 
 def _text(value: Any) -> str:
-    """As `read_strategy` reads it back; 4 and 4.0 are one number."""
+    """Formats a value for `read_strategy`. 4 and 4.0 are the same number."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,7 +1,7 @@
-"""What this package uses of a Trainer and of the objects that belong to it, as types.
+"""Protocols of a Trainer and its objects, with the members that this package uses.
 
-A name that is missing here is an error of mypy where it is used. Of the methods that are steered, with their
-parameters, the table is `seam.SEAMS`. A contract test compares all members with the trainers of transformers and TRL.
+mypy reports the use of any other member. Replaced methods and their parameters are in `seam.SEAMS`. A contract test
+compares all members with the trainers of transformers and TRL.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ArgumentsLike(Protocol):
 
 
 class OptionalArguments(ArgumentsLike, Protocol):
-    """Arguments that only some trainers of TRL have, or only some versions."""
+    """Arguments that only some of TRL's trainers or versions have."""
 
     fsdp: Any
     fsdp_config: Any  # dict, a file's name, or None
@@ -157,7 +157,7 @@ class TrainerLike(Protocol):
 
 
 class OptionalTrainer(TrainerLike, Protocol):
-    """Members that only some trainers or versions have. Cast to it where one has been found."""
+    """Members that only some trainers or versions have. Cast to it after `hasattr`."""
 
     _buffered_inputs: list[dict[str, Any]] | None  # GRPO, RLOO: the micro-batches of a generation
     _step: int  # calls of training_step

@@ -1,6 +1,6 @@
-"""The tested ranges of the libraries below us, and what is installed. Reads metadata, imports none of them.
+"""The tested versions of the libraries that we use, and the installed ones. Reads metadata and imports none of them.
 
-What is older than its range is refused. What is newer is tried: each seam is verified, and one line says so.
+Older versions are refused. Newer ones are tried, with a warning; each patch is verified.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-# From the oldest to the newest row of the compatibility matrix, nothing wider. The upper bounds are where tests end;
-# the metadata of this package has the lower ones alone, so that no installer takes a newer release back.
+# From the oldest to the newest row of the compatibility matrix. The upper bounds are where tests end; the metadata of
+# this package has only the lower ones, so that installers do not downgrade a newer release.
 SUPPORTED: Mapping[str, str] = {
     "torch": ">=2.6,<2.16",
     "transformers": ">=4.57,<5.24",
@@ -21,9 +21,9 @@ SUPPORTED: Mapping[str, str] = {
     "unsloth_zoo": ">=2026.10.7,<2026.11",
     "wrapt": ">=1.17,<2.6",
 }
-# What runs a notebook. It has no part in the training, so ranks on several nodes may differ in it.
+# Libraries of notebooks. They do not affect the training, so nodes may have different versions.
 SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": ">=6.17"}
-# The engine of federated training, which ranks of one training do not use.
+# Libraries of federated training. Ranks do not use them.
 SUPPORTED_FOR_FEDERATED: Mapping[str, str] = {"flwr": ">=1.41,<2", "cloudpickle": ">=3"}
 _OUTSIDE_RANKS: Mapping[str, str] = {**SUPPORTED_IN_NOTEBOOKS, **SUPPORTED_FOR_FEDERATED}
 
@@ -36,10 +36,10 @@ class VersionRow:
     """One library.
 
     Args:
-        installed: None where its metadata is absent.
+        installed: Its version; None if it is not installed.
         supported: A range such as `<6,>=4.57`.
         ok: It is new enough.
-        is_newer: It is newer than what was tested, and otherwise ok.
+        is_newer: It is ok and newer than the tested versions.
     """
 
     name: str
@@ -50,16 +50,16 @@ class VersionRow:
 
 
 def version_rows() -> list[VersionRow]:
-    """Returns one row per library of the tables, in their order. An optional library may be absent and is ok then."""
+    """Returns one row per library of the tables, in their order. An absent optional library is ok."""
     rows = [check_version(name + supported) for name, supported in {**SUPPORTED, **_OUTSIDE_RANKS}.items()]
     return [replace(row, ok=row.ok or (row.installed is None and row.name in OPTIONAL)) for row in rows]
 
 
 def check_version(requirement: str) -> VersionRow:
-    """Compares what is installed with a requirement such as `transformers>=4.57,<6`.
+    """Compares the installed version with a requirement such as `transformers>=4.57,<6`.
 
-    Local versions (`2.13.0+cpu`) and prereleases within the range count as supported. A release above it is ok and
-    `is_newer`. `ok` is False where the library is absent or too old, or its version is not one that PEP 440 can order.
+    Local versions (`2.13.0+cpu`) and prereleases within the range count as supported. A version above it is ok and
+    `is_newer`. An absent or older version, or one that does not follow PEP 440, is not ok.
 
     Raises:
         packaging.requirements.InvalidRequirement: The requirement cannot be parsed.
@@ -83,7 +83,7 @@ def check_version(requirement: str) -> VersionRow:
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version in the metadata of a distribution (`-` and `_` are the same), None where it is absent."""
+    """Returns the version of an installed distribution (`-` equals `_` in its name), None if it is absent."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Figures in words: durations, sizes, exit codes, long lists; columns; the lines of a log as a terminal shows them."""
+"""Formats durations, sizes, exit codes, lists and tables, and extracts lines from logs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 GIB = 2**30
 _TRACEBACK = "Traceback (most recent call last)"
-# A traceback that is longer is cut.
+# Longer tracebacks are cut.
 _MOST_LINES = 150
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: "0.25 s", "48 s", "3 min 05 s", "14 min", "2 h 01 min" or "3 d 4 h"."""
+    """Formats a duration: "0.25 s", "48 s", "3 min 05 s", "14 min", "2 h 01 min" or "3 d 4 h"."""
     whole, minutes, hours = round(seconds), round(seconds / _MINUTE_S), round(seconds / _HOUR_S)
     if seconds < 10:
         return f"{seconds:.2g} s"
@@ -29,26 +29,26 @@ def duration(seconds: float) -> str:
 
 
 def gib(num_bytes: float, digits: int = 2) -> str:
-    """A size in GiB: "14.70 GiB"."""
+    """Formats a size: "14.70 GiB"."""
     return f"{num_bytes / GIB:.{digits}f} GiB"
 
 
 def in_gib(num_bytes: int) -> str:
-    """ "28" or, below ten, "7.4"."""
+    """Formats a size in GiB without the unit: "28", below ten "7.4"."""
     size = num_bytes / GIB
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
 def signal_name(number: int) -> str:
-    """ "SIGKILL"; a real-time signal has a number only: "signal 40"."""
+    """Returns "SIGKILL", or "signal 40" for a real-time signal."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def how_ended(code: int) -> str:
-    """How a process ended: "ended with exit code 3", or "was ended by SIGKILL, ...".
+    """Describes the end of a process: "ended with exit code 3" or "was ended by SIGKILL, ...".
 
     Args:
-        code: As `subprocess` returns it: negative = the number of the signal.
+        code: `returncode` of `subprocess`: -N for signal N.
     """
     if code >= 0:
         return f"ended with exit code {code}"
@@ -57,21 +57,19 @@ def how_ended(code: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
-    """The first names, and how many others there are: "a, b and 3 more"."""
+    """Joins the first `most` names and counts the others: "a, b and 3 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return separator.join(names[:most]) + more
 
 
 def shown_lines(text: str) -> list[str]:
-    """The lines of a log that are not empty, as a terminal shows them: of a progress bar, which writes its line many
-    times, each behind a carriage return, the last state.
-    """
+    """Returns the non-empty lines of a log as a terminal shows them: of a progress bar only the last state."""
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return [line for line in lines if line]
 
 
 def last_lines(text: str, num_lines: int = 25) -> str:
-    """The last lines, and more where a traceback began above them. A progress bar is one line, as on a terminal."""
+    """Returns the last lines as a terminal shows them, including the whole of a traceback that begins before them."""
     lines = shown_lines(text)
     begins = [number for number, line in enumerate(lines) if _TRACEBACK in line and number >= len(lines) - _MOST_LINES]
     begin = min([len(lines) - num_lines, *begins[-1:]])
@@ -79,11 +77,11 @@ def last_lines(text: str, num_lines: int = 25) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], num_left: int | None = None) -> list[str]:
-    """One line for each row, its columns two spaces apart and as wide as their widest cell.
+    """Formats a table: one line per row, columns two spaces apart and as wide as their widest cell.
 
     Args:
-        rows: `rows[line][column]`, all of the same length; the names of the columns are a row as well.
-        num_left: This many columns, from the first, are left-aligned, the others right-aligned. None = all.
+        rows: `rows[line][column]`, including the header, all of the same length.
+        num_left: Number of columns, from the first, that are left-aligned; the others are right-aligned. None = all.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

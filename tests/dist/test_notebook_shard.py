@@ -149,7 +149,7 @@ def _check_files(notebook: NotebookRun, name: str, limit: float = 1e-5) -> None:
 def _refused(cell: CellResult, *texts: str) -> None:
     assert cell.error == "SetupError", cell
     assert len(cell.traceback) == 1
-    for text in (*texts, "Load the model again"):
+    for text in (*texts, "Load the model or a checkpoint again"):
         assert text in cell.value
 
 
@@ -238,7 +238,7 @@ def test_kernel_alone_has_not_the_weights(notebook: NotebookRun) -> None:
     assert f"rank 1 (pid {worker.pid}) was ended by SIGKILL" in cell.value
     assert "keeps its model, unless shard='on' has divided it" in cell.value
     for use in ("say(model)", "model(torch.zeros(1, 2, dtype=int))", "model.save_pretrained('lost')"):
-        _refused(notebook.run(use), "the ranks that had the other parts of it have ended")
+        _refused(notebook.run(use), "the ranks with its other shards have ended")
     assert "The" in _run(notebook, "print(say(load('full')))")
 
 

@@ -71,5 +71,5 @@ def test_rank_that_ends_instead_of_training_ends_the_run(tmp_path, how):
     (tmp_path / "leaves.py").write_text(LEAVES)
     run = run_python(["leaves.py", how], tmp_path, BARE)
     assert run.code == 1
-    assert "rank 1 left with exit code 0, while other ranks wait for it to train with them." in run.err
+    assert "rank 1 left with exit code 0, while other ranks were waiting for it to begin a training." in run.err
     assert run.seconds < 60

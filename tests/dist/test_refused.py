@@ -16,7 +16,7 @@ def test_refusal_that_the_script_catches_is_the_exit_code(tmp_path):
     assert run.code == ConfigError.exit_code, run.err
     (line,) = [line for line in run.err.splitlines() if "train() was refused" in line]
     assert line.startswith("unsloth_multigpu: train() was refused: ConfigError: ")
-    assert line.endswith("; the script went on without it (exit code 64)")
+    assert line.endswith("; the script continued without it (exit code 64)")
 
 
 @pytest.mark.thorough
@@ -25,4 +25,4 @@ def test_later_training_makes_up_for_it_and_an_error_that_one_process_has_as_wel
     shown = [line for line in run.out.splitlines() if not line.startswith("{")]
     assert shown == ["caught ConfigError", "steps 0", "steps 3", "caught NonFiniteGradientError", "steps 0", "end"]
     assert run.code == 0, run.err
-    assert "went on without it" not in run.err
+    assert "continued without it" not in run.err

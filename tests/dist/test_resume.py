@@ -71,7 +71,7 @@ def test_training_goes_on_to_the_same_weights(trained, name, checkpoint, num_ste
 
 
 def test_incomplete_checkpoint_is_passed_over(trained):
-    assert "checkpoints_order/checkpoint-14 is passed over: optimizer.pt has 0 bytes of " in trained[1]
+    assert "checkpoints_order/checkpoint-14 is skipped: optimizer.pt has 0 bytes of " in trained[1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])

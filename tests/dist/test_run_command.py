@@ -151,5 +151,5 @@ def test_program_that_starts_a_launcher_ends_with_what_to_type(tmp_path, how):
     run = run_python([*RUN, "--num-gpus", "2", "start.py"], tmp_path, BARE)
     assert list(tmp_path.glob("trained_*")) == []
     assert run.code == 69
-    assert "train.py': a launcher in each rank would train the whole run again." in run.err
-    assert "Hint: Let the ranks themselves run what is launched: unsloth-multigpu run train.py ..." in run.err
+    assert "train.py': a launcher in each rank would start the whole training again." in run.err
+    assert "Hint: Let the ranks run the launched script itself: unsloth-multigpu run train.py ..." in run.err

@@ -87,9 +87,9 @@ def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        pytest.param("dies", "ended with exit code 1 while it loaded", marks=pytest.mark.thorough),
+        pytest.param("dies", "ended with exit code 1 while it was loading", marks=pytest.mark.thorough),
         ("dies:2", "was ended by SIGKILL"),
-        pytest.param("taken", "ended with exit code 1 while it loaded", marks=pytest.mark.thorough),
+        pytest.param("taken", "ended with exit code 1 while it was loading", marks=pytest.mark.thorough),
     ],
 )
 def test_run_ends_with_a_server_that_dies(tmp_path, model, fault, what):
@@ -106,7 +106,7 @@ def test_run_is_started_again_with_a_new_server(tmp_path, model):
     environment = served(tmp_path, "dies:2 once", UNSLOTH_MULTIGPU_MAX_RESTARTS="1")
     run = run_python([SCRIPT, model, tmp_path], tmp_path, environment)
     assert run.code == 0, run.err
-    assert "while it served. Starting all ranks again (1)" in run.err
+    assert "while it was serving. Starting all ranks again (1)" in run.err
     assert facts_of(tmp_path)["calls"] == 3
     assert_nothing_left(tmp_path)
 

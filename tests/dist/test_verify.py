@@ -88,7 +88,7 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     assert run.code == 77, run.err
     found = json.loads(run.out)
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in shown(found)
-    assert "Look for code of the script that depends on the rank" in shown(found)
+    assert "Look for code in the script that depends on the rank" in shown(found)
     assert found["agree"] is False
     assert found["steps"][1]["loss_difference"] < 1e-4
     assert 5e-3 < found["steps"][1]["grad_norm_difference"] < 2e-2
@@ -101,7 +101,7 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
 def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
     run = verify(tmp_path, "--json", "--steps", 2, "train.py", "--fault", "counter", "--dropout", "0.3")
     assert run.code == 77, run.err
-    draws = "dropout: draws random numbers, of which each rank has others than one process. For agreement: --no-dropout"
+    draws = "dropout: draws random numbers, which differ between ranks and one process. To avoid it: --no-dropout"
     found = json.loads(run.out)
     assert draws in shown(found)
     same_weights = "the gradient from the same weights, as one process and as dealt, differs by"
@@ -137,7 +137,7 @@ def test_script_that_trains_nothing_is_told_so(tmp_path):
     run = verify(tmp_path, "train.py", "--fault", "no_training")
     assert run.code == 69
     assert (
-        "error: train.py --fault no_training ended without a training that verify could follow. The end of " in run.err
+        "error: train.py --fault no_training ended without a training that verify could record. The end of " in run.err
     )
     assert "Hint: It must call train()" in run.err
 

@@ -19,7 +19,7 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     two.mkdir()
     alone = start([SCRIPT], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
     run = finish(start([SCRIPT], two, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2"}))
-    # The last training was refused, and the script went on without it.
+    # The last training was refused, and the script continued without it.
     assert run.code == DivergenceError.exit_code, run.err
     assert finish(alone).code == 0
     ours, wanted = found(two), found(one)
@@ -33,8 +33,8 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
         assert ours[name]["behind train()"] == [True, 2]
     assert ours["replaced"]["error"] == "PatchError"
     assert "scripts/ways.py" in ours["replaced"]["text"]
-    assert "Let it call the function that it found there" in ours["replaced"]["text"]
-    assert "does not come by Trainer.train and is not steered" in run.err
+    assert "Let it call the function that it replaces" in ours["replaced"]["text"]
+    assert "begins without a call of Trainer.train and is not distributed" in run.err
     # Such a loop has the batches of one process on each rank.
     assert wanted["own"] == ours["own"] == {"aside": 7, "in its loop": 7}
     changed = "A callback has set gradient_accumulation_steps from 2 to 1 in on_epoch_end"

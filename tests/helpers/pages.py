@@ -1,4 +1,4 @@
-"""Writes docs/options.md and docs/seams.md, which follow from the code: `python -m tests.helpers.pages`.
+"""Generates docs/options.md and docs/seams.md from the code: `python -m tests.helpers.pages`.
 
 A test compares both.
 """
@@ -18,29 +18,29 @@ from unsloth_multigpu.tools.doctor.patch_check import all_patches
 DOCS = Path(__file__).parents[2] / "docs"
 _CALLED = {
     "step": "in each step",
-    "step end": "behind each step",
+    "step end": "after each step",
     "save": "for each checkpoint",
     "": "in some trainings",
 }
 _INTRODUCTION = """<!-- Generated: python -m tests.helpers.pages -->
 # Options
 
-Every option of a run: an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
-Arguments win over variables, variables over the YAML file, the file over `pyproject.toml`, and that over defaults.
-Those with a flag are options of `unsloth-multigpu run`, too, where they count as variables. An unknown argument,
-variable with our prefix or name in a file is an error, and so is an option that nothing would follow. The last column
-says who follows an option that not every run follows, or, in front of a colon, which of its values:
+Every option of a run is an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
+Arguments override variables, variables the YAML file, the YAML file `pyproject.toml`, and that the defaults. Those with
+a flag are also options of `unsloth-multigpu run`, where they count as variables. An unknown argument, variable with our
+prefix or name in a file is an error, and so is an option that would have no effect. The last column says where an
+option applies if not everywhere; in front of a colon are the values that this concerns:
 
 """
 _REPLAY = """
-`enable_multi_gpu(replay=True)` is no option of a run: in a [notebook](notebook.md) where a model was loaded before the
-line, the workers run those cells too.
+`enable_multi_gpu(replay=True)` is an argument for [notebooks](notebook.md) only: if a model was loaded before the call,
+the workers run the earlier cells, too.
 """
 _FILES = """
 ## In a file
 
-`unsloth-multigpu run --config multigpu.yaml train.py`, or the variable `UNSLOTH_MULTIGPU_CONFIG` where the script has
-the line, reads a YAML file with the names of the arguments:
+`unsloth-multigpu run --config multigpu.yaml train.py` reads a YAML file with the names of the arguments. For a script
+that calls `enable_multi_gpu()`, set the variable `UNSLOTH_MULTIGPU_CONFIG` to the file:
 
 ```yaml
 num_gpus: 2
@@ -49,8 +49,8 @@ max_restarts: 3
 hang_timeout_s: 300
 ```
 
-Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always
-wants stands in the `pyproject.toml` of the working folder, or of the nearest one above it:
+Values are written as in variables, so `off` is text and not a truth value; `null` or nothing means "not given". Options
+of a whole project are in the `pyproject.toml` of the working folder, or of the nearest folder above it:
 
 ```toml
 [tool.unsloth_multigpu]
@@ -58,17 +58,17 @@ hang_timeout_s = 300
 resume = "auto"
 ```
 
-A name that is no option, one that is given twice and a value that cannot be used are errors that name file and line.
-`verify` and `chaos` read the same files.
+A name that is not an option, one that is given twice and an invalid value are errors that name file and line. `verify`
+and `chaos` read the same files.
 """
 _STRATEGIES = """
 ## Strategies
 
-`strategy` takes a strategy with its options, `strategy=ump.DiLoCo(every_steps=8)`, or its name, `strategy="diloco"`,
-for its defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_STRATEGY` and `--strategy`:
-`diloco:every_steps=8,outer_momentum=0`. What each does to a training is in [strategies.md](strategies.md).
+`strategy` is a strategy with options, `strategy=ump.DiLoCo(every_steps=8)`, or a name, `strategy="diloco"`, for its
+defaults. In a text, also in `UNSLOTH_MULTIGPU_STRATEGY` and `--strategy`, options follow a colon:
+`diloco:every_steps=8,outer_momentum=0`. [strategies.md](strategies.md) describes each.
 """
-_COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Followed by")
+_COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Applies to")
 _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
 
 
@@ -113,9 +113,9 @@ def seams_markdown() -> str:
         "<!-- Generated: python -m tests.helpers.pages -->",
         "# Seams",
         "",
-        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each",
-        "patch lands on your machine. Where a required function is missing, the script ends with an error; the others",
-        "are passed over, since some of the supported versions do not have them.",
+        "Every function of another library that this package patches. `unsloth-multigpu doctor` checks that each patch",
+        "can be applied on your machine. A missing required function is an error; the others are skipped, because some",
+        "supported versions do not have them.",
         "",
         markdown_table(
             ("Target", "Supported", "Required", "Reason"),
@@ -123,9 +123,9 @@ def seams_markdown() -> str:
         ),
         "## While a Trainer trains",
         "",
-        "These methods are replaced on one object, from the beginning of `train()` to its end. When it begins, each",
-        "must be there and have the parameters named here. One that should be called in each step, or for each",
-        "checkpoint, and is not, ends the training with an error.",
+        "These methods are replaced on one object during `train()`. When it begins, each must exist with these",
+        "parameters. If one that must be called in each step, or for each checkpoint, is not called, the training ends",
+        "with an error.",
         "",
         markdown_table(("Target", "Parameters", "Called", "Required", "Reason"), map(_seam_cells, SEAMS.values())),
     ]

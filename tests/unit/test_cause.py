@@ -99,7 +99,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888)
         (
             of_nccl("ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
             "DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
-            "parts of one card (MIG)",
+            "MIG instances of one GPU",
         ),
         (
             of_nccl("ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
@@ -176,7 +176,7 @@ def test_rank_that_ends_while_another_waits_to_train_with_it_is_an_early_exit(ki
     assert find_early_exit(run.events, set()) is None
     cause = find_cause(run.events, {0: -signal.SIGTERM}, gone={1})
     assert (cause.rank, cause.exit_code) == (1, 1)
-    assert cause.message == "rank 1 left with exit code 0, while other ranks wait for it to train with them"
+    assert cause.message == "rank 1 left with exit code 0, while other ranks were waiting for it to begin a training"
     # They have met: one may be done before the other.
     run = Run().add("meeting", 0).add("meeting", 1).add("met", 1).add("met", 0).add("exiting", 1)
     assert find_early_exit(run.events, {1}) is None
@@ -241,12 +241,12 @@ def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
     ("number", "exit_code", "likely"),
     [
         (signal.SIGKILL, 137, "; the usual cause is that the machine ran out of memory (see dmesg)"),
-        (signal.SIGSEGV, 139, "; a native library crashed, its stack is in the rank's log"),
-        (signal.SIGBUS, 135, "; a native library crashed, its stack is in the rank's log"),
+        (signal.SIGSEGV, 139, "; a native library crashed, see the stack in the rank's log"),
+        (signal.SIGBUS, 135, "; a native library crashed, see the stack in the rank's log"),
         (
             signal.SIGABRT,
             134,
-            "; NCCL's watchdog or an assertion on the device does that, the reason is in the rank's log",
+            "; NCCL's watchdog or an assertion on the device aborted it, see the rank's log",
         ),
     ],
 )

@@ -167,8 +167,8 @@ def test_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     found = find_newest(tmp_path, OURS)
     assert found.folder == tmp_path / "checkpoint-9"
     assert [line.removeprefix(f"{tmp_path}/") for line in found.lines] == [
-        "checkpoint-11 is passed over: adapter/weights.bin was changed after it was written",
-        "checkpoint-10 is passed over: unsloth_multigpu.json cannot be read",
+        "checkpoint-11 is skipped: adapter/weights.bin was changed after it was written",
+        "checkpoint-10 is skipped: unsloth_multigpu.json cannot be read",
     ]
     assert find_newest(tmp_path / "nothing", OURS) == Found(None)
 
@@ -182,7 +182,7 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
     assert found.folder == tmp_path / "checkpoint-2"
     assert [line.partition(": ")[2] for line in found.lines] == [
         "max_steps was 5, now it is 10",
-        "it holds no optimizer (save_only_model=True)",
+        "it has no optimizer (save_only_model=True)",
     ]
     found = find_newest(tmp_path, Wanted(2, grows_with_ranks=False, facts=FACTS, run_id="run"))
     assert found.folder is None
@@ -196,7 +196,7 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
 def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path: Path) -> None:
     (make(tmp_path, 7) / MANIFEST).unlink()
     for found in (find_newest(tmp_path, WANTED).lines, check_asked(tmp_path / "checkpoint-7", WANTED)):
-        assert [line.partition(": ")[2] for line in found] == ["whether it is complete cannot be checked"]
+        assert [line.partition(", ")[2] for line in found] == ["so it cannot be checked for completeness"]
     assert check_asked(tmp_path / "checkpoint-8", WANTED) == ()
 
 
@@ -210,7 +210,7 @@ def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path: Path) -> 
         check_asked(folder, WANTED)
     assert "Use " in caught.value.hint
     assert "checkpoint-5" in caught.value.hint
-    with pytest.raises(ResumeError, match="holds no optimizer"):
+    with pytest.raises(ResumeError, match="has no optimizer"):
         check_asked(make(tmp_path, 8, is_resumable=False), WANTED)
 
 

@@ -30,7 +30,7 @@ def test_one_name_of_a_shared_weight_is_enough() -> None:
 
 def test_training_does_not_go_on_without_its_weights() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(SetupError, match=r"without 2 of 4 trained weights, 0\.weight for example"):
+    with pytest.raises(SetupError, match=r"without 2 of 4 trained weights, such as 0\.weight"):
         loads(model, "0.weight", "0.bias")
     model[0].requires_grad_(False)
     assert len(loads(model, "0.weight", "0.bias")) == 1  # Frozen ones are those of the script.

@@ -87,7 +87,7 @@ def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, progra
 def test_option_of_the_command_behind_the_script_is_told_unless_it_is_said_whose_it_is(started, capfd):
     run("train.py", "--num-gpus=9", "--epochs", "3")
     told = capfd.readouterr().err
-    assert "--num-gpus=9 stands behind train.py, so the script gets it." in told
+    assert "--num-gpus=9 comes after train.py, so the script gets it." in told
     assert "unsloth-multigpu run --num-gpus=9 ...; if not, write -- before train.py." in told
     run("--", "train.py", "--num-gpus", "9")
     run("--num-gpus", "1", "train.py", "--epochs", "3")
@@ -158,11 +158,11 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
         (
             ["doctor", "--jsn"],
-            "unrecognized arguments: --jsn\nHint: Did you mean --json? unsloth-multigpu doctor --help ",
+            "unrecognized arguments: --jsn\nHint: Did you mean --json? See unsloth-multigpu doctor --help.",
         ),
         (
             ["run", "--num-gpu", "2", "train.py"],
-            "--num-gpu\nHint: Did you mean --num-gpus? unsloth-multigpu run --help ",
+            "--num-gpu\nHint: Did you mean --num-gpus? See unsloth-multigpu run --help.",
         ),
         (["verfy", "train.py"], "invalid choice: 'verfy'"),
         (
@@ -225,15 +225,15 @@ def test_script_with_the_line_is_known_without_running_it(tmp_path, monkeypatch)
         (tmp_path / "pkg" / name / "__main__.py").write_text(source)
         (tmp_path / "pkg" / f"{name}_train.py").write_text(source)
         forms = [[f"{name}.py"], ["-m", name], ["-m", f"pkg.{name}_train"], ["-m", f"pkg.{name}"], [f"pkg/{name}"]]
-        assert [script.has_own_line(form) for form in forms] == [name == "mine"] * len(forms)
-    assert not script.has_own_line(["-m", "pkg.absent"])
+        assert [script.calls_enable(form) for form in forms] == [name == "mine"] * len(forms)
+    assert not script.calls_enable(["-m", "pkg.absent"])
     for name, source in (
         ("bare.py", b"enable_multi_gpu()"),
         ("wrong.py", b"enable_multi_gpu("),
         ("app.zip", b"PK\0()"),
     ):
         (tmp_path / name).write_bytes(source)
-        assert script.has_own_line([name]) == (name == "bare.py")
+        assert script.calls_enable([name]) == (name == "bare.py")
 
 
 def test_verify_shows_one_process_one_device(monkeypatch):
@@ -338,8 +338,8 @@ def test_last_line_says_what_failed_and_what_the_line_would_do():
     assert doctor.verdict([fine]) == sentence
     failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
     told = "NOT READY: 1 of 2 checks failed: peft (versions)."
-    assert doctor.verdict([failed, fine]) == f"{told} Once that is mended: {sentence}"
-    refused = findings.CheckRow("devices", "line", "FAIL", "the line would refuse to start: num_gpus=4", "Set it to 2.")
+    assert doctor.verdict([failed, fine]) == f"{told} After that is fixed: {sentence}"
+    refused = findings.CheckRow("devices", "line", "FAIL", "enable_multi_gpu() would raise: num_gpus=4", "Set it to 2.")
     assert doctor.verdict([refused]) == "NOT READY: 1 of 1 checks failed: line (devices)."
 
 
@@ -355,7 +355,7 @@ def test_last_line_says_what_failed_and_what_the_line_would_do():
             "no accelerator is visible: 4 ranks",
             "",
         ),
-        ({"device": "cuda"}, "", "the line would refuse to start: device='cuda', but no such device is visible."),
+        ({"device": "cuda"}, "", "enable_multi_gpu() would raise: device='cuda', but no such device is visible."),
     ],
 )
 def test_doctor_says_what_the_line_says(monkeypatch, options, line, refused):

@@ -36,7 +36,7 @@ def test_pod_that_would_train_by_itself_is_refused(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given: {otherwise}") as error:
         check_cluster({option: None})
-    assert f"Give {ENV_PREFIX}{option.upper()}" in str(error.value)
+    assert f"Set {ENV_PREFIX}{option.upper()}" in str(error.value)
     # What was given counts, whatever the cluster says.
     check_cluster({option: 1})
     monkeypatch.setenv(ENV_PREFIX + option.upper(), "1")
@@ -64,5 +64,5 @@ def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch: pytest.M
     await_name("llama-node-0-0.llama", 29500, 5.0)
     assert asked == ["llama-node-0-0.llama"] * 4
     monkeypatch.setattr(nodes, "_resolve", lambda *place: (_ for _ in ()).throw(socket.gaierror(-2, "unknown")))
-    with pytest.raises(LaunchError, match=r"'nowhere', where the nodes meet, was not known after 0\.05 s"):
+    with pytest.raises(LaunchError, match=r"'nowhere' of rdzv_endpoint did not resolve within 0\.05 s"):
         await_name("nowhere", 1, 0.05)

@@ -98,7 +98,7 @@ OUT = "Leave {} out: its default is "
             "nnodes='1:4'; expected",
             "start this script with torchrun --nnodes MIN:MAX --nproc-per-node",
         ),
-        ("nnodes", "2", "rdzv_endpoint=None, but nnodes='2': nodes would not find", 'rdzv_endpoint="HOST:29400"'),
+        ("nnodes", "2", "rdzv_endpoint=None, but nnodes='2': the nodes could not find", 'rdzv_endpoint="HOST:29400"'),
         ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes, and nnodes='1'", "one of them"),
         ("log_dir", "", "log_dir=''; expected FOLDER", OUT + "logs."),
         ("log_dir", 3.5, "log_dir=3.5; expected FOLDER", OUT),
@@ -119,16 +119,16 @@ TWO_NODES = {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"}
         ({"balance": "off", "max_tokens_per_micro_batch": 5}, "max_tokens_per_micro_batch=5 is for the planner", "one"),
         (
             {"global_batch": "scale", "balance": "tokens"},
-            "balance='tokens' is for the planner, and global_batch=",
+            "balance='tokens' is for the planner, which global_batch=",
             "one",
         ),
-        ({"strategy": "diloco", "balance": "tokens"}, "is for the planner, and with strategy='diloco' ranks do", "one"),
-        ({"shard": "on", "strategy": "diloco"}, "to FSDP2, and strategy='diloco'", "one of them"),
-        ({"shard_offload": True}, "shard_offload=True moves what a rank holds of a sharded model", "shard='on' or"),
+        ({"strategy": "diloco", "balance": "tokens"}, "is for the planner, and strategy='diloco' does not", "one"),
+        ({"shard": "on", "strategy": "diloco"}, "by FSDP2, but strategy='diloco'", "one of them"),
+        ({"shard_offload": True}, "shard_offload=True moves the shards of a model", "shard='on' or"),
         ({"enable_ddp": False, "shard": "on"}, "shard='on' is for several ranks, and enable_ddp=False", "one of them"),
         ({"enable_ddp": False, "strategy": "allreduce"}, "strategy='allreduce' is for several ranks", "one of them"),
         ({"enable_ddp": False, "batch_size_per_gpu": 4}, "batch_size_per_gpu=4 is for several ranks", "one of them"),
-        ({"on_nan": "skip", "strategy": "diloco"}, "on_nan='skip' needs the one gradient", "on_nan='raise'"),
+        ({"on_nan": "skip", "strategy": "diloco"}, "on_nan='skip' needs the same gradient", "on_nan='raise'"),
         ({**TWO_NODES, "rdzv_endpoint": "host"}, "rdzv_endpoint='host'; expected HOST:PORT", "Leave"),
         ({**TWO_NODES, "rdzv_id": None}, "rdzv_id=None, but nnodes='2'", 'rdzv_id="any-name"'),
         ({**TWO_NODES, "node_rank": 2}, "node_rank=2, but nnodes='2'; expected 0 .. 1", "from 0"),
@@ -153,8 +153,8 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
         ),
         ("ENABLE_DDP", "maybe", "UNSLOTH_MULTIGPU_ENABLE_DDP='maybe'; expected True or", "_ENABLE_DDP out"),
         ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Did you mean 'auto'? Leave"),
-        ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
-        ("NUM_GPU", "", "_NUM_GPU='' names no option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS?"),
+        ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' is not an option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
+        ("NUM_GPU", "", "_NUM_GPU='' is not an option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS?"),
     ],
 )
 def test_wrong_variable_is_named_with_a_hint(name: str, text: str, message: str, hint: str) -> None:
@@ -168,13 +168,13 @@ def test_former_argument_is_unknown_and_its_replacement_is_named(name: str) -> N
     assert name not in options_of(MultiGPUConfig)
     with pytest.raises(ConfigError) as error:
         from_keywords({"num_gpus": 2, name: True})
-    assert_says(error, f"enable_multi_gpu: {name}=True names no option", f"Use {FORMER[name]}.")
+    assert_says(error, f"enable_multi_gpu: {name}=True is not an option", f"Use {FORMER[name]}.")
 
 
 def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() -> None:
     with pytest.raises(ConfigError) as error:
         from_keywords({"num_gpu": 2})
-    assert_says(error, "enable_multi_gpu: num_gpu=2 names no option", "Did you mean num_gpus? ")
+    assert_says(error, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus? ")
     with pytest.raises(ConfigError) as error:
         from_keywords({"xyzzy": 2})
     assert error.value.hint == f"Options: {', '.join(options_of(MultiGPUConfig))}."

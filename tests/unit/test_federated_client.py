@@ -240,14 +240,14 @@ def remove(model, client):
 @pytest.mark.parametrize(
     ("train_fn", "text"),
     [
-        (nan_weights, r"3\.bias is infinite or no number"),
-        (remove, r"3\.weight is gone after the client's training"),
-        (reshape, r"1\.running_mean has shape \(9,\) after the client's training, \(8,\) was"),
+        (nan_weights, r"3\.bias is infinite or NaN"),
+        (remove, r"3\.weight is missing after the client's training"),
+        (reshape, r"1\.running_mean has shape \(9,\) after the client's training; its shape was \(8,\)"),
         (lambda model, client: None, "train_fn returned None, not .number of examples, metrics."),
         (lambda model, client: (1.5, {}), "train_fn returned .1.5, .*not .number of examples, metrics."),
         (lambda model, client: (-1, {}), "train_fn returned .-1"),
-        (lambda model, client: (1, {"text": "good"}), "train_fn returned .*'good'.*, which are no metrics"),
-        (lambda model, client: (1, {"num-examples": 3}), "'num-examples' is set already"),
+        (lambda model, client: (1, {"text": "good"}), "train_fn returned .*'good'.*, which are not metrics"),
+        (lambda model, client: (1, {"num-examples": 3}), "'num-examples' is reserved"),
     ],
 )
 def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start) -> None:
@@ -340,7 +340,7 @@ def test_step_that_the_proximal_term_cannot_reach_is_an_error() -> None:
         return 1, {}
 
     for train_fn, text in (
-        (with_closure, r"proximal-mu cannot go with SGD.step\(closure\)"),
+        (with_closure, r"proximal-mu does not work with SGD.step\(closure\)"),
         (lambda model, client: (1, {}), "no torch optimizer took a step"),
     ):
         app = make_client_app(builder, train_fn)

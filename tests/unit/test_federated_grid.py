@@ -46,7 +46,7 @@ def test_slot_sees_the_entry_of_its_device(slot_device, inherited, shown):
 
 
 def test_device_that_the_environment_does_not_show_is_an_error():
-    with pytest.raises(SetupError, match="cuda:1 is to be used, but CUDA_VISIBLE_DEVICES='3'"):
+    with pytest.raises(SetupError, match="cuda:1 was chosen, but CUDA_VISIBLE_DEVICES='3'"):
         slot_environment(TWO, 2, 0, {"CUDA_VISIBLE_DEVICES": "3"})
 
 
@@ -91,9 +91,9 @@ def test_devices_are_those_that_were_asked_for(monkeypatch, visible, asked, chos
 @pytest.mark.parametrize(
     ("visible", "asked", "message"),
     [
-        (("cuda", 2), {"num_gpus": 3}, r"cuda:2 is to be used, but 2 cuda device\(s\) are visible"),
+        (("cuda", 2), {"num_gpus": 3}, r"cuda:2 was requested, but 2 cuda device\(s\) are visible"),
         (("cuda", 2), {"num_gpus": 1, "auto_gpu": False}, "auto_gpu=False, but num_gpus=1"),
-        (("cpu", 0), {"num_gpus": None, "device": "cuda", "auto_gpu": False}, r"cuda:0 is to be used, but 0"),
+        (("cpu", 0), {"num_gpus": None, "device": "cuda", "auto_gpu": False}, r"cuda:0 was requested, but 0"),
     ],
 )
 def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, message):
@@ -121,7 +121,7 @@ def test_identity_is_given_back_and_other_versions_of_flower_are_an_error(monkey
     assert TaskIdentity.run_id == before
     with monkeypatch.context() as patch:
         patch.delattr(TaskIdentity, "_node_id")
-        with pytest.raises(VersionError, match=r"TaskIdentity is not that of 1.41: .*_node_id"):
+        with pytest.raises(VersionError, match=r"TaskIdentity differs from that of 1.41: .*_node_id"):
             task_identity().__enter__()
 
 
@@ -204,7 +204,7 @@ def test_grid_has_flowers_two_calls_that_strategies_need(make_grid):
     assert [(r.client_id, r.device, r.attempts, r.peak_memory_bytes) for r in records] == [
         *((2, "cuda:0", 1, 5), (0, "cuda:0", 1, 5), (1, "cuda:1", 1, 5))
     ]
-    with pytest.raises(FederatedError, match="Slots have no such call"):
+    with pytest.raises(FederatedError, match="ProcessGrid does not support this call"):
         grid.push_messages([])
     grid.close()
     with pytest.raises(FederatedError, match="closed"):
@@ -219,9 +219,9 @@ def test_slot_that_does_not_start_leaves_its_clients_to_the_others(make_grid, mo
         assert all(reply.has_content() for reply in replies)
         assert {record.device for record in records} == {"cuda:1"}
     assert FakeProcess.started.count("slot 0 on cuda:0") == 1
-    assert "slot 0 on cuda:0 has ended, before it took a client: its clients go to other slots" in caplog.text
+    assert "slot 0 on cuda:0 has ended, before it was ready: other slots run its clients" in caplog.text
     alone = make_grid(1, [ONE])
-    with pytest.raises(FederatedError, match="No slot is left: slot 0 on cuda:0 has ended, before it took a client"):
+    with pytest.raises(FederatedError, match="No slot is left: slot 0 on cuda:0 has ended, before it was ready"):
         send(alone, 0)
 
 

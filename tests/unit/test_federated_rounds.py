@@ -215,7 +215,7 @@ def test_replies_that_do_not_fit_are_an_error_with_flowers_reason() -> None:
 
 
 def test_weights_that_are_no_numbers_are_an_error_and_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(FederatedError, match="weight is infinite or no number after aggregation"):
+    with pytest.raises(FederatedError, match="weight is infinite or NaN after aggregation"):
         run(make_strategy("fedavgm", {"server_learning_rate": 1e39}), 1, output_dir=tmp_path)
     assert rounds_in(tmp_path) == []
 
@@ -289,19 +289,19 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     assert strategy.accountant.parts == {"spent": 3.5}
     assert strategy.seen == {(1, "a"): b"\x00", 2: np.float32(0.5)}
     assert type(strategy.seen[2]) is np.float32
-    with pytest.raises(ResumeError, match=r"made with strategy='FedAvg', this training has 'FedAdam'"):
+    with pytest.raises(ResumeError, match=r"written with strategy='FedAvg', this training has 'FedAdam'"):
         run(make_strategy("fedadam", {}), 2, output_dir=tmp_path)
     # It neither resumes without the accountant, nor would a new one begin in the middle.
-    with pytest.raises(ResumeError, match=r"made with parts of strategy=\['accountant'\], this training has \[\]"):
+    with pytest.raises(ResumeError, match=r"written with parts of strategy=\['accountant'\], this training has \[\]"):
         run(FedAvg(), 2, output_dir=tmp_path)
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     strategy = make_strategy("fedavg", {})
     run(strategy, 2, output_dir=tmp_path)
-    with pytest.raises(ResumeError, match=r"round-2.pt was made with num_clients=4, this training has 5"):
+    with pytest.raises(ResumeError, match=r"round-2.pt was written with num_clients=4, this training has 5"):
         run(strategy, 2, LocalGrid(num_clients=5), output_dir=tmp_path)
-    with pytest.raises(ResumeError, match=r"was made with config\['lr'\]=None, this training has '0.1'"):
+    with pytest.raises(ResumeError, match=r"was written with config\['lr'\]=None, this training has '0.1'"):
         run(strategy, 2, output_dir=tmp_path, config={"lr": 0.1})
     with pytest.raises(ConfigError, match=r"num_rounds=1, but .*round-2.pt is already the state after round 2"):
         run(strategy, 1, output_dir=tmp_path)
@@ -317,4 +317,4 @@ def test_damaged_round_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureF
         (tmp_path / "round-3.pt").write_bytes(damaged)
         caplog.clear()
         assert_same_bits(run(make_strategy("fedadam", {}), 3, output_dir=tmp_path), whole)
-        assert "round-3.pt is left out, because it is damaged: " in caplog.text
+        assert "round-3.pt is skipped, because it is damaged: " in caplog.text

@@ -69,7 +69,7 @@ def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) ->
         ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean' or 'project'"),
         (
             {"lora_aggregation": "project", "strategy": "fedadam"},
-            "lora_aggregation='project' cannot work here: FedAdam does not take the example-weighted mean",
+            "lora_aggregation='project' cannot work here: FedAdam does not compute the example-weighted mean",
         ),
         ({"seed": -1}, "seed=-1"),
         ({"log_dir": ""}, "log_dir=''"),
@@ -221,7 +221,7 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: py
     assert [weight for weight, _ in seen.values()] == [2.0, 2.0, 2.0]
     assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
     assert dict(result.result.evaluate_metrics_serverapp[2]) == {"bias": pytest.approx(seen[2][1]), "list": [1.0, 2.0]}
-    with pytest.raises(ConfigError, match="server_evaluate returned 'good', which are no metrics"):
+    with pytest.raises(ConfigError, match="server_evaluate returned 'good', which are not metrics"):
         run(plan, server_evaluate=lambda model, number: "good")
 
 
@@ -231,7 +231,7 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def evaluate(model: nn.Module, server_round: int) -> dict[str, Any]:
-        with pytest.raises(ConfigError, match="a training that is not over writes its rounds there") as error:
+        with pytest.raises(ConfigError, match="another running training writes its rounds there") as error:
             run(plan, **options)
         refused.append(error.value.hint)
         return {}
@@ -239,7 +239,7 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
     run(plan, server_evaluate=evaluate, **options)
     assert len(refused) == 3  # Before the first round, and after each.
     run(plan, **options)
-    with pytest.raises(ConfigError, match=r"holds round-2.pt of an earlier training"):
+    with pytest.raises(ConfigError, match=r"has round-2.pt of an earlier training"):
         run(plan, **options | {"resume": None})
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):

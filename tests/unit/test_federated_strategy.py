@@ -34,7 +34,7 @@ PRIVATE: Mapping[str, Any] = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "nu
         ("qfedavg", {}, "strategy='qfedavg' refuses its arguments: .*'client_learning_rate'"),
         ("fedprox", {}, "strategy='fedprox' needs 'proximal_mu'"),
         (FedAvg, None, "strategy=<class .*expected a name such as 'fedavg' or a flwr.serverapp"),
-        (FedAvg(), {"fraction_train": 0.5}, "together with an object as strategy"),
+        (FedAvg(), {"fraction_train": 0.5}, "together with an instance as strategy"),
         ("fedavg", ["a"], r"strategy_kwargs=\['a'\]; expected a dict"),
     ],
 )

@@ -14,7 +14,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, NVLINK, PCIE, Workload, advise, estimate, parse_link
-from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_what_is_not_known
+from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_unsupported
 
 GIB = 2**30
 
@@ -100,7 +100,7 @@ def test_unknown_link_is_refused(text):
     ("values", "word"),
     [
         ({"gradient_bytes": 64 * GIB}, "the link"),
-        ({"update_s": 60.0}, "beside computing"),
+        ({"update_s": 60.0}, "work other than micro-batches"),
         ({"steps": ((10,) * 63 + (6000,),) * 2, "cost": CostModel(is_padded=False)}, "waiting for the slowest rank"),
         ({"cost": CostModel(overhead_tokens=0.0, floor_tokens=64_000.0)}, "too small for the device"),
     ],
@@ -115,10 +115,10 @@ def test_advice_names_what_limits(values, word):
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"shard": "on"}, {"global_batch": "scale"}])
 def test_what_is_not_counted_is_refused(options: Any) -> None:
-    with pytest.raises(SetupError, match="forecast counts DDP with the global batch of one process"):
+    with pytest.raises(SetupError, match="forecast supports DDP with the global batch of one process"):
         Forecast(folder="", num_steps=16, num_gpus=1).adjusted(MultiGPUConfig(**options))
     base = {"args": SimpleNamespace(), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}
-    _refuse_what_is_not_known(SimpleNamespace(**base))
+    _refuse_unsupported(SimpleNamespace(**base))
     for other in ({"args": SimpleNamespace(steps_per_generation=2)}, {"is_fsdp_enabled": True}):
         with pytest.raises(SetupError):
-            _refuse_what_is_not_known(SimpleNamespace(**{**base, **other}))
+            _refuse_unsupported(SimpleNamespace(**{**base, **other}))

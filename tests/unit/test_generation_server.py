@@ -103,7 +103,7 @@ def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_pat
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("dies", "ended with exit code 1 while it loaded"),
+        ("dies", "ended with exit code 1 while it was loading"),
         ("hangs", "did not answer within timeout_s=3 s"),
         ("mute", "did not answer within timeout_s=3 s"),
         ("loads", "did not answer within timeout_s=3 s"),
@@ -122,7 +122,7 @@ def test_taken_port_is_an_error_that_the_log_explains(make, capfd) -> None:
     # It listens, but answers nothing.
     with socket.create_server(("127.0.0.1", PORT)), make() as server:
         said = turned(server, lambda: server.error is not None)
-    assert said[-1] == "generators=2: the server ended with exit code 1 while it loaded"
+    assert said[-1] == "generators=2: the server ended with exit code 1 while it was loading"
     assert "Address already in use" in capfd.readouterr().err
 
 
@@ -132,7 +132,7 @@ def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path: Path) -> N
         os.kill(server._process.pid, signal.SIGKILL)
         said = turned(server, lambda: server.error is not None)
     assert said[-1].startswith("generators=2: the server was ended by SIGKILL")
-    assert said[-1].endswith(" while it served")
+    assert said[-1].endswith(" while it was serving")
 
 
 def test_server_ends_with_its_supervisor(make, tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(stor
     second.has_failed = True  # And its script has caught the error.
     told = r"rank 1 waited 0\.05 seconds for rank 0 to leave the training that has failed on this rank"
     with pytest.raises(RankTimeoutError, match=told):
-        second._meet_after_failure(1)
-    first._meet_after_failure(1)  # It waits for nobody: its own training has ended well.
-    second._meet_after_failure(1)
+        second._wait_for_ranks_after_failure(1)
+    first._wait_for_ranks_after_failure(1)  # It waits for nobody: its own training has ended well.
+    second._wait_for_ranks_after_failure(1)
 
 
 def test_group_of_another_size_is_refused(lone_group: None) -> None:

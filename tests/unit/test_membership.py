@@ -85,7 +85,7 @@ def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
 def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> None:
     alone = node(timeout_s=0.5)
     assert alone.meet(0, lambda: True) is None
-    with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) met at .*; waited 0.5 s"):
+    with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) arrived at .*; waited 0.5 s"):
         alone.meet(0, lambda: False)
     given = {"nnodes": "2", "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
     lost = Meeting(MultiGPUConfig(**given), "j", 1).__enter__()

@@ -76,10 +76,10 @@ def test_decision_and_its_line() -> None:
     more = [of_total("ddp", 1, 139), of_total("sharded", 16, 21), of_total("sharded", 32, 11)]
     with pytest.raises(SetupError, match="DDP needs") as refused:
         decide(TRAINING, [whole, parts, *more], 8, 24 * GIB)
-    assert refused.value.hint.startswith("32 GPUs of this size would do, sharded.")
+    assert refused.value.hint.startswith("32 GPUs of this size would be enough, sharded.")
     with pytest.raises(SetupError) as refused:
         decide(TRAINING, [whole, parts, more[0]], 8, 24 * GIB)
-    assert refused.value.hint.startswith("No number of GPUs of this size would do")
+    assert refused.value.hint.startswith("No number of GPUs of this size up to")
 
 
 def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
@@ -121,7 +121,7 @@ def test_table_says_which_row_fits_and_what_to_set() -> None:
     lines = lines_of(Answer(TRAINING, ROWS, device_bytes=80 * GIB), parse_numbers("gpus", "8,4,8"))
 
     assert lines[0] == (
-        "Llama: 8,000 parameters, 80 trainable, 0 quantised; adamw_torch_fused, gradient checkpointing on, bfloat16"
+        "Llama: 8,000 parameters, 80 trainable, 0 quantized; adamw_torch_fused, gradient checkpointing on, bfloat16"
     )
     assert [line.split()[:2] for line in lines if line.endswith(("fits", "too large"))] == [
         ["4", "ddp"],
@@ -129,11 +129,11 @@ def test_table_says_which_row_fits_and_what_to_set() -> None:
         ["8", "ddp"],
         ["8", "sharded"],
     ]
-    assert lines[-2:] == ["68 of 80 GiB count: 15% stay free.", 'With 4 GPUs: enable_multi_gpu(shard="on")']
-    assert "give --memory" in lines_of(Answer(TRAINING, ROWS), [4, 8])[-1]
+    assert lines[-2:] == ["68 of 80 GiB can be used: 15% stay free.", 'With 4 GPUs: enable_multi_gpu(shard="on")']
+    assert "set --memory" in lines_of(Answer(TRAINING, ROWS), [4, 8])[-1]
     more = (*ROWS, of_total("sharded", 16, 20))
     small = lines_of(Answer(TRAINING, more, device_bytes=24 * GIB), [4, 8])
-    assert small[-1].endswith("No row fits. 16 GPUs of this size would do, sharded.")
+    assert small[-1].endswith("No row fits. 16 GPUs of this size would be enough, sharded.")
     assert not any(line.startswith("16") and "sharded" in line.split() for line in small[:-1])
 
 
@@ -142,8 +142,8 @@ def test_more_ranks_than_samples_are_no_way_out() -> None:
     lines = lines_of(Answer(training, ROWS, device_bytes=40 * GIB), [4, 8])
 
     assert [line.split()[0] for line in lines if line.endswith("too few samples")] == ["8", "8"]
-    assert lines[-2] == "A step has 4 samples, too few for 8 ranks: raise the batch."
-    assert lines[-1].endswith("No number of GPUs of this size would do that a step has samples for.")
+    assert lines[-2] == "A step has 4 samples, too few for 8 ranks: raise the batch size."
+    assert lines[-1].endswith("No number of GPUs of this size up to the samples of a step is enough.")
 
 
 def test_model_is_a_program_of_its_own_where_no_script_is_given() -> None:

@@ -118,7 +118,7 @@ def test_ranks_are_read() -> None:
     assert read_ranks("0, 2", 3) == {0, 2}
     assert read_ranks("all", 3) == {0, 1, 2}
     for wrong in ("", "2", "-1", "0,", "x", "0 1"):
-        with pytest.raises(UsageError, match=r"names no ranks: 0 \.\. 1"):
+        with pytest.raises(UsageError, match=r"expected 0 \.\. 1"):
             read_ranks(wrong, 2)
 
 

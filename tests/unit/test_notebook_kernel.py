@@ -185,7 +185,7 @@ LOADED = {
 @pytest.mark.parametrize(
     ("loaded", "given", "reason"),
     [
-        ({}, {"had_workers": True}, "in effect in this kernel before"),
+        ({}, {"had_workers": True}, "called before in this kernel"),
         (
             {"torch.distributed": SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)},
             {},
@@ -195,10 +195,10 @@ LOADED = {
         ({"torch": SimpleNamespace(cuda=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
         ({"torch": SimpleNamespace(xpu=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
         ({"accelerate.state": partial_state("unsloth")}, {}, "unsloth was imported while one device was visible"),
-        ({}, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
-        ({}, {"generators": 1}, "generators=1 is for scripts"),
-        ({}, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
-        ({}, {"shard": "auto"}, "cells run only when the user runs them"),
+        ({}, {"max_restarts": 1}, "max_restarts=1 is not supported in notebooks"),
+        ({}, {"generators": 1}, "generators=1 is not supported in notebooks"),
+        ({}, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is not supported in notebooks"),
+        ({}, {"shard": "auto"}, "which is not possible with cells"),
     ],
 )
 def test_kernel_that_cannot_become_rank_0_is_refused(monkeypatch, loaded, given, reason):
@@ -218,7 +218,7 @@ def test_kernel_with_a_model_and_a_call_from_a_thread_are_refused(monkeypatch):
     with ThreadPoolExecutor(1) as pool, pytest.raises(SetupError, match="from a thread"):
         pool.submit(check, replay=False).result()
     model = Model()
-    with pytest.raises(SetupError, match="the other ranks do not have it"):
+    with pytest.raises(SetupError, match="but not on the other ranks"):
         check(replay=False)
     check(replay=True)
     del model
@@ -238,12 +238,12 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         worker.receiver.cell_number = 4
         handler = signal.signal(RAISE_SIGNAL, lambda *_: None)
         try:
-            worker._hear({"kind": "interrupt", "cell_number": 4, "is_stop": True})
+            worker._handle({"kind": "interrupt", "cell_number": 4, "is_stop": True})
         finally:
             signal.signal(RAISE_SIGNAL, handler)
         worker.receiver.cell_number = 5
         worker._raise_pending(RAISE_SIGNAL, None)
-        worker._hear({"kind": "interrupt", "cell_number": 4, "is_stop": True})  # Not of this cell: no signal at all.
+        worker._handle({"kind": "interrupt", "cell_number": 4, "is_stop": True})  # Not of this cell: no signal at all.
         worker._pending = 5, KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)

@@ -93,8 +93,8 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' names no option.", "Did you mean num_gpus?"),
-        ("num-gpus: 3", ", line 1: num-gpus='3' names no option.", "Did you mean num_gpus?"),
+        ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' is not an option.", "Did you mean num_gpus?"),
+        ("num-gpus: 3", ", line 1: num-gpus='3' is not an option.", "Did you mean num_gpus?"),
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number", "Leave num_gpus out"),
         (
             "\nbalance: none_of\n",
@@ -104,8 +104,8 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("strategy: {diloco: 8}", ", line 1: strategy has several values; expected one.", "diloco:every_steps=8"),
         ("num_gpus: [1, 2]", ", line 1: num_gpus has several values; expected one.", "`name: value`"),
-        ("- num_gpus", " has no options in it.", "`name: value`"),
-        ("num_gpus: [", " is no YAML: ", "`name: value`"),
+        ("- num_gpus", " has no options.", "`name: value`"),
+        ("num_gpus: [", " is not YAML: ", "`name: value`"),
     ],
 )
 def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, message: str, hint: str) -> None:
@@ -118,12 +118,12 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, mes
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 names no option.", "Did you mean num_gpus?"),
+        ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 is not an option.", "Did you mean num_gpus?"),
         ("[tool.unsloth_multigpu]\nnum_gpus = 2.5", ": num_gpus=2.5; expected a whole number", "Leave num_gpus out"),
-        ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option in a line"),
-        ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option in a line"),
-        ("tool = [1] # unsloth_multigpu", " is [1]; expected a table.", "one option in a line"),
-        ("[tool.unsloth_multigpu\n", " cannot be read: ", "Mend it"),
+        ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option per line"),
+        ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option per line"),
+        ("tool = [1] # unsloth_multigpu", " is [1]; expected a table.", "one option per line"),
+        ("[tool.unsloth_multigpu\n", " cannot be read: ", "Correct the file"),
     ],
 )
 def test_wrong_pyproject_is_named(folder: Path, text: str, message: str, hint: str) -> None:
@@ -151,5 +151,5 @@ def test_run_reads_the_file_that_it_is_given(
     (folder / "m.yaml").write_text("num_gpu: 1\n")
     monkeypatch.setenv(ENV_CONFIG, "")  # So that it is put back.
     assert main.main(["run", "--config", "m.yaml", "train.py"]) == ConfigError.exit_code
-    assert "m.yaml, line 1: num_gpu='1' names no option.\nHint: Did you mean num_gpus?" in capsys.readouterr().err
+    assert "m.yaml, line 1: num_gpu='1' is not an option.\nHint: Did you mean num_gpus?" in capsys.readouterr().err
     assert os.environ[ENV_CONFIG] == str(folder / "m.yaml")

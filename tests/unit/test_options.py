@@ -221,15 +221,15 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
     [
         ("", "strategy=''; expected 'ddp' or 'allreduce' or", "docs/strategies.md"),
         ("dilco:every_steps=8", "strategy='dilco:every_steps=8'; expected 'ddp' or", "Did you mean diloco? "),
-        ("ddp:bucket_mb=4", "'bucket_mb' is no option of ddp", "ddp has no options."),
+        ("ddp:bucket_mb=4", "'bucket_mb' is not an option of ddp", "ddp has no options."),
         (
             "diloco:every=8",
-            "'every' is no option of diloco",
+            "'every' is not an option of diloco",
             "Did you mean every_steps? Options of diloco: every_steps,",
         ),
         ("diloco:every_steps", "'every_steps' has no value", "Options of diloco: every_steps, outer_learning_rate,"),
         ("diloco:every_steps=4,every_steps=8", "'every_steps' is given twice", "Options of diloco"),
-        ("diloco:every_steps=4,", "'' is no option of diloco", "Options of diloco"),
+        ("diloco:every_steps=4,", "'' is not an option of diloco", "Options of diloco"),
         ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "Leave every_steps out"),
         ("local_sgd:every_steps=1.5", "every_steps='1.5'; expected a whole number", "Leave every_steps out"),
         (

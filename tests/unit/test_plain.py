@@ -17,7 +17,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain.loader import distributed_loader
 from unsloth_multigpu.plugin import Session
-from unsloth_multigpu.program import Program, warn_of_lone_steps
+from unsloth_multigpu.program import Program, warn_of_unwrapped_steps
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
@@ -108,11 +108,11 @@ def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, ca
     for has_group, num_told in [(False, 1), (True, 0)]:
         monkeypatch.setattr(dist, "is_initialized", lambda has_group=has_group: has_group)
         caplog.clear()
-        warn_of_lone_steps()
+        warn_of_unwrapped_steps()
         optimizer = torch.optim.SGD(net().parameters())
         optimizer.step()
         optimizer.step()
-        assert ["nothing is shared" in line for line in caplog.messages] == [True] * num_told
+        assert ["gradients are not synchronized" in line for line in caplog.messages] == [True] * num_told
 
 
 # Which samples are whose.

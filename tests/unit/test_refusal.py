@@ -44,7 +44,7 @@ def test_errors_that_one_process_would_not_have_met(kind, at_first, later):
 def test_the_last_training_of_a_rank_counts():
     assert find_refusal([event("started", 0, 1)]) is None
     found = find_refusal([refused(0, 1), refused(1, 2)])
-    assert found == (69, "train() was refused: SetupError: no; the script went on without it")
+    assert found == (69, "train() was refused: SetupError: no; the script continued without it")
     made_up_for = [refused(0, 1), refused(1, 2), event(MADE_UP_FOR, 0, 3), event(MADE_UP_FOR, 1, 4)]
     assert find_refusal(made_up_for) is None
     assert find_refusal(made_up_for[:-1]) is not None

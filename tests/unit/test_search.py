@@ -25,5 +25,5 @@ def test_trial_is_not_steered_and_refuses_what_would_steer_it():
         return session.run_training(None, lambda: "trained", {"trial": object()})
 
     assert run() == "trained"
-    with pytest.raises(SetupError, match="resume='auto' steers a training, and the trials of hyperparameter_search"):
+    with pytest.raises(SetupError, match="resume='auto' has no effect on the trials of hyperparameter_search"):
         run(resume="auto")

@@ -106,17 +106,19 @@ def session_of(tmp_path: Path, **context: Any) -> Session:
 
 def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path: Path) -> None:
     session = session_of(tmp_path)
-    with pytest.raises(SetupError, match="keeps GPUs for completions, and Other asks for none"):
+    with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
         session.run_training(type("Other", (), {})(), lambda: None, {})  # type: ignore[arg-type]
     say_ready(tmp_path, 0)
     session.ask_for_server({"model": SimpleNamespace(name_or_path="tiny")})
     assert session.is_served
-    with pytest.raises(SetupError, match="this is another one"):
+    with pytest.raises(SetupError, match="a second Trainer asks for it"):
         session.ask_for_server({})
 
 
 def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SetupError, match="starts the server too, and torchrun has started them"):
+    with pytest.raises(
+        SetupError, match="is started by the process that starts the ranks, and torchrun has started them"
+    ):
         open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
 
 

@@ -123,15 +123,15 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"strategy": "allreduce"}])
 def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
+    with pytest.raises(SetupError, match="is not possible if FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
     check_options(MultiGPUConfig(), Engine.ACCELERATE)
-    with pytest.raises(SetupError, match="a Trainer saves rank 0's part alone"):
+    with pytest.raises(SetupError, match="a Trainer would save only rank 0's shard"):
         check_options(MultiGPUConfig(), Engine.TRANSFORMERS)
 
 
 def test_model_of_which_nothing_is_sharded_is_refused() -> None:
-    with pytest.raises(SetupError, match="no weight of Linear is sharded: every rank holds all of it"):
+    with pytest.raises(SetupError, match="no weight of Linear is sharded: every rank has the whole model"):
         check_is_sharded(torch.nn.Linear(2, 2))
     with pytest.raises(SetupError, match="no weight of the model is sharded"):
         check_is_sharded(None)

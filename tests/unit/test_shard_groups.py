@@ -60,7 +60,7 @@ def test_weight_that_a_third_module_uses_is_refused() -> None:
     model = Model()
     model.of_encoder = nn.Embedding(5, 4)
     model.of_encoder.weight = model.embeddings.words.weight
-    with pytest.raises(SetupError, match=r"Model: of_encoder\.weight and the embeddings are one weight"):
+    with pytest.raises(SetupError, match=r"Model: of_encoder\.weight and the embeddings share one weight"):
         check_shared(model)
 
 
@@ -74,5 +74,5 @@ def test_weight_of_two_layers_is_refused_where_it_is_trained(is_trained: bool) -
     if not is_trained:
         check_shared(model)
         return
-    with pytest.raises(SetupError, match=r"Model: layers\.0\.weight and layers\.1\.weight are one weight"):
+    with pytest.raises(SetupError, match=r"Model: layers\.0\.weight and layers\.1\.weight share one weight"):
         check_shared(model)

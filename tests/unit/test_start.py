@@ -73,9 +73,9 @@ def test_last_devices_are_those_of_the_server(
     config = MultiGPUConfig(num_gpus=num_gpus, generators=2)
     assert ranks_to_start(config) == num_ranks
     assert needs_supervisor(config, 1)
-    assert start._devices_of_server(config) == {"CUDA_VISIBLE_DEVICES": of_server}
+    assert start._reserve_server_devices(config) == {"CUDA_VISIBLE_DEVICES": of_server}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == of_ranks
-    assert start._devices_of_server(MultiGPUConfig()) == {}
+    assert start._reserve_server_devices(MultiGPUConfig()) == {}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_server_without_devices_of_its_own_is_an_error(
     "others", [SEVERAL_NODES, {"shard": "on"}, {"strategy": "diloco"}], ids=["nodes", "shard", "strategy"]
 )
 def test_server_beside_what_it_cannot_serve_is_an_error(others: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="generators=1 is for one node whose ranks have equal and whole weights"):
+    with pytest.raises(ConfigError, match="generators=1 needs one node and ranks with equal, unsharded weights"):
         MultiGPUConfig(generators=1, **others)
 
 
@@ -256,7 +256,7 @@ def test_work_before_the_line_is_named_with_its_cost(
     memory, work = caplog.messages
     assert "comes after work on a GPU" in memory
     assert "comes after the import of unsloth" in work
-    assert "each of the 2 ranks does again" in work
+    assert "each of the 2 ranks repeats" in work
 
 
 @pytest.mark.usefixtures("started")
@@ -266,7 +266,7 @@ def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
     trainer = type("SFTTrainer", (Trainer,), {})()
-    with pytest.raises(SetupError, match=r"made before enable_multi_gpu.*there are to be 2 ranks"):
+    with pytest.raises(SetupError, match=r"made before enable_multi_gpu.*2 ranks are to start"):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     del trainer
     with pytest.raises(Ended):

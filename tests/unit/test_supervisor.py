@@ -84,7 +84,7 @@ def judge(
     trouble: str = "",
     attempt: int = 0,
 ) -> int | None:
-    return launcher_of(folder, stop, met)._judge(attempt, watch, trouble)  # type: ignore[arg-type]
+    return launcher_of(folder, stop, met)._conclude(attempt, watch, trouble)  # type: ignore[arg-type]
 
 
 def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,10 +122,10 @@ def test_ranks_that_cannot_share_a_step_are_fewer_next_unless_they_have_trained(
     facts = {"error": "ConfigError: A step of 1.\nHint: x", "traceback": "Traceback\n", "exit_code": 64}
     made = launcher_of(tmp_path)
     watch = Watched(*trained, event("exception", 1, **facts, most_ranks=1), r1=64)
-    assert made._judge(0, watch, "") == 64  # type: ignore[arg-type]
+    assert made._conclude(0, watch, "") == 64  # type: ignore[arg-type]
     assert made.most_ranks == (1 if is_first else None)
     told = capfd.readouterr().err
-    assert ("A step of 1. 1 of 2 devices train" in told) is is_first
+    assert ("A step of 1. Starting again with 1 of 2 devices" in told) is is_first
     assert ("Traceback" in told) is not is_first
 
 
@@ -169,7 +169,7 @@ def test_run_folder_that_is_gone_ends_the_ranks(tmp_path: Path) -> None:
             return {0: 1}
 
     with pytest.raises(LaunchError, match="can no longer watch its ranks, so it ended them") as error:
-        launcher_of(tmp_path)._follow(Living(), Blind())  # type: ignore[arg-type]
+        launcher_of(tmp_path)._watch_ranks(Living(), Blind())  # type: ignore[arg-type]
     assert str(tmp_path) in error.value.hint
 
 

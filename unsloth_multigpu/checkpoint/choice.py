@@ -1,4 +1,4 @@
-"""Which checkpoint a training resumes from: a decision by the manifests in an output folder. Only files; no torch."""
+"""Chooses the checkpoint that a training resumes from, by the manifests in an output folder. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wanted:
     Args:
         world_size: Ranks of this run.
         grows_with_ranks: More ranks make a step larger (global_batch="scale").
-        facts: What the training must be, see `checkpoint.resume.training_facts`. None = anything.
+        facts: Facts that must be equal, see `checkpoint.resume.training_facts`. None = any training.
         run_id: The run that must have written it. None = any.
     """
 
@@ -31,10 +31,10 @@ class Wanted:
     run_id: str | None = None
 
     def objection(self, manifest: Manifest, folder: Path) -> str | None:
-        """Why a training cannot resume from a checkpoint, by its manifest alone.
+        """Returns why a training cannot resume from a checkpoint, by its manifest; None if it can.
 
         Raises:
-            ResumeError: It is of this training, but has other steps.
+            ResumeError: It belongs to this training, but a step had other samples.
         """
         if self.run_id not in (None, manifest.run_id):
             return _OF_ANOTHER_RUN
@@ -44,11 +44,11 @@ class Wanted:
                 if theirs != mine:
                     return f"{name} was {theirs}, now it is {mine}"
         if not manifest.is_resumable:
-            return "it holds no optimizer (save_only_model=True)"
+            return "it has no optimizer (save_only_model=True)"
         if self.grows_with_ranks and manifest.world_size != self.world_size:
             raise ResumeError(
                 f"{folder} was written by {manifest.world_size} rank(s), now there are {self.world_size}: with "
-                "global_batch='scale' a step has other samples then.",
+                "global_batch='scale' a step would have other samples.",
                 hint=f"Set num_gpus={manifest.world_size}, or begin a new training with resume='off'.",
             )
         return None
@@ -59,8 +59,8 @@ class Found:
     """The checkpoint that a training resumes from.
 
     Args:
-        folder: None = there is none.
-        lines: Warnings, one for each checkpoint that is passed over, or that cannot be checked.
+        folder: Its folder; None without one.
+        lines: Warnings, one for each checkpoint that is skipped or cannot be checked.
     """
 
     folder: Path | None
@@ -68,11 +68,11 @@ class Found:
 
 
 def find_newest(output_dir: Path, wanted: Wanted) -> Found:
-    """Looks for the newest complete checkpoint. Only its files are read, and those of newer ones that are incomplete.
+    """Finds the newest complete checkpoint. Older ones are not read.
 
     Args:
-        output_dir: Where the Trainer puts its checkpoints.
-        wanted: Which of them count.
+        output_dir: Folder of the Trainer's checkpoints.
+        wanted: The conditions.
 
     Raises:
         ResumeError: See `Wanted.objection`.
@@ -84,12 +84,12 @@ def find_newest(output_dir: Path, wanted: Wanted) -> Found:
         if problem is None:
             return Found(folder, tuple(lines))
         if problem != _OF_ANOTHER_RUN:
-            lines.append(f"{folder} is passed over: {problem}")
+            lines.append(f"{folder} is skipped: {problem}")
     return Found(None, tuple(lines))
 
 
 def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
-    """Checks a checkpoint that the script names; where there is none, Hugging Face's own error says so.
+    """Checks a checkpoint that the script names. If it does not exist, Hugging Face raises its own error.
 
     Returns:
         Warnings.
@@ -100,17 +100,17 @@ def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
     problem, warnings = _examined(folder, wanted) if folder.is_dir() else (None, ())
     if problem is not None:
         newest = find_newest(folder.parent, wanted).folder
-        other = "Its folder has no complete one" if newest is None else f"Use {newest}"
+        other = "Its folder has no complete checkpoint" if newest is None else f"Use {newest}"
         raise ResumeError(
             f"a training cannot resume from {folder}: {problem}.",
             hint=f"{other}, or load the model from it and begin a new training. If you changed the files on purpose, "
-            f"delete {MANIFEST}.",
+            f"delete its {MANIFEST}.",
         )
     return warnings
 
 
 def _examined(folder: Path, wanted: Wanted) -> tuple[str | None, tuple[str, ...]]:
-    """Why a training cannot resume from a checkpoint, None where it can; and warnings."""
+    """Returns why a training cannot resume from a checkpoint, None if it can; and warnings."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -118,19 +118,19 @@ def _examined(folder: Path, wanted: Wanted) -> tuple[str | None, tuple[str, ...]
     if manifest is not None:
         return wanted.objection(manifest, folder) or check(folder), ()
     if wanted.facts is not None:
-        return f"it has no {MANIFEST} that tells what training it is of", ()
-    return None, (f"{folder} has no {MANIFEST}: whether it is complete cannot be checked",)
+        return f"it has no {MANIFEST}, which identifies the training", ()
+    return None, (f"{folder} has no {MANIFEST}, so it cannot be checked for completeness",)
 
 
 def refuse_other_mode(folder: Path, manifest: Manifest | None, *, is_sharded: bool, world_size: int) -> None:
-    """Refuses to resume a sharded training from a checkpoint of one that was not, or the reverse.
+    """Refuses to resume a sharded training from a checkpoint of an unsharded one, or the reverse.
 
     The two modes write different files. A checkpoint without a manifest is left to the libraries.
 
     Args:
         folder: The checkpoint.
-        manifest: Its own, if it has one.
-        is_sharded: Each rank of this training holds a part of the weights.
+        manifest: Its manifest, if it has one.
+        is_sharded: Each rank of this training holds a shard of the weights.
         world_size: Ranks of this training.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Complete checkpoints: a manifest, written last, tells them from incomplete ones. Only files; no torch.
+"""Manifests, which are written last and so mark complete checkpoints, and locks of incomplete ones. Needs no torch.
 
-The manifest's CRC-32 sums find truncated files and flipped bits. They are no protection against forgery.
+The manifest's CRC-32 sums find truncated files and flipped bits. They do not protect against forgery.
 
-An incomplete checkpoint has a lock: its holder writes, finishes or removes the folder. The lock ends with its process,
-however that ends, so that what a killed run leaves can be told from what a living one writes.
+The holder of an incomplete checkpoint's lock writes, completes or removes it. The lock ends with its process, so that a
+folder of a killed run differs from one that a living run writes.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _REPLACED = "replaced-"
 _FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
-# What `PART_FOLDER` holds of an incomplete checkpoint: itself, the older one of its name, and its lock.
+# Names in `PART_FOLDER`: an incomplete checkpoint, the older checkpoint of its name, and its lock.
 _OF_PART = re.compile(rf"(?:{_REPLACED}|\.)?(checkpoint-\d+)(?:\.lock)?")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """Description of a checkpoint.
 
     Args:
-        run_id: The run that wrote it, "" where the launcher gave none.
+        run_id: The run that wrote it, "" if the launcher has set none.
         step: Optimizer steps.
         world_size: Ranks that wrote it.
-        is_resumable: False where it holds no optimizer, as with `save_only_model`.
-        facts: What the training is: name -> JSON value, see `checkpoint.resume.training_facts`.
-        cursor: "epoch", and the "steps" and "samples" of it that were trained, where they are counted.
-        files: Path in the folder -> size in bytes and CRC-32.
-        is_sharded: Each rank held a part of the weights. None = unknown.
-        first_step: The result of comparing the first step with one process.
+        is_resumable: False without an optimizer, as with `save_only_model`.
+        facts: Identify the training, see `checkpoint.resume.training_facts`.
+        cursor: "epoch", and its finished "steps" and "samples" if they are counted.
+        files: Size in bytes and CRC-32 by the path in the folder.
+        is_sharded: Each rank held a shard of the weights. None = not known.
+        first_step: Result of the comparison of the first step with one process.
     """
 
     run_id: str
@@ -67,7 +67,7 @@ class Manifest:
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Flushes all files of `folder` to the disk and then writes the manifest with their sizes and checksums.
+    """Flushes all files of a folder to the disk, and then writes the manifest with their sizes and checksums.
 
     Raises:
         OSError: The disk is full or fails.
@@ -86,10 +86,10 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where the Trainer wrote it without this package.
+    """Reads the manifest of a checkpoint; None if the Trainer wrote it without this package.
 
     Raises:
-        ValueError: The manifest is damaged, or of another format.
+        ValueError: The manifest is damaged, or has another format.
     """
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -107,12 +107,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not is_intact:
         raise ValueError(f"{MANIFEST} was changed after it was written")
     if version != _FORMAT:
-        raise ValueError(f"{MANIFEST} has format {version}, which another version of unsloth_multigpu wrote")
+        raise ValueError(f"{MANIFEST} has format {version} of another version of unsloth_multigpu")
     return Manifest(**{**body, "files": {name: (size, crc) for name, (size, crc) in body["files"].items()}})
 
 
 def check(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, by its first damaged file; None if it is complete. Added files do not matter."""
+    """Returns the first defect of a checkpoint; None if it is complete. Additional files are ignored."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -134,7 +134,7 @@ def check(folder: Path) -> str | None:
 
 
 def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
-    """Step and folder of each checkpoint, the newest first."""
+    """Returns (step, folder) of each checkpoint, the newest first."""
     if not output_dir.is_dir():
         return []
     found = [(_NAME.fullmatch(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
@@ -142,7 +142,7 @@ def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def put_in_place(part: Path, final: Path) -> None:
-    """Renames a sealed folder to its final name. An older folder of that name is deleted afterwards."""
+    """Renames a sealed folder to its final name, and then deletes an older folder of that name."""
     older = part.with_name(_REPLACED + final.name)
     if final.exists():
         os.rename(final, older)
@@ -160,11 +160,11 @@ def take(part: Path) -> Callable[[], None] | None:
         part: Folder of the checkpoint, which need not exist yet.
 
     Returns:
-        What gives the lock back; None where another living process holds it, which no process does on a file system
-        without locks.
+        A function that releases the lock; None if another process holds it. On a file system without locks nobody
+        holds it.
 
     Raises:
-        OSError: The lock's file cannot be made or opened.
+        OSError: The lock's file cannot be created or opened.
     """
     while True:
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -175,15 +175,15 @@ def take(part: Path) -> Callable[[], None] | None:
                 return None
             if os.fstat(descriptor).st_nlink:
                 return functools.partial(_release, part, descriptor)
-            os.close(descriptor)  # Who held the lock has just removed its file.
+            os.close(descriptor)  # The last holder has just removed this file: try again.
 
 
 def _release(part: Path, descriptor: int) -> None:
-    """Removes the lock's file as well, and the folder around it if nothing else is in there."""
+    """Releases the lock, and removes its file and the folder around it if that is empty."""
     with suppress(OSError):
-        if os.fstat(descriptor).st_nlink:  # Else another process has made a new one.
+        if os.fstat(descriptor).st_nlink:  # Else the file belongs to another process.
             lock_of(part).unlink()
-    with suppress(OSError):  # Closing is not enough: a child that was forked meanwhile holds it, too.
+    with suppress(OSError):  # Closing is not enough: a forked child holds the lock, too.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
     with suppress(OSError):  # Not empty: there are other checkpoints.
@@ -191,15 +191,15 @@ def _release(part: Path, descriptor: int) -> None:
 
 
 def lock_of(part: Path) -> Path:
-    """The lock's file: beside the checkpoint, so that it never belongs to it."""
+    """Returns the lock's file, which is beside the checkpoint and not in it."""
     return part.with_name(f".{part.name}.lock")
 
 
 def clear_parts(output_dir: Path) -> list[str]:
-    """Removes the incomplete checkpoints of killed runs; one that lacked only its last rename is renamed.
+    """Removes the incomplete checkpoints of killed runs, or renames those that lack only the rename.
 
     Returns:
-        Names of those that a living process is writing, which stay as they are.
+        Names of those that a living process is writing, which stay.
     """
     parts, living = output_dir / PART_FOLDER, []
     found = [_OF_PART.fullmatch(path.name) for path in parts.iterdir()] if parts.is_dir() else []
@@ -207,7 +207,7 @@ def clear_parts(output_dir: Path) -> list[str]:
         try:
             release = take(parts / name)
         except OSError as error:  # It may be another user's.
-            logger.warning("the incomplete checkpoint %s cannot be cleared and stays: %s", parts / name, error)
+            logger.warning("the incomplete checkpoint %s cannot be removed: %s", parts / name, error)
             continue
         if release is None:
             living.append(name)
@@ -220,10 +220,7 @@ def clear_parts(output_dir: Path) -> list[str]:
 
 
 def settle(part: Path, final: Path) -> None:
-    """Finishes what a killed save left of one checkpoint: renamed if complete, else removed.
-
-    Only for the holder of its lock, see `take`.
-    """
+    """Renames the checkpoint of a killed save if it is complete, else removes it. Requires its lock, see `take`."""
     older = part.with_name(_REPLACED + part.name)
     if check(part) is None:
         put_in_place(part, final)
@@ -238,7 +235,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file."""
+    """Returns size in bytes and CRC-32 of a file."""
     size, crc, buffer = 0, 0, bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         if must_flush:
@@ -250,12 +247,12 @@ def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk, so that they survive a power failure."""
+    """Flushes a folder's entries to the disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems flush files only.
+        # Some network file systems cannot flush folders.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a training resumes from, and restores what Hugging Face's loop does not."""
+"""Finds the checkpoint that a training resumes from, and restores state that Hugging Face's loop does not restore."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
 
-# The random state from which the order of the epoch was drawn, where it depends on one.
+# The random state from which the order of the epoch was drawn, if it depends on one.
 ORDER_FILE = "unsloth_multigpu_order.json"
 
 
 @dataclass(eq=False, repr=False)
 class Resume(Part):
-    """The checkpoint that one `train()` resumes from, if any. Rank 0 decides.
+    """Resumes one `train()` from a checkpoint, if there is one. Rank 0 decides.
 
     Args:
-        steps: What feeds the trainer.
-        arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
-        training: How many calls of `train()` this process made before.
-        context: Tells whether the ranks were started again.
+        steps: The feed of the training.
+        arguments: Arguments of `train()`. `resume_from_checkpoint` is replaced.
+        training: Number of earlier calls of `train()` in this process.
+        context: Has the run and the attempt.
 
     Attributes:
-        facts: What the training is, see `training_facts`.
-        is_sharded: Each rank holds a part of the weights.
+        facts: Identify the training, see `training_facts`.
+        is_sharded: Each rank holds a shard of the weights.
     """
 
     place = "resume"
@@ -63,19 +63,19 @@ class Resume(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Decides what the training resumes from. Collective.
+        """Chooses the checkpoint. Collective.
 
         Raises:
-            ResumeError: The checkpoint that is asked for is incomplete, or of another number of ranks.
-            SetupError: It was written by a sharded training and this one is not, or the reverse.
+            ResumeError: The requested checkpoint is incomplete, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not sharded, or the reverse.
         """
         trainer = self.trainer
-        # A name that contains the time or a random number differs between ranks.
+        # Rank 0's, because a name with the time or a random number differs between ranks.
         trainer.args.output_dir = self.manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(None)
         for name in clear_parts(Path(run_dir)) if self.manager.identity.rank == 0 else ():
             logger.warning(
-                "another run is saving %s; this one leaves it alone. Give each run an output_dir of its own",
+                "another run is saving %s, which stays untouched. Give each run an output_dir of its own",
                 Path(run_dir, name),
             )
         self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training)
@@ -89,25 +89,25 @@ class Resume(Part):
         }
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Replaces `resume_from_checkpoint` in the arguments by what this training really resumes from; see `around`.
+        """Replaces `resume_from_checkpoint` in the arguments by the chosen checkpoint; see `around`.
 
         Args:
             run_dir: Folder of the checkpoints.
         """
         asked, run_id = arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
-        # A node that has just joined counts from 0 again.
+        # A node that was started again counts its attempts from 0.
         is_restarted = any(attempt for (attempt,) in self.manager.gather_int64([self.context.attempt]))
-        told = ""
+        choice = ""
         if self.manager.identity.rank == 0:
             try:
                 found = self._find(Path(run_dir), asked, facts, run_id if is_restarted else None)
-                told = json.dumps({"folder": found.folder and os.fspath(found.folder)})
+                choice = json.dumps({"folder": found.folder and os.fspath(found.folder)})
                 for line in dict.fromkeys(found.lines):
                     logger.warning("%s", line)
             except ResumeError as error:
-                told = json.dumps({"error": error.args[0], "hint": error.hint})
-        answer = json.loads(self.manager.gather_texts(told)[0])
+                choice = json.dumps({"error": error.args[0], "hint": error.hint})
+        answer = json.loads(self.manager.gather_texts(choice)[0])
         if "error" in answer:
             raise ResumeError(answer["error"], hint=answer["hint"])
         if answer["folder"] is not None:
@@ -120,16 +120,16 @@ class Resume(Part):
             logger.info("the training resumes from %s", asked)
 
     def _find(self, folder: Path, asked: Any, facts: dict[str, Any], restarted_run: str | None) -> Found:
-        """What to resume from, in place of what the script asks for; None = what it asks for.
+        """Returns the checkpoint to use in place of the script's own; without a folder the script's own is used.
 
         Raises:
-            ResumeError: The checkpoint that it asks for is incomplete, or of another number of ranks.
+            ResumeError: The script's checkpoint is incomplete, or of another number of ranks.
         """
         config = self.manager.config
         lines: list[str] = []
         any_training = Wanted(self.manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
         wanted = [dataclasses.replace(any_training, facts=facts, run_id=restarted_run)] if restarted_run else []
-        # Before the script's own choice: the same command names the same checkpoint after any progress.
+        # Before the script's own checkpoint, which the same command names whatever was trained since.
         wanted += [dataclasses.replace(any_training, facts=facts)] if config.resume == "auto" else []
         for kind in wanted:
             found = find_newest(folder, kind)
@@ -138,18 +138,18 @@ class Resume(Part):
                 return Found(found.folder, tuple(lines))
         if asked is True:
             found = find_newest(folder, any_training)
-            # Without any checkpoint, Hugging Face's own error is right.
+            # Without any checkpoint, Hugging Face raises its own error.
             if found.folder is None and checkpoints_in(folder):
                 raise ResumeError(f"{folder} has no complete checkpoint.", hint="Leave resume_from_checkpoint out.")
             return Found(found.folder, (*lines, *found.lines))
         if asked is not None:
             return Found(None, (*lines, *check_asked(Path(str(asked)), any_training)))
         if config.resume == "auto":
-            logger.info("resume='auto': no complete checkpoint of this training in %s, it begins at step 0", folder)
+            logger.info("resume='auto': no complete checkpoint of this training in %s, so it begins at step 0", folder)
         return Found(None, tuple(lines))
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Gives the resumed epoch the order that it was begun with."""
+        """Restores the order of samples of the resumed epoch."""
         loader = self.steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
@@ -158,11 +158,11 @@ class Resume(Part):
         if isinstance(sampler, StepSampler) and file.is_file():
             sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
         if isinstance(stream, StepStream) and not self.trainer.args.ignore_data_skip:
-            # Of a stream without length the Trainer skips as many steps as there were, in however many passes.
+            # The Trainer skips the finished steps of a stream without length, also across several epochs.
             stream.go_on(self._manifest.cursor, self.trainer.state.global_step)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Ranks that the checkpoint does not have begin with a random state of their own. The Trainer loads none."""
+        """Seeds ranks whose random state the checkpoint does not have, because it was written by fewer ranks."""
         is_first, self._has_begun = not self._has_begun, True
         name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
         if is_first and self._folder is not None and not (self._folder / name).is_file():
@@ -171,10 +171,10 @@ class Resume(Part):
             set_seed(draw_seed(args.seed, state.global_step, self.manager.identity.rank) % 2**32)
 
     def _check_loaded(self, original: Callable[..., Any], load_result: Any) -> Any:
-        """`Trainer._issue_warnings_after_load`: a training does not go on from other weights than its checkpoint's.
+        """Overrides `Trainer._issue_warnings_after_load`: refuses a checkpoint without all trained weights.
 
-        transformers 5 writes some models under other names (ViT, LLaVA), and `Trainer` does not find them again: it
-        loads what fits and warns of the rest. All ranks read the same file.
+        transformers 5 saves some models under other names (ViT, LLaVA), which `Trainer` does not find again: it would
+        load the rest and warn. All ranks read the same file.
 
         Raises:
             SetupError: Trained weights were not loaded.
@@ -182,16 +182,16 @@ class Resume(Part):
         lost, num_trained = lost_weights(self.trainer.model, load_result.missing_keys)
         if lost:
             raise SetupError(
-                f"A checkpoint was loaded without {len(lost)} of {num_trained} trained weights, {lost[0]} for example: "
-                "it has none of that name.",
-                hint="transformers writes this model under other names than it has and does not read them back. "
+                f"A checkpoint was loaded without {len(lost)} of {num_trained} trained weights, such as {lost[0]}: it "
+                "has no weight of that name.",
+                hint="transformers saves this model under other names, which the Trainer does not read back. "
                 "from_pretrained does: load the model from that checkpoint. Train without resume (resume='off') and "
                 "without load_best_model_at_end.",
             )
         return original(load_result)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`: none for a training that resumes at its end; it would do one more step."""
+        """Overrides `Trainer.get_batch_samples`: a training that resumes at its end would make one more step."""
         state = self.trainer.state
         if 0 < state.max_steps <= state.global_step:
             self.trainer.control.should_training_stop = True
@@ -200,11 +200,11 @@ class Resume(Part):
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
-    """Trained weights that have been loaded under none of their names, and how many are trained.
+    """Returns the trained weights that were not loaded, and the number of trained weights.
 
     Args:
-        model: A shared weight has several names, and one is enough.
-        missing: Names that were not found.
+        model: The model. A shared weight has several names, of which one is enough.
+        missing: Names that the checkpoint does not have.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -216,17 +216,17 @@ def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
 
 
 def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be one of this training: name -> JSON value.
+    """Returns facts that identify a training, as JSON values. A checkpoint of this training has equal ones.
 
     Args:
-        num_accumulated: Micro-batches of a step that the script asked for.
-        training: How many calls of `train()` this process made before.
+        num_accumulated: The script's gradient_accumulation_steps.
+        training: Number of earlier calls of `train()` in this process.
     """
     args, config = trainer.args, manager.config
     batch = args.per_device_train_batch_size * num_accumulated
     if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
-        batch *= manager.identity.world_size  # It was divided when the arguments were made.
-    # A data set that draws random numbers gives the same rows whatever was drawn before.
+        batch *= manager.identity.world_size  # It was divided when TrainingArguments were made.
+    # Seeded, so that a data set that draws random numbers returns the same rows each time.
     with seeded_draws(0), kept_objects(trainer.train_dataset):
         found = facts_of_run(trainer, config, num_accumulated)
     facts: dict[str, Any] = {

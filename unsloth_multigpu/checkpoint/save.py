@@ -1,4 +1,4 @@
-"""Saves the checkpoints of one training: written aside, sealed, and renamed when they are complete."""
+"""Saves the checkpoints of one training: in a hidden folder first, which gets its final name when it is complete."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 logger = get_logger(__name__)
 
 _STATE_FILE = "trainer_state.json"
-# Of the Trainer, of accelerate's FSDP, and of what FSDP writes by torch.distributed.checkpoint.
+# Of the Trainer, of accelerate's FSDP, and of torch.distributed.checkpoint.
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
-# Reading and flushing large files takes long; if rank 0 dies meanwhile, the launcher ends the run.
+# Long, because large files take long. If rank 0 dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
-# In the store: the last save of rank 0, and how it ended.
+# Key in the store: the last save of rank 0, and its outcome.
 _KEY = "checkpoint"
 
 
@@ -43,9 +43,10 @@ class Checkpoints(Part):
     """Saves the checkpoints of one `train()`.
 
     Args:
-        steps: What feeds the trainer.
-        exchange: Its state is kept.
-        resume: Knows what training this is.
+        steps: The feed of the training.
+        exchange: Its state is saved.
+        resume: Has the facts of the training.
+        beat: This rank's heartbeat page.
     """
 
     place = "checkpoints"
@@ -62,18 +63,18 @@ class Checkpoints(Part):
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluate`: notes the random state for a checkpoint of a training that is stopped in it."""
+        """Overrides `Trainer.evaluate`: keeps the random state for a checkpoint of a training that is stopped in it."""
         with self.beat.within(Phase.EVALUATE):
             outer, self._before_evaluation = self._before_evaluation, read_random_state()
             try:
                 metrics = original(*args, **kwargs)
             finally:
                 self._before_evaluation = outer
-            # An `evaluate` of the script may have added some.
+            # The script's own `evaluate` may have added metrics.
             return self.manager.broadcast_numbers(metrics) if isinstance(metrics, dict) else metrics
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
-        """`Trainer._save_checkpoint`: a folder gets its name when it is complete. Collective."""
+        """Overrides `Trainer._save_checkpoint`: a checkpoint gets its name when it is complete. Collective."""
         with self.beat.within(Phase.SAVE):
             self._save_aside(original, model, trial)
 
@@ -84,12 +85,12 @@ class Checkpoints(Part):
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
         if self._before_evaluation is not None:
-            # Stopped in an evaluation, which is not repeated after a resume. The training continues with the state
-            # that it would have left behind: a data loader draws its base seed when it begins.
+            # Stopped in an evaluation, which is not repeated after a resume. Restore the random state that it would
+            # have left: a data loader draws its base seed at its begin.
             write_random_state(self._before_evaluation)
             draw_base_seed()
         with self._claimed(part, final):
-            # No rank writes into the folder before it is locked: until then another run may remove it.
+            # Barrier: before the folder is locked, another run may remove it.
             self.manager.gather_texts("")
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
@@ -103,12 +104,12 @@ class Checkpoints(Part):
             if trainer.state.best_model_checkpoint == os.fspath(part):
                 trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
             elif trainer.state.best_global_step and os.path.isdir(best):
-                # The Trainer looked for it next to the folder that is written.
+                # The Trainer looked for it beside the hidden folder.
                 trainer.state.best_model_checkpoint = best
-            # Every rank has written its files. Rank 0 chooses an identifier of this save. It also tells the state of
-            # callbacks, which the Trainer reads only on the rank that writes it.
-            told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None])
-            name, callbacks = json.loads(self.manager.gather_texts(told)[0])
+            # Every rank has written its files. Rank 0 broadcasts an identifier of this save, and the state of
+            # callbacks, which the Trainer collects only on the rank that writes it.
+            mine = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None])
+            name, callbacks = json.loads(self.manager.gather_texts(mine)[0])
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
             self._complete_on_rank_0(name, part, final, before)
@@ -120,13 +121,13 @@ class Checkpoints(Part):
         return self.manager.identity.rank == 0
 
     def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Rank 0 completes the checkpoint; the others wait, longer than a collective may take. Collective.
+        """Completes the checkpoint on rank 0, while the others wait longer than a collective may take. Collective.
 
         Args:
-            name: Of this save. All saves share one key of the store: a save begins when all ranks have read the last.
+            name: Identifier of this save. Saves share one key of the store, since all ranks have read the last one.
             part: The incomplete checkpoint.
-            final: What it will be called.
-            before: The listing of `final` when the save began.
+            final: Its final path.
+            before: The listing of `final` before the save.
         """
         identity = self.manager.identity
         if self._is_writer:
@@ -147,16 +148,16 @@ class Checkpoints(Part):
             raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
         if outcome == "saved" and identity.local_rank == 0 and not final.exists():
             logger.warning(
-                "rank %d does not see %s: no training can resume from it. Use a folder that all nodes share",
+                "rank %d does not see %s, so no training can resume from it. Use a folder that all nodes share",
                 identity.rank,
                 final,
             )
 
     def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> bool:
-        """Adds what Hugging Face does not save, seals the folder, renames it and deletes older ones.
+        """Adds state that Hugging Face does not save, seals and renames the folder, and deletes older checkpoints.
 
         Returns:
-            False where the script's own saving has written to another place.
+            False if the script's own saving has written to another folder.
         """
         trainer, state = self.trainer, self.trainer.state
         _move_changed(final, before, part)
@@ -166,7 +167,7 @@ class Checkpoints(Part):
         loader = self.steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
         if (part / _STATE_FILE).is_file():
-            # The path of the best checkpoint is its final one only now.
+            # Again, with the final path of the best checkpoint.
             state.save_to_json(os.fspath(part / _STATE_FILE))
         self.exchange.save_state(part)
         if order is not None:
@@ -187,7 +188,7 @@ class Checkpoints(Part):
         return True
 
     def _cursor(self, loader: Any) -> dict[str, int]:
-        """The position in the epoch, with steps and samples where this package deals them."""
+        """Returns the position in the epoch, with steps and samples if this package divides them."""
         state = self.trainer.state
         if isinstance(getattr(loader, "dataset", None), StepStream):
             return dict(loader.dataset.cursor())
@@ -199,7 +200,7 @@ class Checkpoints(Part):
 
     @contextmanager
     def _claimed(self, part: Path, final: Path) -> Iterator[None]:
-        """On rank 0, locks the folder for this run, and removes it where the save fails."""
+        """Locks the folder on rank 0, and removes it if the save fails."""
         from safetensors import SafetensorError
 
         release = None
@@ -209,20 +210,20 @@ class Checkpoints(Part):
                 if release is None:
                     raise SaveError(
                         f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it.",
-                        hint="Give each run an output_dir of its own, or end the other one first.",
+                        hint="Give each run an output_dir of its own, or end the other run first.",
                     )
-                settle(part, final)  # A run that was killed since this one began may have left something.
+                settle(part, final)  # A run that was killed meanwhile may have left an incomplete checkpoint.
                 part.mkdir(parents=True)
             yield
         except BaseException as error:
-            room = _room(final.parent)  # Before what was written so far is removed.
+            free = _free_bytes(final.parent)  # Measured before the files are removed.
             if release is not None:
                 shutil.rmtree(part, ignore_errors=True)
-            # torch and safetensors raise errors of their own where a disk is full.
+            # torch and safetensors raise errors of their own on a full disk.
             is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
             if is_disks and not isinstance(error, MultiGPUError):
-                told = f"{final} could not be saved, earlier checkpoints are untouched{room}: {error}"
-                raise OSError(told) from error
+                message = f"{final} could not be saved, earlier checkpoints are untouched{free}: {error}"
+                raise OSError(message) from error
             raise
         finally:
             if release is not None:
@@ -230,7 +231,7 @@ class Checkpoints(Part):
 
 
 def _rotate(trainer: TrainerLike, folder: Path) -> None:
-    """Hugging Face's own `save_total_limit`, once the new checkpoint is in its place."""
+    """Applies Hugging Face's `save_total_limit` after the new checkpoint has its final name."""
     output_dir, best = os.fspath(folder), trainer.state.best_model_checkpoint
     if hasattr(trainer, "_rotate_checkpoints"):  # transformers 4.
         cast(OptionalTrainer, trainer)._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
@@ -241,8 +242,8 @@ def _rotate(trainer: TrainerLike, folder: Path) -> None:
     rotate_checkpoints(output_dir=output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
 
-def _room(folder: Path) -> str:
-    """Free bytes, which errors of torch and safetensors do not tell. "" where the folder is gone."""
+def _free_bytes(folder: Path) -> str:
+    """Describes the free bytes of the disk, which torch's and safetensors' errors lack; "" if the folder is gone."""
     try:
         return f"; the disk of {folder} has {shutil.disk_usage(folder).free:,} bytes free"
     except OSError:
@@ -250,7 +251,7 @@ def _room(folder: Path) -> str:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Time and size of each file, by which a file that was written is known."""
+    """Returns time and size of each file, to find changed files later."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
 
@@ -265,7 +266,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:
-    """A trainer that saves by itself writes into the final folder; what it wrote belongs to the new checkpoint."""
+    """Moves changed files of the final folder, into which a trainer's own saving writes, to the new checkpoint."""
     for name, seen in _listing(folder).items():
         if before.get(name) != seen:
             (target / name).parent.mkdir(parents=True, exist_ok=True)

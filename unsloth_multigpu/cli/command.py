@@ -1,4 +1,4 @@
-"""The contract of a command: `unsloth-multigpu NAME`. `run` is one of ours, tools bring the others."""
+"""The interface of a command `unsloth-multigpu NAME`."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ HELP_ALL = "--help-all"
 
 @dataclass(frozen=True)
 class Arguments:
-    """The base of a dataclass of a command's own options, which are checked when it is made; see `option_type`."""
+    """Base of a dataclass with a command's own options; see `option_type`."""
 
     def __post_init__(self) -> None:
         take_values(self)
 
     @classmethod
     def table(cls) -> dict[str, Option]:
-        """The options by their names, as a command line has them."""
+        """Returns the options of the command line by name."""
         return {name: option for name, option in options_of(cls).items() if option.commands}
 
     @classmethod
     def read(cls, given: argparse.Namespace) -> Self:
-        """What a command line gave; None = the default.
+        """Creates the options from a parsed command line, in which None means the default.
 
         Raises:
-            ConfigError: A value that cannot be used.
+            ConfigError: An invalid value.
         """
         values = {name: getattr(given, name) for name in cls.table()}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def program(self) -> list[str]:
-        """What is run where no program is given; empty = one has to be."""
+        """Returns the program to run if none is given; empty = a program is required."""
         return []
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command. A tool is found by the attribute `COMMAND` of its package in `unsloth_multigpu.tools`.
+    """One command. Each package of `unsloth_multigpu.tools` has an attribute `COMMAND`.
 
     Args:
-        name: On the command line.
-        help: One line, in the list of commands.
-        description: In its own `--help`.
-        module: Imported where the command is called, or its options are listed. It has `Options`, a class of
-            `Arguments`; `run(own, given, program)`, which returns the exit code; and `DEFAULTS`, where an option of a
-            run has another default there.
-        runs_program: A script or a module follows its options.
-        has_options_of_run: It takes those options of a run whose `commands` name it.
+        name: Name on the command line.
+        help: One line for the list of commands.
+        description: Text of its own `--help`.
+        module: Module that is imported when the command is called or its options are listed. It has `Options`, a
+            subclass of `Arguments`; `run(own, given, program)`, which returns the exit code; and optionally
+            `DEFAULTS`, other defaults of options of a run.
+        runs_program: A script or module follows its options.
+        has_options_of_run: It has the options of a run whose `commands` contain its name.
         operand: The option that is given without its name.
     """
 
@@ -69,7 +69,7 @@ class Command:
     operand: str = ""
 
     def table(self) -> dict[str, Option]:
-        """Its own options, and those of a run."""
+        """Returns its own options and those of a run, by name."""
         own: dict[str, Option] = self._imported().Options.table()
         return {**own, **self._of_run()}
 
@@ -77,8 +77,8 @@ class Command:
         """Adds its options to its parser.
 
         Args:
-            parser: Of this command.
-            shows_all: Its help lists all options; else, of a run's, the everyday ones.
+            parser: The parser of this command.
+            shows_all: Its help lists all options of a run, not only the everyday ones.
         """
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         rest = {name for name, option in self._of_run().items() if option.group != EVERYDAY}
@@ -91,15 +91,15 @@ class Command:
             _add_option(groups[option.group], name, option, is_operand=name == self.operand, is_shown=is_shown)
 
     def read(self, options: argparse.Namespace) -> tuple[Arguments, dict[str, Any]]:
-        """Its own options, checked, and what the command line gave of a run's; None = not given.
+        """Returns its own options, checked, and the values of a run's options; None = not given.
 
         Raises:
-            ConfigError: A value that cannot be used.
+            ConfigError: An invalid value.
         """
         return self._imported().Options.read(options), {name: getattr(options, name) for name in self._of_run()}
 
     def run(self, own: Arguments, given: Mapping[str, Any], program: Sequence[str]) -> int:
-        """Runs it and returns its exit code.
+        """Runs the command and returns its exit code.
 
         Args:
             own: See `read`.
@@ -127,12 +127,12 @@ def _add_option(
         action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
         group.add_argument(flag(name), action=action, help=text)
     else:
-        # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
+        # Without `choices`: the config checks options of a run, and its errors are better than argparse's.
         kind = str if option.check else option.type
         group.add_argument(flag(name), type=kind, metavar=option.metavar(), help=text)
 
 
 def usage_of(command: str) -> str:
-    """How a command that runs a program is called."""
+    """Returns the usage of a command that runs a program."""
     return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
        unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""

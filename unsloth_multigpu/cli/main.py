@@ -1,4 +1,4 @@
-"""The command `unsloth-multigpu`: starts scripts that have no line of their own, and checks the machine."""
+"""The command `unsloth-multigpu`: `run`, and the commands of the tools."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from unsloth_multigpu.logs import tell
 from unsloth_multigpu.option_type import did_you_mean, flag
 from unsloth_multigpu.versions import installed_version
 
-# In the order of the list of commands.
+# In the order of `--help`.
 _TOOLS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
+    """Reports a wrong command line like a wrong argument of `enable_multi_gpu`: with the exit code of ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
-        error = ConfigError(message, hint=f"{self.prog} --help lists what there is.")
+        error = ConfigError(message, hint=f"See {self.prog} --help.")
         self.exit(error.exit_code, f"error: {error}\n")
 
 
 def find_commands() -> dict[str, Command]:
-    """`run`, and the command of each tool that is installed."""
+    """Returns `run` and the commands of the installed tools, by name."""
     folder = Path(__file__).parents[1] / "tools"
     names = [name for name in _TOOLS if (folder / name).is_dir()]
     tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}").COMMAND for name in names]
@@ -44,10 +44,10 @@ def find_commands() -> dict[str, Command]:
 
 
 def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> Parser:
-    """The parser of the whole command line.
+    """Creates the parser of the whole command line.
 
     Args:
-        commands: Name -> command, in the order of the list.
+        commands: Commands by name, in the order of `--help`.
         shows_all: The help of a command lists all its options.
     """
     parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             hint = did_you_mean(unknown[0].partition("=")[0], flags)
             raise ConfigError(
                 f"unrecognized arguments: {' '.join(unknown)}",
-                hint=f"{hint}unsloth-multigpu {command.name} --help lists what there is.",
+                hint=f"{hint}See unsloth-multigpu {command.name} --help.",
             )
         options, of_run = command.read(parsed)
         if command.runs_program:
-            if program and len(own) + len(program) == len(given):  # No `--` says whose they are.
-                _tell_of_options_behind(program, command)
+            if program and len(own) + len(program) == len(given):  # Without `--` between them.
+                _warn_of_options_after(program, command)
             program = find_program(program or options.program(), command.name)
         code = command.run(options, of_run, program)
         if sys.stdout is not None:
@@ -101,15 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # `| head` has read enough. Python would fail once more when it flushes at its end.
+        # The reader, such as `head`, has ended. Python would fail again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts the options of a command from the program: from the script's name on all belongs to the script.
+    """Splits the options of a command from the program, which begins with the script's name.
 
-    Not left to argparse, which takes `-h` and `--` out of the script's arguments in some versions of Python.
+    Not left to argparse, which removes `-h` and `--` from the script's arguments in some versions of Python.
     """
     command = find_commands().get(arguments[0]) if arguments else None
     if command is None or not command.runs_program:
@@ -121,13 +121,13 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:i]), list(arguments[i + 1 if arguments[i : i + 1] == ["--"] else i :])
 
 
-def _tell_of_options_behind(program: Sequence[str], command: Command) -> None:
+def _warn_of_options_after(program: Sequence[str], command: Command) -> None:
     own = {flag(name) for name in command.table()}
-    behind = [text for text in program[1:] if text.partition("=")[0] in own]
-    if behind:
-        where = f"unsloth-multigpu {command.name} {behind[0]} ..."
+    after = [text for text in program[1:] if text.partition("=")[0] in own]
+    if after:
+        where = f"unsloth-multigpu {command.name} {after[0]} ..."
         tell(
-            f"unsloth_multigpu: {behind[0]} stands behind {program[0]}, so the script gets it. If it is meant for "
+            f"unsloth_multigpu: {after[0]} comes after {program[0]}, so the script gets it. If it is meant for "
             f"{command.name}: {where}; if not, write -- before {program[0]}.\n"
         )
 

@@ -1,4 +1,4 @@
-"""Which Python program does a command line name: a file, a module, or a command such as `trl sft`?"""
+"""Finds the Python program in a command line: a file, a module, or a command such as `trl sft`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
 
 def find_program(program: Sequence[str], command: str) -> list[str]:
-    """Returns the program as `python` takes it: `-m module ...` or `file ...`.
+    """Returns arguments for `python`: `-m module ...` or `file ...`.
 
-    A name that is no file is looked up beside the running interpreter, then on PATH.
+    A name that is not a file is looked up beside the running interpreter, then on PATH.
 
     Args:
-        program: As it was typed.
-        command: Which runs it, for messages.
+        program: The program and its arguments as typed.
+        command: Name of our command, for messages.
 
     Raises:
-        ConfigError: None was given, there is no such program, it is not Python, or it is a launcher of processes.
+        ConfigError: No program was given, it does not exist, is not Python, or is a launcher of processes.
     """
     usage = f"usage: {usage_of(command)}"
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
-        raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
+        raise ConfigError(f"{command}: no {what} was given.", hint=f"Write it after the options.\n{usage}")
     name, *arguments = program
     if name == "-m" and arguments[0] in LAUNCHER_MODULES:
         raise _starts_processes(arguments[0], command)
@@ -45,7 +45,7 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
     if found is None:
         raise ConfigError(
             f"{command}: there is no file {name!r}.",
-            hint=f"Check the path; no command of this name is on PATH either.\n{usage}",
+            hint=f"Check the path. There is no command of this name on PATH, either.\n{usage}",
         )
     if (started := Path(found).name) in LAUNCHERS:
         raise _starts_processes(started, command)
@@ -59,16 +59,16 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
 def _starts_processes(launcher: str, command: str) -> ConfigError:
     return ConfigError(
         f"{launcher} starts processes of its own, so each rank would start the whole training again.",
-        hint=f"Name the script, or the module, that trains: unsloth-multigpu {command} train.py ...",
+        hint=f"Run the script or module that trains: unsloth-multigpu {command} train.py ...",
     )
 
 
 def _script_of_trl(arguments: Sequence[str], command: str) -> list[str]:
-    """`trl sft` starts `accelerate launch` as a child; its script trains in the rank itself."""
+    """Returns the script of a trl command: `trl sft` itself would start `accelerate launch`."""
     if given := [text for text in arguments if text.partition("=")[0] in _OF_LAUNCHER]:
         raise ConfigError(
             f"{given[0]} is an option of the launcher that trl starts, and the ranks are started here.",
-            hint=f"Leave it out; the number of ranks stands before trl: {command} --num-gpus 2 trl {arguments[0]} ...",
+            hint=f"Leave it out; set the number of ranks before trl: {command} --num-gpus 2 trl {arguments[0]} ...",
         )
     return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
 
@@ -77,7 +77,7 @@ def _is_python(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        # Long paths of interpreters stand in a second line, behind /bin/sh.
+        # A long path of the interpreter is in the second line, after /bin/sh.
         head = file.read(512).split(b"\n")[:2]
     return head[0].startswith(b"#!") and any(re.search(rb"python", line) for line in head)
 

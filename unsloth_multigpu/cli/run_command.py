@@ -1,4 +1,4 @@
-"""`unsloth-multigpu run`: a script as if its first line were `enable_multi_gpu()`."""
+"""`unsloth-multigpu run`: runs a script as if its first line were `enable_multi_gpu()`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unsloth_multigpu.wire.identity import read_identity
 RANK_MODULE = "unsloth_multigpu.cli.script_runner"
 COMMAND = Command(
     "run",
-    "run a script that has no line of its own on every GPU",
+    "run a script without enable_multi_gpu() on every GPU",
     "Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
-    "UNSLOTH_MULTIGPU_<NAME>; docs/options.md says all about each.",
+    "UNSLOTH_MULTIGPU_<NAME>; docs/options.md describes each.",
     "unsloth_multigpu.cli.run_command",
     runs_program=True,
     has_options_of_run=True,
@@ -29,11 +29,11 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu run` beside those of a run.
+    """Options of `unsloth-multigpu run` in addition to those of a run.
 
     Args:
-        config: YAML file with options of a run by their names, one `name: value` in a line; also the variable
-            UNSLOTH_MULTIGPU_CONFIG. Options here and variables win over it.
+        config: YAML file with options, one `name: value` per line; also the variable UNSLOTH_MULTIGPU_CONFIG. Options
+            on the command line and variables override it.
     """
 
     config: Annotated[str | None, Option(shown="FILE")] = None
@@ -45,21 +45,21 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> NoRet
     from unsloth_multigpu.start import check_cluster, needs_supervisor, ranks_to_start, supervise
 
     if own.config is not None:
-        # By its whole path, because the script may change the folder above its line.
+        # The absolute path, because the script may change the working folder before enable_multi_gpu().
         os.environ[ENV_CONFIG] = os.path.abspath(own.config)
     config = tool_of(RunContext.read(os.environ)).adjusted(MultiGPUConfig.resolve(given))
-    # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
+    # As variables, so that enable_multi_gpu() in the script has the same options.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]
     Console()
-    is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
-    if not is_started:
+    is_rank = read_identity(os.environ) is not None  # Started by torchrun or srun.
+    if not is_rank:
         check_cluster(given)
-    # Counting the devices takes an import of torch, so it is left to the rank where there can only be one.
-    if not is_started and (config.num_gpus != 1 or needs_supervisor(config, 1)):
+    # Counting the devices imports torch, so it is left to the rank if there can be only one.
+    if not is_rank and (config.num_gpus != 1 or needs_supervisor(config, 1)):
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             supervise(command, config, num_ranks)
     for stream in (sys.stdout, sys.stderr):
-        print(end="", file=stream, flush=True)  # None where the command was started without it.
+        print(end="", file=stream, flush=True)  # `file=None` is allowed: the command may have no stdout.
     os.execv(command[0], command)

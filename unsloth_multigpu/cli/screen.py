@@ -1,6 +1,6 @@
-"""What a command shows: colour, and a line that changes, on a terminal; plain lines everywhere else.
+"""Output of commands: colours and a progress line on a terminal, plain lines elsewhere.
 
-rich is imported where there is a terminal, so that a pipe or a log pays nothing for it.
+rich is imported only for a terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Screen:
         stream: None = stdout.
 
     Attributes:
-        is_terminal: Somebody sees it as it comes; colour is left out where NO_COLOR is set.
+        is_terminal: The stream is a terminal. Colours are left out if NO_COLOR is set.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -36,21 +36,21 @@ class Screen:
 
     @property
     def console(self) -> Console:
-        """rich's console on the stream; it colours on a terminal only."""
+        """rich's console for the stream."""
         if self._console is None:
             from rich.console import Console
 
-            # No guesses: what looks like a number, a path or a tag in our lines is shown as it is.
+            # Without rich's highlighting and markup: our lines are shown unchanged.
             self._console = Console(
                 file=self.stream, highlight=False, markup=False, emoji=False, force_terminal=self.is_terminal
             )
         return self._console
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """A line, which is there when this returns.
+        """Prints a line and flushes the stream.
 
         Args:
-            style: In rich's words, such as "bold red"; left out where it is no terminal.
+            style: rich's style, such as "bold red". Used on a terminal only.
         """
         if self.is_terminal and style is not None:
             self.console.print(text, style=style, soft_wrap=True)
@@ -58,27 +58,28 @@ class Screen:
             print(text, file=self.stream, flush=True)
 
     def json(self, value: Any) -> None:
-        """A value as JSON that every reader takes."""
+        """Prints a value as standard JSON, without NaN and infinity."""
         self.line(json.dumps(_plain(value), indent=1, allow_nan=False))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
-        """A table with the names of its columns.
+        """Prints a table with the names of its columns.
 
         Args:
             rows: `rows[line][column]`.
-            num_left: This many columns, from the first, are left-aligned, the others right-aligned. None = all.
+            num_left: Number of columns, from the first, that are left-aligned; the others are right-aligned. None =
+                all.
         """
         rows = list(rows)
         names, *lines = aligned([columns, *rows], num_left)
         self.line(names, "bold")
         for line, row in zip(lines, rows, strict=True):
-            # What is marked in plain text, by a "!" or in capitals, is red.
+            # Rows that are marked in plain text, by "!" or capitals, are red.
             is_marked = any(cell.startswith("!") or cell == "OTHER" for cell in row)
             self.line(line, "bold red" if is_marked else None)
 
 
 def _plain(value: Any) -> Any:
-    """With text in place of the numbers that JSON does not have: nan, inf."""
+    """Replaces NaN and infinity, which JSON does not have, by text."""
     if isinstance(value, dict):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -87,10 +88,10 @@ def _plain(value: Any) -> Any:
 
 
 class Progress:
-    """What a command does now, on stderr: a line that changes on a terminal, a line for each item elsewhere.
+    """Progress of a command on stderr: one updated line on a terminal, one line per item elsewhere.
 
     Args:
-        name: Of the command, at the begin of each line.
+        name: Name of the command, at the begin of each line.
         stream: None = stderr.
     """
 
@@ -106,18 +107,19 @@ class Progress:
         self.clear()
 
     def say(self, text: str, style: str | None = None) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         if self._status is not None:
             self._screen.console.print(f"{self._name}: {text}", style=style, soft_wrap=True)
         else:
             self._screen.line(f"{self._name}: {text}", style)
 
     def begin(self, number: int, total: int, what: str) -> None:
-        """The next item begins.
+        """Shows that the next item begins.
 
         Args:
-            number: Of the item, from 1.
-            what: Its name.
+            number: Number of the item, from 1.
+            total: Number of items.
+            what: Name of the item.
         """
         if self._screen.is_terminal:
             self.show(f"{what} ({number} of {total})")
@@ -125,7 +127,7 @@ class Progress:
             self.say(f"{number} of {total}: {what}")
 
     def show(self, what: str) -> None:
-        """Changes the line; a stream that is no terminal shows nothing of it."""
+        """Updates the progress line. Has no effect if the stream is not a terminal."""
         if not self._screen.is_terminal:
             return
         from rich.text import Text
@@ -137,7 +139,7 @@ class Progress:
         self._status.update(text)
 
     def clear(self) -> None:
-        """Takes the line away, so that others may write."""
+        """Removes the progress line, so that other output can follow."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,6 +1,6 @@
-"""A rank of a script that has no line of its own: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
+"""Runs a script without `enable_multi_gpu()` as a rank: `python -m unsloth_multigpu.cli.script_runner train.py --args`.
 
-Also each process of a script that `unsloth-multigpu verify` runs, which may have its own.
+Also runs the scripts of `unsloth-multigpu verify`, which may call it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from unsloth_multigpu.wire.context import RunContext
 
 
 def main() -> None:
-    """Enables this rank, and runs the program that `sys.argv` names.
+    """Calls `enable_multi_gpu()`, and runs the program in `sys.argv`.
 
-    The program becomes `__main__` as under plain Python: for good, since spawned workers, threads and exit handlers
-    look there after its last line, and before torch is imported, since dill keeps what `__main__` was then. The public
-    functions of runpy give it back at the last line, and leave `__file__` relative.
+    The program becomes `__main__` as under plain Python. It stays, because spawned workers, threads and exit handlers
+    use it after the last line, and it is set before torch is imported, because dill keeps the `__main__` of that time.
+    The public functions of runpy restore `__main__` after the last line and set a relative `__file__`.
     """
     import builtins
     import pkgutil
     import runpy
     from importlib.machinery import SourceFileLoader
 
-    # Before the path is changed, by which a module is found.
+    # Before sys.path is changed, which is used to find a module.
     is_followed = tool_of(RunContext.read(os.environ)).is_comparison
-    starts_itself = is_followed and has_own_line(sys.argv[1:])
+    starts_itself = is_followed and calls_enable(sys.argv[1:])
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     path = os.path.abspath(sys.argv[0])
@@ -48,12 +48,12 @@ def main() -> None:
     from unsloth_multigpu.plugin import enable_multi_gpu
 
     if is_followed:
-        _hold_unfollowed_training()
+        _refuse_unfollowed_training()
     if not starts_itself:
         enable_multi_gpu()
     try:
         if is_module or is_archive:
-            # What the interpreter itself calls for -m; it runs the module in sys.modules["__main__"].
+            # The interpreter's own function for -m, which runs the module in sys.modules["__main__"].
             run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
             run_as_main(sys.argv[0] if is_module else "__main__", alter_argv=is_module)
         else:
@@ -61,14 +61,14 @@ def main() -> None:
             vars(program).update(__file__=path, __loader__=loader)
             exec(loader.source_to_code(loader.get_data(path), path), vars(program))
     except Exception as error:  # noqa: BLE001  # It ends the process.
-        # As the interpreter ends a program, without the frames below the program's own.
+        # As the interpreter does, without the frames of this module.
         traceback = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from None
 
 
-def has_own_line(program: Sequence[str]) -> bool:
-    """True if the script or module has a call of `enable_multi_gpu`: then it starts its ranks itself.
+def calls_enable(program: Sequence[str]) -> bool:
+    """True if the source of the script or module calls `enable_multi_gpu`, and so starts its ranks itself.
 
     Args:
         program: The script and its arguments, or `-m`, a module and its arguments.
@@ -78,14 +78,14 @@ def has_own_line(program: Sequence[str]) -> bool:
         return False
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # A zip file, say. What is no program says so when it runs.
+    except (SyntaxError, ValueError):  # For example a zip file. A broken program fails when it runs.
         return False
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any("enable_multi_gpu" in (getattr(f, "attr", None), getattr(f, "id", None)) for f in called)
 
 
 def program_file(program: Sequence[str]) -> Path | None:
-    """The file that a program begins with; None where there is none.
+    """Returns the main file of a program, None without one.
 
     Args:
         program: The script and its arguments, or `-m`, a module and its arguments.
@@ -97,7 +97,7 @@ def program_file(program: Sequence[str]) -> Path | None:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file that `python -m name` runs, found without importing the packages around it."""
+    """Returns the file that `python -m name` runs, without importing the packages around it."""
     places, origin = [os.getcwd(), *sys.path], None
     for part in name.split("."):
         spec = PathFinder.find_spec(part, places)
@@ -108,8 +108,8 @@ def _module_file(name: str) -> Path | None:
     return Path(places[0] if places else origin or "")
 
 
-def _hold_unfollowed_training() -> None:
-    """A call of the line is in the source, but that does not say that it is reached."""
+def _refuse_unfollowed_training() -> None:
+    """Makes `train()` raise if `enable_multi_gpu()` was not called: a call in the source may not be reached."""
     from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.patching import PatchRegistry
     from unsloth_multigpu.plugin import is_multi_gpu_enabled

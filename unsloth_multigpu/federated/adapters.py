@@ -1,4 +1,4 @@
-"""What travels between the server and its clients, a model's trainable tensors and persistent buffers; LoRA layers."""
+"""The tensors that server and clients exchange, trainable parameters and persistent buffers. Saves LoRA adapters."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Trainable parameters, then persistent buffers: the tensors themselves, in the model's order.
+    """Returns the trainable parameters, then the persistent buffers, not copied, in the model's order.
 
-    A tied weight counts once, under its first name. Of a quantised model only running statistics count as buffers: its
-    frozen weights are buffers, too.
+    A tied weight occurs once, under its first name. In a quantized model only running statistics count as buffers,
+    because its frozen weights are buffers, too.
     """
     trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
     if not trainable:
@@ -40,7 +40,7 @@ def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers that training may change."""
+    """Returns the persistent buffers that training may change."""
     buffers = dict(model.named_buffers())
     if is_quantized(model):
         return {name: value for name, value in buffers.items() if name.endswith(_RUNNING_STATISTICS)}
@@ -49,11 +49,15 @@ def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Flower's arrays, copies on the CPU. Raises FederatedError naming a tensor with a value that is no number."""
+    """Copies tensors to Flower's arrays.
+
+    Raises:
+        FederatedError: A tensor has an infinite or NaN value.
+    """
     broken = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
     if broken:
         raise FederatedError(
-            f"{broken[0]} is infinite or no number after the client's training (and {len(broken) - 1} more tensors).",
+            f"{broken[0]} is infinite or NaN after the client's training (and {len(broken) - 1} more tensors).",
             hint="Lower the client's learning rate, or clip its gradients.",
         )
     return ArrayRecord({name: to_array(value) for name, value in tensors.items()})
@@ -61,7 +65,11 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
 
 @torch.no_grad()
 def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> None:
-    """Writes each array into the tensor of its name; raises FederatedError, and writes nothing, where one differs."""
+    """Writes each array to the tensor of its name.
+
+    Raises:
+        FederatedError: Names or shapes differ. Nothing was written.
+    """
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     there = {name: tuple(array.shape) for name, array in arrays.items()}
     for name in here | there:
@@ -72,16 +80,16 @@ def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> No
             )
     for name, tensor in tensors.items():
         value = to_tensor(arrays[name])
-        # A mean of counters is no whole number.
+        # A mean of integer counters is rounded.
         is_mean = value.is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex())
         tensor.copy_(value.round() if is_mean else value)
 
 
 def layout_of(model: nn.Module) -> list[str]:
-    """What has to be equal on all clients, one "name: value" each.
+    """Returns facts that must be equal on all clients, as "name: value".
 
-    Shapes of parameters, frozen ones included (adapters fit one another although the vocabularies of their base models
-    differ), and the factor of each LoRA layer. A quantised weight counts with the shape that it had before.
+    These are the shapes of all parameters (adapters may fit although the vocabularies of their base models differ), and
+    the factor of each LoRA layer. A quantized weight has its original shape here.
     """
     lines = [f"{name}: {_logical_shape(value)}" for name, value in model.named_parameters()]
     for name, module in model.named_modules():
@@ -92,19 +100,19 @@ def layout_of(model: nn.Module) -> list[str]:
 
 
 def layout_difference(here: Sequence[str], there: Sequence[str]) -> str:
-    """The first line in which two layouts differ, "" where they are equal."""
+    """Describes the first difference between two layouts, "" if they are equal."""
     mine, its = (dict(line.rsplit(": ", 1) for line in lines) for lines in (here, there))
     names = [name for name in its | mine if mine.get(name) != its.get(name)]
     return f"{names[0]} is {mine.get(names[0])} here, {its.get(names[0])} there" if names else ""
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """True where Hugging Face says so, or a weight is one of bitsandbytes or torchao."""
+    """True if Hugging Face's `is_quantized` is set, or a weight is a quantized tensor."""
     return bool(getattr(model, "is_quantized", False)) or any(map(is_quantized_tensor, model.parameters()))
 
 
 def is_quantized_tensor(tensor: torch.Tensor) -> bool:
-    """No plain floating point weight: packed integers, 8-bit floats, or a library's own kind of tensor."""
+    """True for packed integers, 8-bit floats and tensor classes of quantization libraries."""
     kinds = {type(tensor), type(tensor.data)} - {torch.Tensor, nn.Parameter}
     foreign = any(kind.__module__.split(".")[0] in ("bitsandbytes", "torchao", "hqq", "optimum") for kind in kinds)
     return foreign or not tensor.is_floating_point() or tensor.element_size() == 1
@@ -116,25 +124,25 @@ def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
-    """Why B A is not what an adapter adds, as far as names and shapes tell, and PEFT's layers themselves."""
+    """Returns reasons why an adapter does not add a plain B A, from names, shapes and PEFT's layers."""
     reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
     for name in find_pairs(travelling):
         layer, adapter = lora_layer(model, name)
         if kind := getattr(layer, "lora_variant", {}).get(adapter):
             reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
         elif hasattr(layer, "parameter_name") and getattr(layer, "num_experts", 1) > 1:
-            reasons.append(f"{name} holds the factors of several experts")  # target_parameters
+            reasons.append(f"{name} has the factors of several experts")  # target_parameters
     return reasons
 
 
 def lora_layer(model: nn.Module, name_a: str) -> tuple[Any, str]:
-    """The PEFT layer that owns a factor of this name, and the adapter's name."""
+    """Returns the PEFT layer with a factor of this name, and the adapter's name."""
     path, _, rest = name_a.rpartition(".lora_")
     return model.get_submodule(path), rest.removesuffix(".weight").split(".")[-1]
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """What `save_adapter` needs, as JSON; "" for what is no PEFT model with one active adapter."""
+    """Returns the adapter's configuration as JSON for `save_adapter`; "" without exactly one active adapter."""
     configs: Any = getattr(model, "peft_config", None)
     names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
     if len(names) != 1:
@@ -146,21 +154,21 @@ def describe_adapter(model: nn.Module) -> str:
 
 
 def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A or B where only the other is trained: they stay where they are, and the adapter on the disk needs them."""
+    """Returns frozen factors A or B whose partner is trained. They are not exchanged, but saved with the adapter."""
     partners = {partner_of(name) for name in travelling} - travelling.keys()
     return {name: value for name, value in model.named_parameters() if name in partners}
 
 
 def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_config: str) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads; needs no model.
+    """Writes `adapter_config.json` and `adapter_model.safetensors` for PEFT, without a model.
 
     Args:
-        arrays: The global state and `frozen_factors`. What is trained besides the adapter (biases, norms) is written,
-            too: PEFT loads it into the base model.
-        adapter_config: The text of `describe_adapter`.
+        arrays: The global state and `frozen_factors`. Other trained tensors (biases, norms) are written, too; PEFT
+            loads them into the base model.
+        adapter_config: The result of `describe_adapter`.
 
     Raises:
-        FederatedError: One of A and B is missing: PEFT would initialize it again when it loads the adapter.
+        FederatedError: A or B is missing; PEFT would initialize it again during loading.
     """
     from safetensors.torch import save_file
 
@@ -168,7 +176,7 @@ def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_confi
     if missing := sorted({partner for name in arrays if (partner := partner_of(name))} - arrays.keys()):
         raise FederatedError(
             f"{missing[0]} is not among the tensors of the adapter to be saved.",
-            hint="Pass what does not train (frozen A) as well.",
+            hint="Pass frozen factors, too.",
         )
     mark = f".{described['name']}"
     kept = {_name_on_disk(name, mark): value.contiguous() for name, value in arrays.items()}

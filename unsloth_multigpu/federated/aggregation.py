@@ -1,8 +1,8 @@
-"""The mean of LoRA products: mean(B A) is what the clients' weights average to, mean(B) mean(A) is another matrix.
+"""The mean of LoRA products: the mean of the clients' weights is mean(B A), which differs from mean(B) mean(A).
 
-A LoRA layer adds factor * B A to its base weight. Flower's strategies average A and B each on its own (FedIT, Zhang et
-al. 2023, "Towards Building the Federated GPT"). Here is the mean of the products, split into the adapter of the same
-rank that comes nearest to it (Eckart and Young 1936).
+A LoRA layer adds factor * B A to its base weight. Flower's strategies average A and B separately (FedIT, Zhang et al.
+2023, "Towards Building the Federated GPT"). This module computes the adapter of the same rank that is nearest to the
+mean of the products (Eckart and Young 1936).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _FACTOR = re.compile(
     r"(?P<layer>.+\.lora_(?P<table>embedding_)?)(?P<side>[AB])(?P<adapter>\.[^.]+)(?P<weight>\.weight)?"
 )
 _PLAIN = re.compile(r".+\.lora_B\.[^.]+\.bias")
-# A keeps the scale that the clients' A have; a direction that their mean hardly holds gets a fifth of the largest. With
-# 50 the next rounds learned worse (examples/experiments/federated_aggregation.py, learning rate 0.01): where A is small
-# B has to be large.
+# A keeps the scale of the clients' A, but its singular values are at least a fifth of the largest. With 50 in place of
+# 5, the next rounds learned worse (examples/experiments/federated_aggregation.py, learning rate 0.01): a small A needs
+# a large B.
 _MAX_CONDITION = 5.0
-# Up to this many clients x rank "mean" measures what it misses. The time grows with the square: 160 take 0.02 s of one
-# core for a layer of 4096 x 4096.
+# Limit of clients x rank up to which "mean" measures its difference. The time grows with the square: 160 take 0.02 s of
+# one core for a layer of 4096 x 4096.
 _MAX_COLUMNS = 256
 
 
 class Split(NamedTuple):
-    """The product b @ a that comes nearest to the mean of products. Shapes (rank, in), (out, rank).
+    """The product b @ a that is nearest to the mean of products. Shapes (rank, in), (out, rank).
 
-    The squares are those of Frobenius norms: of what the product leaves of the mean, and of the whole mean.
+    `remainder_square` and `total_square` are squared Frobenius norms: of the difference from the mean, and of the mean.
     """
 
     a: torch.Tensor
@@ -49,9 +49,9 @@ class LoraAggregate(NamedTuple):
     """The global state after a round.
 
     Args:
-        arrays: All travelling tensors.
-        relative_remainder: Part of mean(B A) that `arrays` do not hold, over all layers in Frobenius' norm; None
-            without LoRA layers, and where "mean" would compute for too long.
+        arrays: All exchanged tensors.
+        relative_remainder: Relative difference from mean(B A) over all layers, in the Frobenius norm; None without LoRA
+            layers, and if computing it for "mean" would take too long.
     """
 
     arrays: ArrayRecord
@@ -65,16 +65,16 @@ def aggregate_lora(
     *,
     mode: str,
 ) -> LoraAggregate:
-    """Replaces A and B in what the strategy averaged.
+    """Replaces A and B in the strategy's result.
 
     Args:
-        replies: The clients' arrays, in an order that does not change from run to run.
+        replies: The clients' arrays, in a reproducible order.
         weights: Numbers of examples.
-        averaged: The strategy's result over all tensors. "mean" returns it and measures what it misses.
-        mode: "mean" or "project", which takes what `not_projectable` has nothing against.
+        averaged: The strategy's result over all tensors. "mean" returns it and measures its difference.
+        mode: "mean" or "project", which requires that `not_projectable` has no objection.
 
     Raises:
-        FederatedError: Weights that sum to nothing.
+        FederatedError: The weights sum to 0.
     """
     pairs = find_pairs(averaged)
     if mode == "mean":
@@ -89,18 +89,18 @@ def aggregate_lora(
 
 
 def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: Sequence[float]) -> Split:
-    """The product of the clients' rank that comes nearest to the weighted mean of B A. Computes in float64.
+    """Returns the product of the clients' rank that is nearest to the weighted mean of B A. Computes in float64.
 
-    Never forms out x in: with n clients, two QR factorizations of (n rank) columns and one SVD of at most that size.
-    Which of the many A with the same product? The one whose rows come nearest to the mean of the clients' A, so that
+    Never forms a matrix of (out, in): with n clients it needs two QR factorizations of (n rank) columns, and one SVD of
+    at most that size. Of all A with the same product, it takes the one nearest to the mean of the clients' A, so that
     the learning rates of A and B keep their meaning from round to round.
 
     Args:
-        pairs: (A, B) of each client: (rank, in) and (out, rank).
+        pairs: (A, B) of each client, of shapes (rank, in) and (out, rank).
         weights: One per client, not negative; need not sum to 1.
 
     Raises:
-        FederatedError: Weights that sum to nothing.
+        FederatedError: The weights sum to 0.
     """
     parts = _normalized(weights, len(pairs))
     pairs = [(a.double(), b.double()) for a, b in pairs]
@@ -114,7 +114,7 @@ def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights
 
 
 def weighted_mean(replies: Sequence[ArrayRecord], weights: Sequence[float], names: Iterable[str]) -> ArrayRecord:
-    """The plain mean of some tensors, for buffers that a server's optimizer must leave alone. Adds in float64."""
+    """Returns the weighted mean of buffers, to which a server's optimizer must not be applied. Sums in float64."""
     parts = _normalized(weights, len(replies))
     found = ArrayRecord()
     for name in names:
@@ -124,14 +124,14 @@ def weighted_mean(replies: Sequence[ArrayRecord], weights: Sequence[float], name
 
 
 def find_pairs(names: Iterable[str]) -> dict[str, str]:
-    """Name of A -> name of B, where both travel. With one of them frozen the plain mean is exact."""
+    """Returns the name of B for each A if both are exchanged. With one of them frozen the plain mean is exact."""
     known = dict.fromkeys(names)  # In the names' order.
     pairs = {name: partner_of(name) for name in known}
     return {name: b for name in known if (b := pairs[name]) in known and b is not None and name < b}
 
 
 def partner_of(name: str) -> str | None:
-    """B's name for A's and A's for B's; None for what is no factor."""
+    """Returns the name of B for that of A, and the reverse; None for other tensors."""
     match = _FACTOR.fullmatch(name)
     if match is None:
         return None
@@ -139,7 +139,7 @@ def partner_of(name: str) -> str | None:
 
 
 def not_projectable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Why "project" cannot work on travelling tensors of these shapes, by name; empty where they can."""
+    """Returns reasons why "project" cannot work with exchanged tensors of these names and shapes; empty = it can."""
     reasons = [] if find_pairs(shapes) else ["no pair of lora_A and lora_B is trained"]
     for name, shape in shapes.items():
         if "lora_" not in name or _PLAIN.fullmatch(name):
@@ -148,12 +148,12 @@ def not_projectable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         if match is None or bool(match["table"]) == bool(match["weight"]):
             reasons.append(f"{name} is not a factor of a plain LoRA product (DoRA and AdaLoRA have such tensors)")
         elif len(shape) != 2:
-            reasons.append(f"{name} has shape {shape}: the product of a convolution's factors is no matrix")
+            reasons.append(f"{name} has shape {shape}: the product of a convolution's factors is not a matrix")
     return reasons
 
 
 def _svd_of_product(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, k) @ (k, in) -> left (out, m), falling values (m,), right (m, in); m = at most k, out and in."""
+    """SVD of (out, k) @ (k, in): left (out, m), descending values (m,), right (m, in), with m <= min(k, out, in)."""
     basis_b, inner_b = torch.linalg.qr(b)
     basis_a, inner_a = torch.linalg.qr(a.T)
     left, values, right = torch.linalg.svd(inner_b @ inner_a.T, full_matrices=False)
@@ -161,9 +161,10 @@ def _svd_of_product(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _rescale(b: torch.Tensor, a: torch.Tensor, mean_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, kept) and orthonormal rows (kept, in) -> A near `mean_a` (rank, in) and B (out, rank) of the same product.
+    """Returns A (rank, in) near `mean_a` and B (out, rank) with the product of b (out, kept) and a (kept, in).
 
-    A = g a with the g that brings it nearest, which is mean_a a^T, as long as g can be inverted well.
+    a has orthonormal rows. A = g a with g = mean_a a^T, the nearest one, whose singular values are bounded below so
+    that it can be inverted.
     """
     turn, stretch, back = torch.linalg.svd(mean_a @ a.T, full_matrices=False)
     largest = float(stretch[0]) if len(stretch) and stretch[0] > 0 else 1.0
@@ -174,7 +175,7 @@ def _rescale(b: torch.Tensor, a: torch.Tensor, mean_a: torch.Tensor) -> tuple[to
 def _difference_of_means(
     pairs: Mapping[str, str], replies: Sequence[ArrayRecord], weights: Sequence[float], averaged: ArrayRecord
 ) -> float | None:
-    """|mean(B) mean(A) - mean(B A)| / |mean(B A)| over all layers; None of other factors, or where that is too long."""
+    """Returns |mean(B) mean(A) - mean(B A)| / |mean(B A)| over all layers; None without 2-D factors or if too slow."""
     parts = _normalized(weights, len(replies))
     ranks = [averaged[name].shape[0] for name in pairs if len(averaged[name].shape) == 2]
     if not pairs or len(ranks) < len(pairs) or max(ranks) * len(replies) > _MAX_COLUMNS:
@@ -184,9 +185,9 @@ def _difference_of_means(
         a = torch.cat([*(_double(reply, name_a) for reply in replies), _double(averaged, name_a)])
         own = [part * _double(reply, name_b) for part, reply in zip(parts, replies, strict=True)]
         b = torch.cat([*own, -_double(averaged, name_b)], 1)
-        # |B A|^2 is the sum of (B^T B) * (A A^T), which are small; without the mean's rows it is the total.
+        # |B A|^2 is the sum of (B^T B) * (A A^T), which are small. Without the rows of the mean it is the total.
         squares, own_rank = b.T @ b * (a @ a.T), sum(part.shape[1] for part in own)
-        total += max(0.0, float(squares[:own_rank, :own_rank].sum()))  # Rounding may pass 0.
+        total += max(0.0, float(squares[:own_rank, :own_rank].sum()))  # Rounding may make it negative.
         difference += max(0.0, float(squares.sum()))
     return _ratio(difference, total)
 
@@ -199,15 +200,15 @@ def _normalized(weights: Sequence[float], num_replies: int) -> list[float]:
     total = math.fsum(weights)
     if len(weights) != num_replies or min(weights, default=-1) < 0 or not 0 < total < math.inf:
         raise FederatedError(
-            f"The clients' numbers of examples are {list(weights)[:8]}; their mean has no meaning.",
-            hint="train_fn returns the number of examples that it trained on; one client at least needs some.",
+            f"The clients' numbers of examples are {list(weights)[:8]}, so there is no weighted mean.",
+            hint="train_fn must return the number of trained examples, above 0 for at least one client.",
         )
     return [weight / total for weight in weights]
 
 
 def to_array(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
-    # Flower writes the bytes of an array down, so this is a copy where `.cpu()` is none.
+    # Array copies the values, also if `.cpu()` does not.
     return Array((tensor.float() if tensor.dtype in _HALF else tensor).numpy())
 
 

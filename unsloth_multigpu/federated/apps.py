@@ -1,4 +1,4 @@
-"""The client half of a Flower app, made from a model and functions that know nothing of Flower."""
+"""Creates a Flower ClientApp from a model and functions that do not depend on Flower."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def make_client_app(
     server_id: str = "",
     seed: int = 0,
 ) -> ClientApp:
-    """A Flower ClientApp, for a slot; a SuperNode and Flower's simulation can run it as well.
+    """Creates a Flower ClientApp for a slot, a SuperNode or Flower's simulation.
 
     It answers "train", "evaluate" (with `evaluate_fn`) and "query.initial". The model is built at the first message and
-    kept. Exceptions of the user's functions leave it as they are; Flower makes error replies of them.
+    kept. Exceptions of the user's functions propagate; Flower turns them into error replies.
 
     Args:
         model_builder: () -> module with trainable parameters. Called with `seed` set.
         train_fn: (model, client) -> (number of examples, metrics). The model is in train mode on `client.device`.
         evaluate_fn: (model, client) -> (loss, number of examples, metrics). The model is in eval mode.
     """
-    turn = _Turn(ClientModel(model_builder, seed), train_fn, evaluate_fn, server_id, seed)
+    handler = _MessageHandler(ClientModel(model_builder, seed), train_fn, evaluate_fn, server_id, seed)
     app = ClientApp()
-    app.train()(turn.train)
-    app.query("initial")(turn.describe)
+    app.train()(handler.train)
+    app.query("initial")(handler.describe)
     if evaluate_fn is not None:
-        app.evaluate()(turn.evaluate)
+        app.evaluate()(handler.evaluate)
     return app
 
 
 @dataclass(eq=False, repr=False)
-class _Turn:
-    """Handles one message after the other, in one process."""
+class _MessageHandler:
+    """Handles one message after the other in one process."""
 
     model: ClientModel
     train_fn: TrainFunction
@@ -94,12 +94,12 @@ class _Turn:
             raise FederatedError(
                 f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
             )
-        # A client without data may have no loss either; its weight is 0, and 0 * nan would spoil the mean.
+        # A client without data may have a NaN loss. Its weight is 0, but 0 * NaN would make the mean NaN.
         own = {"num-examples": num_examples, "loss": loss if math.isfinite(loss) else 0.0}
         return self._reply(message, own, metrics, "evaluate_fn")
 
     def describe(self, message: Message, context: Context) -> Message:
-        """The seeded model's travelling tensors, and what `training.Start` has to know of it."""
+        """Replies with the exchanged tensors of a newly built model, and the facts for `training.Start`."""
         built = self.model.build(visible_device())
         model, tensors = built.model, built.travelling
         facts: dict[str, Any] = {
@@ -115,7 +115,7 @@ class _Turn:
 
     @contextmanager
     def _prepared(self, message: Message, context: Context) -> Iterator[tuple[FederatedClient, nn.Module]]:
-        """The client whose turn it is, and the model with the global weights; all is put back at the end."""
+        """Yields the client, and the model with the global weights. Restores the model at the end."""
         (arrays,) = message.content.array_records.values()
         config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
         client = self._client(config, context)
@@ -140,7 +140,7 @@ class _Turn:
     def _reply(self, message: Message, own: dict[str, Any], metrics: Any, source: str) -> Message:
         if taken := own.keys() & (metrics or {}).keys():
             raise ConfigError(
-                f"The metric {min(taken)!r} is set already.", hint="Give the client's metric another name."
+                f"The metric name {min(taken)!r} is reserved.", hint="Give the client's metric another name."
             )
         content = RecordDict({"metrics": to_metrics(own | dict(metrics or {}), source)})
         content["client"] = ConfigRecord({CHANGED: self._changed} if self._changed else {})
@@ -148,19 +148,19 @@ class _Turn:
 
 
 def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
-    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers. `source` = who returned them."""
+    """Converts metrics to a MetricRecord. Accepts numpy numbers, tensors and bools. `source` is named in errors."""
     try:
         values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
         return MetricRecord({name: int(v) if isinstance(v, bool) else v for name, v in values.items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{source} returned {metrics!r}, which are no metrics: {error}",
+            f"{source} returned {metrics!r}, which are not metrics: {error}",
             hint="Return a dict of names and numbers, or lists of numbers; write texts to a log.",
         ) from error
 
 
 def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
-    """The tuple that a user's function returned, its number of examples as an int."""
+    """Checks the tuple that a user's function returned, and converts its number of examples to int."""
     if isinstance(result, tuple) and len(result) == length and isinstance(result[-1], Mapping | None):
         *loss, num_examples, metrics = result
         if hasattr(num_examples, "__index__") and int(num_examples) >= 0:

@@ -1,6 +1,6 @@
-"""A federated training on the disk: one file per finished round, complete or not there at all.
+"""Checkpoints of a federated training: one file per finished round, written atomically.
 
-The file holds plain data that `torch.load(weights_only=True)` reads, and no code. It is a ZIP archive with checksums.
+The file has plain data for `torch.load(weights_only=True)`, and no code. It is a ZIP archive with checksums.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class SavedRound:
     """A training after one of its rounds.
 
     Args:
-        server_round: The last round that is in it.
+        server_round: Number of the round.
         arrays: The global arrays after it.
         layout: Names and shapes of the model's tensors.
-        reports: Of all rounds so far.
-        first_metrics: Of the server's evaluation before the first round.
-        strategy: Attributes of the strategy and of each one that it wraps, packed.
-        facts: Settings that must be the same when the training resumes: name -> JSON value.
+        reports: Reports of all rounds so far.
+        first_metrics: Metrics of the server's evaluation before the first round.
+        strategy: Packed attributes of the strategy and of each wrapped one.
+        facts: Settings that must be equal after a resume, as JSON values.
     """
 
     server_round: int
@@ -55,7 +55,7 @@ class SavedRound:
     facts: Mapping[str, Any]
 
     def restore(self, strategy: Strategy) -> None:
-        """Gives `strategy`, which is of the same classes, the state that it had after the round."""
+        """Restores the state after the round in `strategy`, which has the same classes."""
         for layer, stored in zip(layers_of(strategy), self.strategy, strict=True):
             for name, packed in stored.items():
                 part: Any = vars(layer).get(name)
@@ -67,16 +67,14 @@ class SavedRound:
 
 @contextmanager
 def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
-    """Makes the folder, and finds the round from which to resume.
-
-    Within it no other training can open the folder, where its file system has locks.
+    """Creates and locks the folder, if its file system has locks, and finds the round from which to resume.
 
     Yields:
         The file of that round; None = from the beginning.
 
     Raises:
-        ConfigError: There are rounds and `resume` does not say what to do with them; another training that lives writes
-            the folder; it cannot be written.
+        ConfigError: There are rounds and `resume` is not set, another running training uses the folder, or it cannot be
+            written.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -88,8 +86,8 @@ def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     with lock:
         if try_lock(lock.fileno()) == "held":
             raise ConfigError(
-                f"output_dir={str(output_dir)!r}: a training that is not over writes its rounds there.",
-                hint="Wait until it has ended, end it, or choose another output_dir.",
+                f"output_dir={str(output_dir)!r}: another running training writes its rounds there.",
+                hint="Wait for its end, end it, or choose another output_dir.",
             )
         yield _round_to_resume(output_dir, resume)
 
@@ -98,7 +96,7 @@ def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
     rounds = rounds_in(output_dir)
     if resume is None and rounds:
         raise ConfigError(
-            f"output_dir={str(output_dir)!r} holds {rounds[-1].name} of an earlier training.",
+            f"output_dir={str(output_dir)!r} has {rounds[-1].name} of an earlier training.",
             hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
         )
     for file in reversed(rounds):
@@ -108,18 +106,18 @@ def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
                     return file
         except (OSError, zipfile.BadZipFile) as error:
             damaged = str(error)
-        _log.warning("%s is left out, because it is damaged: %s", file, damaged)
+        _log.warning("%s is skipped, because it is damaged: %s", file, damaged)
     return None
 
 
 def rounds_in(output_dir: Path) -> list[Path]:
-    """Files of rounds, the newest last."""
+    """Returns the files of rounds, the newest last."""
     found = {path: _NAME.fullmatch(path.name) for path in output_dir.iterdir()}
     return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]
 
 
 def write_round(output_dir: Path, saved: SavedRound) -> None:
-    """Writes a round as `round-K.pt` and deletes all but it and the one before; raises OSError."""
+    """Writes a round as `round-K.pt`, and deletes all but the last two. Raises OSError."""
     state = {field.name: getattr(saved, field.name) for field in dataclasses.fields(saved)}
     state |= {"arrays": pack(saved.arrays), "facts": json.dumps(saved.facts)}
     state["reports"] = [dataclasses.asdict(report) for report in saved.reports]
@@ -141,14 +139,14 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
 
 
 def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRound:
-    """A round that `write_round` wrote.
+    """Reads a round.
 
     Args:
         facts: Settings of the training that resumes.
-        num_rounds: Its rounds in all.
+        num_rounds: Its total number of rounds.
 
     Raises:
-        ResumeError: The settings differ; the message names the first that does.
+        ResumeError: A setting differs.
         ConfigError: The saved round is later than the last one.
     """
     state = torch.load(file, weights_only=True)
@@ -156,20 +154,20 @@ def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRo
     for name in [*stored, *now]:
         if stored.get(name) != now.get(name):
             raise ResumeError(
-                f"{file} was made with {name}={stored.get(name)!r}, this training has {now.get(name)!r}.",
+                f"{file} was written with {name}={stored.get(name)!r}, this training has {now.get(name)!r}.",
                 hint="Use the same settings, or another output_dir for a new training.",
             )
     if state["server_round"] > num_rounds:
         raise ConfigError(
             f"num_rounds={num_rounds}, but {file} is already the state after round {state['server_round']}.",
-            hint="num_rounds counts all rounds, with those before a resume.",
+            hint="num_rounds counts all rounds, including those before a resume.",
         )
     state["arrays"] = unpack(state["arrays"])
     return SavedRound(**{**state, "reports": [round_from_dict(report) for report in state["reports"]]})
 
 
 def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
-    """Attributes of a strategy and of what it wraps, and the names of those that are of no kind that can be stored."""
+    """Returns the packed attributes of a strategy and its wrapped ones, and the names of those that are not stored."""
     layers: list[dict[str, Any]] = []
     left_out = []
     for layer in layers_of(strategy):
@@ -185,14 +183,14 @@ def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def pack(value: Any) -> Any:
-    """Numbers, texts, lists and dicts as they are; all else as a pair of its kind and its content.
+    """Converts a value to plain data: other types than numbers, texts, lists and dicts become (kind, content).
 
     Raises:
-        TypeError: A value of a kind that is not stored.
+        TypeError: A type that cannot be stored.
     """
     import numpy as np
 
-    # Checked before float: numpy.float64 is a float, but its sums with float32 have another dtype than a float's.
+    # Before the check for float: numpy.float64 is a float, but promotes float32, which a float does not.
     if isinstance(value, np.ndarray | np.generic):
         kind = "scalar" if isinstance(value, np.generic) else "array"
         return kind, torch.from_numpy(np.array(value, order="C"))
@@ -210,7 +208,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """What `pack` was given. Arrays are copies of their own."""
+    """Reverses `pack`. Arrays are copies."""
     if isinstance(packed, list):
         return [unpack(item) for item in packed]
     if isinstance(packed, dict):

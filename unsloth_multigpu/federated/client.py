@@ -1,4 +1,4 @@
-"""A client's turn on the one model of its process: the global weights go in, its own seeds hold, and nothing stays."""
+"""The model of a slot's process, which clients use one after the other with the global weights and their own seeds."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 @dataclass(frozen=True)
 class FederatedClient:
-    """What `train_fn` and `evaluate_fn` get in addition to the model.
+    """The second argument of `train_fn` and `evaluate_fn`, after the model.
 
     Args:
-        client_id: 0 .. num_clients - 1: which part of the data this client has (Flower's "partition-id").
-        num_clients: Of the whole federation.
-        server_round: From 1 on.
-        device: Where the model is.
-        config: What `fit(config=...)` and the strategy sent.
-        seed: Of this client in this round. Python, NumPy and torch are seeded with it already.
-        server_id: Of the server.
+        client_id: 0 .. num_clients - 1, for the client's part of the data (Flower's "partition-id").
+        num_clients: Number of clients of the federation.
+        server_round: Number of the round, from 1.
+        device: Device of the model.
+        config: Values of `fit(config=...)` and of the strategy.
+        seed: Seed of this client in this round. Python, NumPy and torch are already seeded with it.
+        server_id: Name of the server.
     """
 
     client_id: int
@@ -52,14 +52,14 @@ class FederatedClient:
 
 
 def client_seed(seed: int, server_round: int, who: int | str) -> int:
-    """32 bits that depend on all three and on nothing else: not on the place, not on who came before."""
+    """Returns a 32-bit seed that depends only on the arguments, and not on the slot or on other clients."""
     digest = hashlib.blake2b(f"{seed}/{server_round}/{who}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (all devices) and puts back what their states were, on `device` as well."""
+    """Seeds Python, NumPy and torch (all devices) within the context, and restores their states, also on `device`."""
     backend = getattr(torch, device.type) if device.type in KINDS else None
     state = None if backend is None else backend.get_rng_state(device)
     with seeded_draws(seed):
@@ -72,22 +72,22 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def visible_device() -> torch.device:
-    """The device of this process: a slot sees at most one."""
+    """Returns the device of this process. A slot sees at most one."""
     kinds = [kind for kind in KINDS if hasattr(torch, kind) and getattr(torch, kind).is_available()]
     return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
 
 
 def build_model(model_builder: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
-    """Calls `model_builder` with the seeds set, so that LoRA starts alike in all processes, and moves the model.
+    """Calls `model_builder` with seeds, so that LoRA is initialized equally in all processes, and moves the model.
 
-    A model that is quantised, spread over devices by `device_map` or not on the CPU stays where its builder put it.
+    A model that is quantized, distributed by `device_map` or not on the CPU is not moved.
     """
     with seeded(seed, device):
         model = model_builder()
     if not isinstance(model, nn.Module):
         raise FederatedError(
             f"model_builder returned {type(model).__name__}, not a torch.nn.Module.",
-            hint="Return the model alone; make tokenizer and data in train_fn.",
+            hint="Return only the model; create tokenizer and data in train_fn.",
         )
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
     if is_on_cpu and not getattr(model, "hf_device_map", None) and not is_quantized(model):
@@ -96,12 +96,12 @@ def build_model(model_builder: Callable[[], nn.Module], device: torch.device, se
 
 
 class ClientModel:
-    """One model per process, for one client after the other. Each finds it as the builder left it.
+    """The one model of a process, which is reset before each client.
 
-    Set before each client are the global weights and buffers, gradients, requires_grad, and the modules' attributes:
-    train or eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision wraps it again in each
-    Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that replaced a parameter,
-    changed a frozen one or moved the model has it built again for the next one.
+    Reset are weights and buffers (to the global ones), gradients, requires_grad, and the modules' attributes: train or
+    eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision wraps it again in each Trainer). Nested
+    state, such as `model.config` and hooks of tensors, is not reset. After a client that has replaced a parameter,
+    changed a frozen one or moved the model, it is built again.
     """
 
     def __init__(self, model_builder: Callable[[], nn.Module], seed: int) -> None:
@@ -110,16 +110,20 @@ class ClientModel:
         self._built: BuiltModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_built": None}  # Another process gets the builder, not the built model.
+        return self.__dict__ | {"_built": None}  # Pickled without the built model.
 
     def build(self, device: torch.device) -> BuiltModel:
-        """The model, built if there is none, as its builder or the last client left it."""
+        """Returns the model, not reset, and builds it if there is none."""
         if self._built is None:
             self._built = BuiltModel(build_model(self._model_builder, device, self._seed))
         return self._built
 
     def prepare(self, arrays: ArrayRecord, device: torch.device) -> nn.Module:
-        """The model with the global state in it; raises FederatedError where its tensors differ from the server's."""
+        """Returns the model, reset and with the global state.
+
+        Raises:
+            FederatedError: Its tensors differ from the server's in names or shapes.
+        """
         built = self.build(device)
         built.reset()
         write_arrays(built.travelling, arrays)
@@ -128,16 +132,16 @@ class ClientModel:
         return built.model
 
     def read(self) -> ArrayRecord:
-        """The travelling tensors after a client's training, copied.
+        """Returns copies of the exchanged tensors after a client's training.
 
-        Integers and truth values as float64: some strategies subtract or scale arrays or add noise in place.
+        Integers and bools become float64, because some strategies subtract or scale arrays or add noise in place.
         """
         tensors = self._built.current() if self._built else {}
         is_float = {name: value.is_floating_point() or value.is_complex() for name, value in tensors.items()}
         return to_arrays({name: value if is_float[name] else value.double() for name, value in tensors.items()})
 
     def release(self) -> list[str]:
-        """Frees what a client left; returns the tensors that `reset` cannot put back: the model is built again."""
+        """Frees what a client left. Returns tensors that `reset` cannot restore; then the model will be built again."""
         if self._built is None:
             return []
         before = self._built.marks
@@ -148,12 +152,12 @@ class ClientModel:
         else:
             self._built.reset()
         if torch.cuda.is_initialized():
-            gc.collect()  # A Trainer is a cycle: its optimizer's memory would stay until the next collection.
+            gc.collect()  # A Trainer is a reference cycle that keeps its optimizer's memory.
         return changed
 
 
 class BuiltModel:
-    """A model and what it was like when it was built; `marks` is `marked` as it was before the client."""
+    """A model and its original state. `marks` is the result of `marked` before the client."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -165,7 +169,7 @@ class BuiltModel:
         values = [value for _, kept in self._attributes for value in kept.values()]
         self._contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
         self._buffers = dict(model.named_buffers())
-        # Not those of a quantised model: its base weights may be buffers.
+        # Not of a quantized model, whose base weights may be buffers.
         fixed = {} if is_quantized(model) else self._buffers
         self._caches = [
             (value, value.detach().to("cpu", copy=True))
@@ -174,7 +178,7 @@ class BuiltModel:
         ]
 
     def reset(self) -> None:
-        """Puts back all but the values of parameters and persistent buffers."""
+        """Restores everything but the values of parameters and persistent buffers."""
         for attributes, kept in self._attributes:
             for name in attributes.keys() - kept.keys():
                 del attributes[name]
@@ -191,26 +195,29 @@ class BuiltModel:
             parameter.requires_grad_(requires_grad)
 
     def current(self) -> dict[str, torch.Tensor]:
-        """The travelling tensors as the model has them now; one that is gone or of another shape is an error."""
+        """Returns the exchanged tensors that the model has now.
+
+        Raises:
+            FederatedError: A tensor is missing or has another shape.
+        """
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, shape in self._shapes.items():
             if name not in now or tuple(now[name].shape) != shape:
-                what = f"has shape {tuple(now[name].shape)}" if name in now else "is gone"
+                what = f"has shape {tuple(now[name].shape)}" if name in now else "is missing"
                 raise FederatedError(
-                    f"{name} {what} after the client's training, {shape} was its shape.",
-                    hint="train_fn must train the model that it gets: add or merge adapters in model_builder, and give "
-                    "buffers whose shape depends on data persistent=False.",
+                    f"{name} {what} after the client's training; its shape was {shape}.",
+                    hint="train_fn must train the model that it gets: add or merge adapters in model_builder, and "
+                    "register buffers whose shape depends on data with persistent=False.",
                 )
         return {name: now[name] for name in self.travelling}
 
     def marked(self) -> dict[str, tuple[Any, ...]]:
-        """By which to see what `reset` cannot put back, by the tensor's name.
+        """Returns marks by the tensor's name, to find changes that `reset` cannot restore.
 
-        Of each tensor which one it is, its dtype, device and shape; of a frozen one also the hash of its values, but
-        for a library's own kind of tensor.
+        A mark has the tensor's id, dtype, device and shape; for a frozen plain tensor also a hash of its values.
         """
         free = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.travelling.values()}
-        # Buffers as they were: a client may put others into their places.
+        # The original buffers, which a client may have replaced.
         named = {**self._buffers, **dict(self.model.named_parameters())}
         fixed = {name: value.data for name, value in named.items() if id(value) not in free and not value.is_meta}
         plain = {name: value for name, value in fixed.items() if type(value) is torch.Tensor}
@@ -221,5 +228,5 @@ class BuiltModel:
 
 
 def _ids(container: Any) -> list[int]:
-    """What is in it, by identity: tensors do not compare to a truth value."""
+    """Returns the ids of the elements: `==` of tensors does not return a bool."""
     return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]

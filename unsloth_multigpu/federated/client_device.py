@@ -1,4 +1,4 @@
-"""Which device does a slot get, and which environment makes it the only one that the slot sees?"""
+"""Chooses the devices of slots, and builds the environment in which a slot sees only its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.start import visible_accelerators
 from unsloth_multigpu.wire.process import threads_of_each
 
-# By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
+# Variables of launchers for ranks: with these a Trainer in a slot would look for other ranks.
 _OF_RANKS = {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
 _OF_LAUNCHERS = (ENV_PREFIX, "GROUP_WORLD_", "OMPI_COMM_", "PMI_", "PMIX_", "ROLE_", "TORCHELASTIC_")
 _NO_DEVICE = {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
@@ -19,7 +19,7 @@ _NO_DEVICE = {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
 
 @dataclass(frozen=True)
 class SlotDevice:
-    """A device of `accelerator.KINDS` by its place among the visible ones; "cpu" slots count as if each had one."""
+    """A device of `accelerator.KINDS` by its index among the visible ones; "cpu" slots are numbered likewise."""
 
     kind: str
     index: int
@@ -29,14 +29,17 @@ class SlotDevice:
 
 
 def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[SlotDevice]:
-    """Devices on which clients run, each once. Opens none of them; raises SetupError for more than there are.
+    """Returns the devices for clients, each once. Opens none of them.
 
     Args:
-        num_gpus: How many of the visible ones; None = all. Where none is visible, how many CPU slots; None = one.
-        device: Without `auto_gpu` the one to use, as torch names it; None = the first visible one, else the CPU.
+        num_gpus: Number of visible devices to use; None = all. Without a visible device, number of CPU slots; None = 1.
+        device: The device to use without `auto_gpu`, as torch names it; None = the first visible one, else the CPU.
+
+    Raises:
+        SetupError: More devices than are visible.
     """
     kind, num_visible = visible_accelerators()
-    if kind not in KINDS:  # There is no variable that hides all but one.
+    if kind not in KINDS:  # No variable can hide all devices but one.
         kind, num_visible = "cpu", 0
     first, num_asked = 0, num_gpus or num_visible or 1
     if not auto_gpu:
@@ -47,20 +50,23 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
         first, num_asked = (0 if kind == "cpu" else int(index or 0)), 1
     if kind != "cpu" and first + num_asked > num_visible:
         raise SetupError(
-            f"{kind}:{first + num_asked - 1} is to be used, but {num_visible} {kind} device(s) are visible.",
-            hint="Lower num_gpus, set clients_per_gpu for several clients at once on one, or look at "
+            f"{kind}:{first + num_asked - 1} was requested, but {num_visible} {kind} device(s) are visible.",
+            hint="Lower num_gpus, set clients_per_gpu to run several clients on one device, or check "
             "CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
         )
     return [SlotDevice(kind, index) for index in range(first, first + num_asked)]
 
 
 def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """All variables of a slot's process: before its program starts it sees one device, and nothing of other ranks.
+    """Returns the variables of a slot's process, which show it one device and no launcher.
 
     Args:
-        num_slots: How many share the machine's cores.
-        seed: Of the order in sets of texts, which is the same in all slots.
-        environment: This process's; raises SetupError where it does not show the device.
+        num_slots: Number of slots that share the machine's cores.
+        seed: PYTHONHASHSEED, equal in all slots.
+        environment: Variables of this process.
+
+    Raises:
+        SetupError: `environment` does not show the device.
     """
     defaults = {"OMP_NUM_THREADS": str(threads_of_each(num_slots)), "PYTHONHASHSEED": str(seed)}
     given = {name: value for name, value in environment.items() if value or name not in defaults}
@@ -71,6 +77,6 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     except IndexError as hiding:
         name = str(hiding)
         raise SetupError(
-            f"{device} is to be used, but {name}={environment[name]!r}.",
+            f"{device} was chosen, but {name}={environment[name]!r} does not show it.",
             hint=f"Do not change {name} after torch has counted the devices.",
         ) from hiding

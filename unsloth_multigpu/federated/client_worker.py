@@ -1,4 +1,4 @@
-"""The program of a slot: runs one client after the other, each message by Flower's ClientApp."""
+"""The program of a slot's process: runs one client after the other by Flower's ClientApp."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import SetupError
 
-# What a client's functions may raise. sys.exit() ends the client, not the slot; Ctrl-C and the like are passed on.
+# Errors of a client's functions. sys.exit() ends the client, not the slot; Ctrl-C ends the slot.
 _OF_CLIENT = (Exception, SystemExit)
 
 
 def main() -> None:
-    """Runs this process as a slot, until the server is gone: `sys.argv[1]` is its end of the pair."""
+    """Runs this process as a slot until the server is gone. `sys.argv[1]` is the file descriptor of its socket."""
     descriptor, server_pid = map(int, sys.argv[1:3])
     threading.Thread(target=_end_with_server, args=(server_pid,), name="unsloth_multigpu-server", daemon=True).start()
     os.set_inheritable(descriptor, False)
     server = Connection(descriptor)
-    # Workers of a DataLoader would otherwise keep the socket open, and could write to it.
+    # Otherwise DataLoader workers would keep the socket open, and could write to it.
     os.register_at_fork(after_in_child=server.close)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -44,15 +44,19 @@ def main() -> None:
 
 
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
-    """Runs one client on a device of this kind.
+    """Runs one client.
+
+    Args:
+        kind: Type of the slot's device.
 
     Returns:
-        "done", the reply and the most bytes; "failed", the error in one line and its traceback; "unusable" and a line.
+        ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
+        does not work any more.
     """
     device = None if kind == "cpu" else getattr(torch, kind)
     try:
         if device is not None:
-            # What the client before left (a Trainer is a reference cycle, torch caches freed memory) is not this one's.
+            # Free the memory of the client before: a Trainer is a reference cycle, and torch caches freed memory.
             gc.collect()
             device.empty_cache()
             device.reset_peak_memory_stats()
@@ -62,11 +66,11 @@ def run_client(app: ClientApp, kind: str, message: Message, context: Context) ->
         return "done", reply, 0 if device is None else int(device.max_memory_reserved())
     except _OF_CLIENT as error:
         line, lines = _in_one_line(error), traceback.format_exc()
-        error.__traceback__ = None  # Its frames hold the client's tensors.
+        error.__traceback__ = None  # Its frames refer to the client's tensors.
     try:
         check_device(kind)
     except _OF_CLIENT:
-        # Every later client of this process would fail as well.
+        # Every later client of this process would fail, too.
         return "unusable", f"its device failed: {line}"
     return "failed", line, lines
 
@@ -76,7 +80,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def check_device(kind: str) -> None:
-    """Computes something on the slot's device; an error where there is none, more than one, or it does not work."""
+    """Computes on the slot's device. Raises if there is none, more than one, or it does not work."""
     if kind == "cpu":
         return
     num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -86,7 +90,7 @@ def check_device(kind: str) -> None:
 
 
 def _load(server: Connection, kind: str, packed: bytes) -> ClientApp:
-    """Loads the app; a process that cannot says why, and ends."""
+    """Unpickles the app. If that fails, reports the error and exits."""
     import cloudpickle  # type: ignore[import-untyped]
 
     what = "unusable"
@@ -116,7 +120,7 @@ def _receive(server: Connection) -> Any:
 
 
 def _end_with_server(pid: int) -> None:
-    """Ends the slot when the server has ended, also in the middle of a client."""
+    """Ends the slot when the server has ended, also while a client runs."""
     with suppress(ProcessLookupError):  # It has ended already.
         poll = select.poll()
         poll.register(os.pidfd_open(pid), select.POLLIN)
@@ -125,6 +129,6 @@ def _end_with_server(pid: int) -> None:
 
 
 def _end_process_group() -> NoReturn:
-    """Kills this process and what clients have started in it: a DataLoader's workers, programs."""
+    """Kills this process and its children, such as DataLoader workers."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What the arguments of a federated server and of its `fit` may be."""
+"""Checks the arguments of a federated server and of its `fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, take_values
 
 # Keys that Flower and this package set in the clients' config.
-_TAKEN = {"server-round", "proximal-mu"}
+_RESERVED = {"server-round", "proximal-mu"}
 
 
 def check(is_right: bool, name: str, value: Any, expected: str) -> None:
@@ -20,10 +20,10 @@ def check(is_right: bool, name: str, value: Any, expected: str) -> None:
 
 
 def called_as(example: str) -> Callable[[str, Any], Any]:
-    """The check of an argument that is a function, which is called as in `example`."""
+    """Returns a check for an argument that must be a function, which is called as in `example`."""
 
     def take(name: str, value: Any) -> Any:
-        # A model can be called, too.
+        # A model is callable, too, but not allowed.
         is_function = callable(value) and not hasattr(value, "parameters")
         check(is_function, name, value, f"a function that is called as {example}")
         return value
@@ -34,13 +34,13 @@ def called_as(example: str) -> Callable[[str, Any], Any]:
 def _take_config(name: str, value: Any) -> Any:
     from flwr.app import ConfigRecord
 
-    is_right = isinstance(value, Mapping) and not _TAKEN & value.keys()
+    is_right = isinstance(value, Mapping) and not _RESERVED & value.keys()
     try:
         ConfigRecord(dict(value) if is_right else {})
     except (TypeError, ValueError):
         is_right = False
     expected = "a mapping of texts to int, float, bool, str, bytes or lists of one of them, without "
-    check(is_right, name, value, f"{expected}{', '.join(sorted(_TAKEN))}, which are set in every round")
+    check(is_right, name, value, f"{expected}{', '.join(sorted(_RESERVED))}, which are set in every round")
     return value
 
 
@@ -51,7 +51,7 @@ def _take_share(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """See `create_multigpu_flower_server`. Raises ConfigError."""
+    """Arguments of `create_multigpu_flower_server`. Raises ConfigError if one is invalid."""
 
     server_id: Annotated[
         str,
@@ -84,7 +84,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How long and how strictly a server trains; see `FederatedServer.fit`. Raises ConfigError."""
+    """Arguments of `FederatedServer.fit`. Raises ConfigError if one is invalid."""
 
     num_rounds: Annotated[int, Option(least=1)] = 3
     config: Annotated[Mapping[str, Any] | None, Option(check=_take_config)] = None
@@ -98,5 +98,5 @@ class FitOptions:
         if self.resume and self.output_dir is None:
             raise ConfigError(
                 "resume='auto' looks for rounds in output_dir, which is not set.",
-                hint="Set output_dir to the folder of the training that stopped.",
+                hint="Set output_dir to the folder of the stopped training.",
             )

@@ -1,4 +1,4 @@
-"""Flower's strategies by name, and what has to fit between a strategy and the clients."""
+"""Creates Flower's strategies by name, and checks that a strategy fits the clients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.federated_option import check
 
-# Flower's defaults are 2: with one client it would wait without end for a second one.
+# Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-# Their clients have to clip with one of Flower's mods, which the ClientApp of a train_fn has not.
+# Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
 _WITH_MODS = (
     flower.DifferentialPrivacyClientSideFixedClipping,
     flower.DifferentialPrivacyClientSideAdaptiveClipping,
@@ -24,11 +24,11 @@ _WITH_MODS = (
 
 
 def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
-    """A fresh strategy for a name, or the object itself.
+    """Returns a new strategy for a name, or the instance itself.
 
     Raises:
-        ConfigError: It is neither, settings do not go with it, or clients would have to clip their updates: with the
-            noise alone a client's data would not be hidden.
+        ConfigError: An invalid strategy or settings, or one whose clients must clip their updates: without clipping,
+            the noise does not hide a client's data.
     """
     check(isinstance(settings, Mapping | None), "strategy_kwargs", settings, "a dict")
     if isinstance(strategy, str):
@@ -40,7 +40,7 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
         )
     elif settings:
         raise ConfigError(
-            "strategy_kwargs together with an object as strategy.", hint="Give them to the object's class."
+            "strategy_kwargs together with an instance as strategy.", hint="Pass them to the instance's class."
         )
     for layer in layers_of(strategy):
         if isinstance(layer, _WITH_MODS):
@@ -53,15 +53,15 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
 
 
 def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
-    """The strategy of Flower that has this name, as in "fedavg", "fedprox", "fedadam" or "krum".
+    """Creates Flower's strategy of a name such as "fedavg", "fedprox", "fedadam" or "krum".
 
     Args:
         name: Name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter.
         settings: Arguments of that class. `min_*_nodes` are 1 if they are left out.
 
     Raises:
-        ConfigError: No such strategy; an argument that it does not know, that is missing or that it refuses; "fedprox"
-            without `proximal_mu`, which would be FedAvg.
+        ConfigError: An unknown strategy; unknown, missing or invalid arguments; "fedprox" without `proximal_mu`, which
+            would be FedAvg.
     """
     classes = {key.lower(): getattr(flower, key) for key in flower.__all__}
     kinds = {n: k for n, k in classes.items() if issubclass(k, Strategy) and not inspect.isabstract(k)}
@@ -69,7 +69,7 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     if kind is None:
         raise ConfigError(
             f"strategy={name!r}; expected one of {', '.join(sorted(kinds))}.",
-            hint="Change strategy, or pass an object of a class of flwr.serverapp.strategy.Strategy.",
+            hint="Change strategy, or pass an instance of flwr.serverapp.strategy.Strategy.",
         )
     accepted = inspect.signature(kind).parameters
     arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
@@ -78,7 +78,7 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
             f"strategy={name!r} needs 'proximal_mu' in strategy_kwargs.", hint="Without it, use 'fedavg'."
         )
     try:
-        # Each case that Flower warns of here was asked for, or is an error above.
+        # Flower's warnings here are about choices of the user, or errors above.
         with quiet_flower(logging.ERROR):
             return kind(**arguments)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
@@ -89,7 +89,7 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
 
 
 def layers_of(strategy: Strategy) -> Iterator[Strategy]:
-    """The strategy itself, and those that it wraps: the ones for differential privacy hold theirs as `.strategy`."""
+    """Yields the strategy and those that it wraps: strategies of differential privacy have a `.strategy`."""
     inner: Any = strategy
     while isinstance(inner, Strategy):
         yield inner
@@ -100,14 +100,14 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
     """Checks that the strategy can work with this number of clients.
 
     Raises:
-        ConfigError: It would wait for more clients than there are, or has a loop of its own.
+        ConfigError: It would wait for more clients than there are, or overrides `start`.
     """
     for layer in layers_of(strategy):
         kind = type(layer).__name__
         if type(layer).start is not Strategy.start:
             raise ConfigError(
                 f"{kind} has a start() of its own, which would not be called.",
-                hint="Put what it does into configure_train and aggregate_train.",
+                hint="Move its code to configure_train and aggregate_train.",
             )
         for name in (*_LEAST_NODES, "num_sampled_clients"):
             value = vars(layer).get(name)
@@ -119,28 +119,28 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
 
 
 def is_weighted_mean(strategy: Strategy) -> bool:
-    """Whether the global weights are the example-weighted mean of the clients', and nothing else."""
+    """True if the global weights are exactly the example-weighted mean of the clients' weights."""
     return isinstance(strategy, FedAvg) and type(strategy).aggregate_train is FedAvg.aggregate_train
 
 
 def has_server_optimizer(strategy: Strategy) -> bool:
-    """Whether the server takes a step of its own from the mean of the clients, which suits parameters only."""
+    """True if the server applies an optimizer to the clients' mean, which is right for parameters only."""
     return isinstance(strategy, flower.FedAdagrad | flower.FedAdam | flower.FedYogi | flower.FedAvgM)
 
 
 def weight_key(strategy: Strategy) -> str:
-    """Name of the metric by which the strategy weights its clients."""
+    """Returns the name of the metric by which the strategy weights its clients."""
     keys = (vars(layer).get("weighted_by_key") for layer in layers_of(strategy))
     return next((key for key in keys if isinstance(key, str)), "num-examples")
 
 
 def has_state(value: Any) -> bool:
-    """Whether it can be saved and restored as torch's modules are, like an accountant of privacy."""
+    """True if a value has `state_dict` and `load_state_dict`, such as a privacy accountant."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def describe(strategy: Strategy) -> dict[str, Any]:
-    """Class, plain settings and stateful parts of a strategy and of what it wraps: the same when a training resumes."""
+    """Describes a strategy and its wrapped ones by class, settings and stateful parts. Must be equal after a resume."""
     described: dict[str, Any] = {}
     name_of_layer = "strategy"
     for layer in layers_of(strategy):
@@ -156,7 +156,7 @@ def describe(strategy: Strategy) -> dict[str, Any]:
 
 @contextmanager
 def quiet_flower(level: int = logging.WARNING) -> Iterator[None]:
-    """Keeps Flower's own account of a round, some 20 lines, out of the log. With our logger on DEBUG it stays."""
+    """Hides Flower's log of a round, about 20 lines, unless our logger is at DEBUG level."""
     logger = logging.getLogger("flwr")
     before = logger.level
     if not logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):

@@ -1,4 +1,4 @@
-"""Flower's grid on one machine: a client's message goes to a process that sees one device only."""
+"""Flower's grid on one machine: each client runs in a process that sees one device."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _IDENTITY = ("_task_id", "_run_id", "_node_id")
 
 
 class ProcessGrid(Grid):
-    """Runs each client's ClientApp in a slot: a process of its own, which lives on for the next client.
+    """Runs each client's ClientApp in a slot, a process that then runs the next client.
 
     Clients are Flower's nodes 1 to `num_clients`; a client's `Context` has "partition-id" and "num-partitions", as in
-    Flower's simulation. Slots start with the first message. An error in a round, Ctrl-C among them, ends them; the next
-    round starts new ones. Messages are made under `task_identity`.
+    Flower's simulation. Slots start with the first message. An error in a round, such as Ctrl-C, ends them; the next
+    round starts new ones. Messages are created within `task_identity`.
 
     Args:
         app: Any ClientApp.
         places: The device of each slot.
-        placement: As in `placement.choose_client`.
-        seed: Of the order in sets of texts, which is the same in all slots.
-        log_dir: Where slots write what clients print, in slot_N.log.
+        placement: See `placement.choose_client`.
+        seed: PYTHONHASHSEED, equal in all slots.
+        log_dir: Folder for the clients' output, slot_N.log.
 
     Attributes:
         pool: The slots.
         num_clients: May change between two rounds.
-        records: One for each message, in the order of the messages; who reads them clears them.
+        records: One per message, in the order of the messages. The reader clears them.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProcessGrid(Grid):
             slots = [Slot(index, device, logs) for index, device in enumerate(places)]
             self.pool = SlotPool(packed, slots, placement, seed)
             stack.callback(self.pool.close)
-            # If the grid is never closed, this runs when the program ends, before the interpreter shuts down.
+            # If the grid is never closed, this runs at exit, before the interpreter shuts down.
             self._end = weakref.finalize(self, stack.pop_all().close)
         self.num_clients = num_clients
         self.records: list[ClientRecord] = []
@@ -75,29 +75,29 @@ class ProcessGrid(Grid):
 
     @property
     def devices_of_slots(self) -> list[str]:
-        """Each slot's device, like "cuda:1"; its place is the slot's number."""
+        """Device of each slot, such as "cuda:1", in the order of the slots."""
         return [str(slot.device) for slot in self.pool.slots]
 
     def get_node_ids(self) -> list[int]:
-        """All clients: client_id + 1."""
+        """Returns the node ids of all clients: client_id + 1."""
         return list(range(1, self.num_clients + 1))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Sends messages and waits for all replies.
 
         Args:
-            timeout: Seconds; what has not ended by then is ended. None = no limit.
+            timeout: Limit in seconds, after which clients are ended. None = no limit.
 
         Returns:
-            A reply to every message, in the order of the messages: Flower's error reply where a client raised, ended
-            its process twice, or was not done in time.
+            A reply to every message, in the order of the messages: Flower's error reply if a client raised, ended its
+            process twice, or was not done in time.
 
         Raises:
-            FederatedError: No slot starts any more, or the grid was closed.
+            FederatedError: No slot can be started any more, or the grid was closed.
             SetupError: A slot cannot load the app.
         """
         if not self._end.alive:
-            raise FederatedError("The grid was closed.", hint="Make a new one.")
+            raise FederatedError("The grid was closed.", hint="Create a new one.")
         tasks = [self._make_task(message) for message in messages]
         self.pool.run(tasks, timeout)
         self.records += [task.record for task in tasks]
@@ -105,24 +105,26 @@ class ProcessGrid(Grid):
 
     def _make_task(self, message: Message) -> Task:
         client_id = message.metadata.dst_node_id - 1
-        # Flower has no setter and writes it there itself. Replies refer to the message by it.
+        # As Flower does itself: there is no setter. Replies refer to this id.
         message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
         node_config: dict[str, Any] = {"partition-id": client_id, "num-partitions": self.num_clients}
         context = Context(message.metadata.run_id, client_id + 1, node_config, RecordDict(), {})
         return Task(message, context, ClientRecord(client_id, message.metadata.message_type.partition(".")[0]))
 
     def _has_no_such_call(self, *_: Any, **__: Any) -> Any:
-        raise FederatedError("Slots have no such call.", hint="Use get_node_ids, send_and_receive and Message(...).")
+        raise FederatedError(
+            "ProcessGrid does not support this call.", hint="Use get_node_ids, send_and_receive and Message(...)."
+        )
 
     set_run = create_message = push_messages = pull_messages = _has_no_such_call
     run = property(_has_no_such_call)
 
 
 def pack(app: Any) -> bytes:
-    """Pickles the app: functions of `__main__` travel with what they use of it, others by their module's name.
+    """Pickles the app: functions of `__main__` by value with the globals that they use, others by reference.
 
-    By cloudpickle and not by dill, which gives each function globals of its own: what one assigns to a global, another
-    one would not see.
+    By cloudpickle, not dill, which gives each function its own copy of the globals: one would not see what another
+    assigns.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
@@ -131,15 +133,15 @@ def pack(app: Any) -> bytes:
     except Exception as error:
         raise SetupError(
             f"The clients' functions cannot be sent to a slot: {error}.",
-            hint="Make such an object inside the function that uses it, or in model_builder: these run in the slot.",
+            hint="Create such an object inside the function that uses it, or in model_builder: these run in the slot.",
         ) from error
 
 
 @contextmanager
 def task_identity() -> Iterator[None]:
-    """Lets this process make messages, as a process that Flower has started for a ServerApp may.
+    """Within the context this process may create messages, like a process of Flower's ServerApp.
 
-    Flower keeps the identity for the whole process; what was there before is put back at the end.
+    Flower keeps the identity for the whole process; the earlier one is restored at the end.
     """
     try:
         # Flower's own simulation sets it in this place, too. It is not public.
@@ -148,11 +150,11 @@ def task_identity() -> Iterator[None]:
         before = [getattr(TaskIdentity, name) for name in _IDENTITY]
     except (ImportError, AttributeError) as error:
         raise VersionError(
-            f"Flower's TaskIdentity is not that of 1.41: {error}.", hint='pip install "flwr>=1.41,<2"'
+            f"Flower's TaskIdentity differs from that of 1.41: {error}.", hint='pip install "flwr>=1.41,<2"'
         ) from error
     # Flower's identifiers have 64 bits; its databases store them signed.
     own = (1, uuid.uuid4().int >> 66, _SERVER_NODE_ID)
-    try:  # As attributes: the properties take no None.
+    try:  # By attributes, because the properties refuse None.
         for name, value in zip(_IDENTITY, own, strict=True):
             setattr(TaskIdentity, name, value)
         yield

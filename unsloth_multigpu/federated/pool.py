@@ -1,4 +1,4 @@
-"""The slots of a server: a thread for each gives it one client after the other."""
+"""The slots of a server, each with a thread that gives it one client after the other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unsloth_multigpu.wire.child import read_tail
 
 logger = get_logger(__name__)
 
-# Flower's codes for what its own SuperNodes report; the names are in flwr.common.constant, which is not public.
+# Flower's error codes of SuperNodes; their names are in flwr.common.constant, which is not public.
 CLIENT_RAISED, REPLY_UNAVAILABLE, CLIENT_CRASHED = 2, 4, 8
-# How often a client is run whose process dies.
+# Attempts of a client whose process dies.
 _MAX_ATTEMPTS = 2
 _POLL_S = 0.2
 
@@ -30,8 +30,8 @@ class SlotPool:
 
     Args:
         app: A ClientApp, pickled by cloudpickle.
-        slots: Their place is `Slot.index`.
-        placement: As in `placement.choose_client`.
+        slots: The slots, ordered by `Slot.index`.
+        placement: See `placement.choose_client`.
         seed: See `slot_environment`.
     """
 
@@ -42,15 +42,15 @@ class SlotPool:
         self._seed = seed
         self._lock = threading.Lock()
         self._waiting: list[Task] = []
-        # What clients took the last time, by the kind of message and client_id.
+        # Seconds of each client's last run, by the kind of message and client_id.
         self._seconds: dict[tuple[str, int], float] = {}
         self._is_over = False
 
     def run(self, tasks: Sequence[Task], limit_s: float | None = None) -> None:
-        """Runs tasks until each has a reply; those that have none after the limit end with an error.
+        """Runs tasks until each has a reply. Tasks without one after the limit end with an error.
 
         Raises:
-            FederatedError: No slot starts any more.
+            FederatedError: No slot can be started any more.
             SetupError: A slot cannot load the app.
         """
         end_s = None if limit_s is None else time.monotonic() + limit_s
@@ -64,17 +64,17 @@ class SlotPool:
         for task in tasks:
             if task.reply is None:
                 what = "ended" if task.record.attempts else "begun"
-                logger.warning("%s", task.fail(REPLY_UNAVAILABLE, f"not {what} by the round's limit"))
+                logger.warning("%s", task.fail(REPLY_UNAVAILABLE, f"not {what} within round_timeout_s"))
 
     def close(self) -> None:
-        """Ends all processes and forgets the tasks; a later `run` starts new ones."""
+        """Ends all processes and drops the tasks. A later `run` starts new processes."""
         self._waiting.clear()
         for slot in self.slots:
             slot.end()
             slot.is_retired = False
 
     def _serve_all(self, end_s: float | None) -> None:
-        """Lets slots work until no task waits, or until the limit."""
+        """Runs the slots' threads until no task waits, or until the limit."""
         slots = [slot for slot in self.slots if not slot.is_retired]
         with ThreadPoolExecutor(len(slots)) as threads:
             futures = [threads.submit(self._serve, slot) for slot in slots]
@@ -94,12 +94,12 @@ class SlotPool:
                     wait(futures, _POLL_S)
 
     def _serve(self, slot: Slot) -> None:
-        """The thread of a slot."""
+        """Target of a slot's thread."""
         while not (self._is_over or slot.is_retired) and (task := self._take(slot)):
             self._run(slot, task)
 
     def _take(self, slot: Slot) -> Task | None:
-        """The next task for a slot."""
+        """Removes and returns the next task for a slot, None without one."""
         with self._lock:
             if not self._waiting:
                 return None
@@ -125,7 +125,7 @@ class SlotPool:
                 self._try_again(slot, task, str(ended))
 
     def _finish(self, task: Task, kind: str, result: Any, more: Any) -> None:
-        """Ends a task: "done" with its reply and bytes of memory, "failed" with the error in one line and in all."""
+        """Ends a task with the result of `client_worker.run_client`."""
         if kind == "failed":
             task.fail(CLIENT_RAISED, result)
             logger.warning("%s failed:\n%s", task.place(), more.rstrip())
@@ -136,17 +136,17 @@ class SlotPool:
             self._seconds[task.record.kind, task.record.client_id] = task.record.seconds
 
     def _try_again(self, slot: Slot, task: Task, end: str) -> None:
-        """A client's process has died: it runs once more."""
+        """Called when a client's process has died. Leaves the task for another attempt, or ends it with an error."""
         if task.record.attempts < _MAX_ATTEMPTS:
-            text = "%s. It was in the middle of %s, which is run once more. The end of its log:\n%s"
+            text = "%s. It was running %s, which is run once more. The end of its log:\n%s"
             logger.warning(text, end, task.place(), read_tail(slot.log))
             return
-        text = f"{end}. It is the second process that this client has ended: it is left out"
+        text = f"{end}. This is the second process that ended with this client, which is left out"
         error = task.fail(CLIENT_CRASHED, text)
         logger.warning("%s\nThe end of the log of slot %d:\n%s", error, slot.index, read_tail(slot.log))
 
     def _retire(self, slot: Slot, task: Task, end: str) -> None:
-        """A process has ended before it took a client."""
+        """Called when a process has ended before it was ready."""
         if self._is_over:
             return
         with self._lock:
@@ -154,5 +154,5 @@ class SlotPool:
             self._waiting.insert(0, task)
         log = f"The end of its log:\n{read_tail(slot.log)}"
         if all(other.is_retired for other in self.slots):
-            raise FederatedError(f"No slot is left: {end}, before it took a client. {log}", hint=f"See {slot.log}.")
-        logger.warning("%s, before it took a client: its clients go to other slots. %s", end, log)
+            raise FederatedError(f"No slot is left: {end}, before it was ready. {log}", hint=f"See {slot.log}.")
+        logger.warning("%s, before it was ready: other slots run its clients. %s", end, log)

@@ -1,4 +1,4 @@
-"""FedProx's pull towards the global weights, added to the gradients of whatever loop the user has."""
+"""Adds FedProx's proximal term to the gradients of the user's own training loop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from unsloth_multigpu.errors import FederatedError
 class ProximalPull:
     """Adds mu (w - w_global) to the gradient of each parameter before each step of any optimizer.
 
-    The gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). Once per
-    optimizer step, so gradients may be accumulated; after clipping, which then sees the loss alone.
+    It is the gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). It
+    is added once per optimizer step, so gradients may be accumulated, and after clipping, which applies to the loss
+    only.
 
     Args:
-        parameters: The trainable ones; they hold the global weights now.
-        mu: 0 = no pull.
+        parameters: The trainable parameters, which have the global weights now.
+        mu: 0 = no proximal term.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
@@ -44,14 +45,14 @@ class ProximalPull:
             )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A step may call its base class's, or that of an optimizer which it wraps.
+        # A step may call that of its base class or of a wrapped optimizer.
         self._depth += 1
         if self._depth > 1:
             return
         if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
-            # The gradients come to be inside the step, after this.
+            # The closure computes the gradients inside the step, after this hook.
             raise FederatedError(
-                f"proximal-mu cannot go with {type(optimizer).__name__}.step(closure).",
+                f"proximal-mu does not work with {type(optimizer).__name__}.step(closure).",
                 hint="Call step() without a closure, or use another strategy than FedProx.",
             )
         self._pull(optimizer)
@@ -61,7 +62,7 @@ class ProximalPull:
 
     @torch.no_grad()
     def _pull(self, optimizer: Optimizer) -> None:
-        # A fused optimizer divides by the scale of mixed precision inside its step (torch.amp.GradScaler sets it).
+        # A fused optimizer unscales gradients inside its step, by the scale that torch.amp.GradScaler sets.
         scale = getattr(optimizer, "grad_scale", None)
         own = [p for group in optimizer.param_groups for p in group["params"] if p in self._start]
         for parameter in own:

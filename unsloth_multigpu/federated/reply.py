@@ -1,4 +1,4 @@
-"""What came back in a round: from whom, whether it is enough, and in which form it goes out again."""
+"""Checks the replies of a round, and converts aggregated arrays to their dtypes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from unsloth_multigpu.logs import get_logger
 logger = get_logger(__name__)
 
 Kind = Literal["train", "evaluate"]
-# In a reply's "client": names of tensors that the client has changed although they must stay as they are.
+# Key in a reply's "client" record: names of tensors that the client has changed although it must not.
 CHANGED = "changed-weights"
 
 
 def judge(
     replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
-    """The replies for the strategy, errors among them, in the order of the clients; and what went wrong, a line each.
+    """Returns the replies for the strategy, including errors, in the order of the clients; and one line per failure.
 
-    Clients without data are left out: they would count in a median, and their metrics may lack names.
+    Clients without data are left out: they would count in a median, and may lack metrics.
 
     Raises:
-        FederatedError: No client succeeded or had data to train, or fewer than `min_success` of them succeeded.
+        FederatedError: No client succeeded or had data, or fewer than `min_success` of them succeeded.
     """
     replies = sorted(replies, key=client_of)
     good = [reply for reply in replies if reply.has_content()]
     empty = [reply for reply in good if weight_of(reply.content, weight_key) == 0]
-    # Without the words with which a slot's error begins: the line has them already.
+    # Without the prefix of a slot's error, which the line has already.
     what = f" (round {server_round}, {kind})"
     bad = [(name_of(reply), reply.error.reason) for reply in replies if reply.has_error()]
     lost = [(name, str(reason).removeprefix(name + what).lstrip(" :")) for name, reason in bad]
@@ -44,7 +44,7 @@ def judge(
         )
     if good and len(empty) == len(good) and kind == "train":
         raise FederatedError(
-            f"round {server_round}: no client had data in train: all that succeeded report 0 examples.",
+            f"round {server_round}: no client had data in train: all successful clients report 0 examples.",
             hint="train_fn returns (num_examples, metrics).",
         )
     failures = [f"{who}: left out of {kind}: {why}" for who, why in lost]
@@ -57,31 +57,32 @@ def judge(
 
 
 def changed_by(content: RecordDict) -> list[str]:
-    """Up to three names of tensors, frozen weights mostly, that the client has changed although they do not travel."""
+    """Returns up to three names of tensors, mostly frozen weights, that the client has changed and does not send."""
     changed = content.config_records.get("client", ConfigRecord()).get(CHANGED)
     return list(map(str, changed[:3])) if isinstance(changed, list) else []
 
 
 def client_of(message: Message) -> int:
-    """Number of the client that replied."""
+    """Returns the number of the client that replied."""
     return message.metadata.src_node_id - 1
 
 
 def name_of(message: Message) -> str:
-    """ "client 3"."""
+    """Returns "client 3"."""
     return f"client {client_of(message)}"
 
 
 def weight_of(content: RecordDict, key: str) -> float:
-    """By how many examples the reply counts; 1 where it does not say, which is then the strategy's to judge."""
+    """Returns the reply's number of examples; 1 without one, which the strategy may refuse."""
     value = next((record[key] for record in content.metric_records.values() if key in record), 1.0)
     return float(value) if isinstance(value, int | float) else 1.0
 
 
 def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
-    """The arrays in the dtypes that they had before: means and optimizers make float64 of float32 and of integers.
+    """Converts arrays to their earlier dtypes: means and optimizers turn float32 and integers into float64.
 
-    A value that is infinite or no number is an error.
+    Raises:
+        FederatedError: A value is infinite or NaN.
     """
     import numpy as np
 
@@ -90,7 +91,7 @@ def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
         value = array.numpy()
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             raise FederatedError(
-                f"{name} is infinite or no number after aggregation.",
+                f"{name} is infinite or NaN after aggregation.",
                 hint="Lower the learning rate of the clients, or of the strategy (eta, server_learning_rate).",
             )
         dtype = np.dtype(before[name].dtype) if name in before else value.dtype

@@ -1,4 +1,4 @@
-"""What a federated training did, as plain data: rounds, who ran where, how busy each device was, what was measured."""
+"""The report of a federated training as plain data: rounds, clients, use of the devices, metrics."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from unsloth_multigpu.words import aligned
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
-# A metric as Flower's records hold it: a number or a list of numbers.
+# Metrics of Flower's records: numbers or lists of numbers by name.
 Metrics = Mapping[str, Any]
 _JSON_LINES = "rounds.jsonl"
 
 
 @dataclass
 class ClientRecord:
-    """What became of one message to one client.
+    """Record of a message to a client.
 
     Args:
         kind: "train", "evaluate" or "query".
-        slot: Number of the slot that answered it, or was the last to try; -1 = it was not begun.
-        device: That slot's device, like "cuda:1".
-        begin_s: When that slot got it, on the clock of `time.monotonic`.
-        seconds: From then until its reply was here.
-        peak_memory_bytes: What torch reserved there at most; 0 on the CPU.
-        attempts: How often a slot began with it.
+        slot: Number of the slot that answered it, or of the last attempt; -1 = not begun.
+        device: Device of that slot, such as "cuda:1".
+        begin_s: Begin of the last attempt, on the clock of `time.monotonic`.
+        seconds: Time from the begin to the reply.
+        peak_memory_bytes: Peak of the memory reserved by torch; 0 on the CPU.
+        attempts: Number of attempts.
     """
 
     client_id: int
@@ -50,10 +50,10 @@ class DeviceReport:
     """One device in one round.
 
     Args:
-        device: As in "cuda:0" or "cpu:1".
-        client_ids: Clients that trained there, in the order in which they began.
-        busy_s: Seconds in which at least one client ran there.
-        peak_memory_bytes: Of the client that needed most; None where it was not measured.
+        device: Such as "cuda:0" or "cpu:1".
+        client_ids: Clients that trained on it, in the order of their begin.
+        busy_s: Seconds in which at least one client ran on it.
+        peak_memory_bytes: Largest peak of a client; None if not measured.
     """
 
     device: str
@@ -67,13 +67,13 @@ class RoundReport:
     """One round.
 
     Args:
-        server_round: 1 = the first.
-        seconds: Wall time from choosing the clients to the server's own evaluation; writing a checkpoint is not in it.
+        server_round: Number of the round, from 1.
+        seconds: Wall time from the selection of clients to the server's own evaluation, without the checkpoint.
         num_examples: Training examples of all clients whose result was used.
-        devices: Every device that has a slot.
-        failures: One line for each client that was left out, or that had to run again.
-        lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and where
-            "mean" would measure it for long.
+        devices: Every device with a slot.
+        failures: One line per client that was left out or had to run again.
+        lora_remainder: Relative difference of the round's adapter from mean(B A); None without LoRA, and if computing
+            it for "mean" would take long.
     """
 
     server_round: int
@@ -87,11 +87,11 @@ class RoundReport:
     lora_remainder: float | None = None
 
     def utilisation(self, device: DeviceReport) -> float:
-        """Share of the round, 0 to 1, in which the device had a client to run."""
+        """Returns the fraction of the round, 0 to 1, in which the device ran a client."""
         return min(1.0, device.busy_s / self.seconds) if self.seconds > 0 else 0.0
 
     def row(self) -> dict[str, str]:
-        """Its figures, each with its name."""
+        """Returns the figures as texts by name."""
         row = {"round": str(self.server_round), "seconds": f"{self.seconds:.1f}", "examples": str(self.num_examples)}
         row |= {d.device: f"{len(d.client_ids)} cl {self.utilisation(d):.0%}" for d in self.devices}
         every = (("", self.train_metrics), ("eval_", self.evaluate_metrics), ("server_", self.server_metrics))
@@ -103,14 +103,14 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class FederatedReport:
-    """All rounds of a federated training; `str()` makes a table of it.
+    """All rounds of a federated training. `str()` returns a table.
 
     Args:
         server_id: Name of the server.
-        num_clients: Clients that could take part.
-        num_slots: Processes that ran clients.
-        startup_s: Seconds before the first round: slots started, a model built in each of them, a saved round read.
-        rounds: The first one first.
+        num_clients: Number of clients.
+        num_slots: Number of processes for clients.
+        startup_s: Seconds before the first round: starting slots, building models, reading a saved round.
+        rounds: The rounds in order.
     """
 
     server_id: str
@@ -121,7 +121,7 @@ class FederatedReport:
 
     @property
     def seconds(self) -> float:
-        """Wall time of all rounds together, without start-up."""
+        """Wall time of all rounds, without start-up."""
         return sum(r.seconds for r in self.rounds)
 
     def __str__(self) -> str:
@@ -137,11 +137,11 @@ class FederatedReport:
 
 @dataclass(frozen=True)
 class FederatedResult:
-    """What `fit` returns.
+    """The result of `fit`.
 
     Args:
         result: Flower's Result: the global arrays, and the clients' and the server's metrics by round.
-        report: What each round took, and where.
+        report: Times and devices of each round.
     """
 
     result: Result
@@ -149,12 +149,12 @@ class FederatedResult:
 
     @property
     def rounds(self) -> tuple[RoundReport, ...]:
-        """The rounds of the report, the first one first."""
+        """The rounds of the report, in order."""
         return self.report.rounds
 
 
 def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientRecord]) -> tuple[DeviceReport, ...]:
-    """What each device did in a round, in the order of the slots."""
+    """Returns the report of each device in a round, in the order of the slots."""
     reports = []
     for device in dict.fromkeys(devices_of_slots):
         own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
@@ -166,7 +166,7 @@ def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientReco
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that are covered by at least one of the intervals (begin, end), which may overlap."""
+    """Returns the seconds covered by at least one of the intervals (begin, end), which may overlap."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, until))
@@ -175,7 +175,7 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
-    """Writes the rounds as JSON lines, so that a training can be watched from outside; raises OSError."""
+    """Writes the rounds as JSON lines, with which a training can be watched. Raises OSError."""
     with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
         file.writelines(json.dumps(dataclasses.asdict(line)) + "\n" for line in rounds)
         file.flush()
@@ -183,7 +183,7 @@ def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bo
 
 
 def round_from_dict(stored: Mapping[str, Any]) -> RoundReport:
-    """The round that `dataclasses.asdict` made a dict of."""
+    """Creates a round from the result of `dataclasses.asdict`."""
     return RoundReport(**{**stored, "devices": tuple(DeviceReport(**device) for device in stored["devices"])})
 
 

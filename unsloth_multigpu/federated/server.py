@@ -1,4 +1,4 @@
-"""What users call first: makes a Flower server that trains many clients on all GPUs, in a process for each."""
+"""`create_multigpu_flower_server`: creates a Flower server whose clients run in processes on all GPUs."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ def create_multigpu_flower_server(
     seed: int = 0,
     log_dir: str = "logs",
 ) -> FederatedServer:
-    """A Flower server over any model, and processes on all GPUs that run the clients.
+    """Creates a Flower server for any model. Its clients run in processes on all GPUs, without a GPU on the CPU.
 
-    Starts nothing and opens no GPU: that is done by `fit`. Without a GPU clients run in processes on the CPU.
+    Starts no process and opens no GPU; `fit` does.
 
     Args:
-        server_id: Name of the server; clients see it, logs and reports show it.
+        server_id: Name of the server, for clients, logs and reports.
         model_builder: () -> model with trainable parameters: plain PyTorch, PEFT or Unsloth. Called once in each
-            process, with `seed` set. Only what is trainable travels, and persistent buffers.
-        device: Where `server_evaluate` runs ["cpu"]; with auto_gpu=False also the one device of the clients.
+            process, with `seed` set. Only trainable parameters and persistent buffers are exchanged.
+        device: Device of `server_evaluate` ["cpu"]; with auto_gpu=False also the one device of the clients.
         strategy: Name of a class of `flwr.serverapp.strategy` ("fedavg", "fedprox", "fedadam", "krum", ...), or an
-            object of one. A name gives a fresh strategy to every `fit`; an object keeps its state.
+            instance. With a name every `fit` has a new strategy; an instance keeps its state.
         auto_gpu: Use all visible GPUs.
         train_fn: (model, client) -> (num_examples, metrics), a client's training; see `FederatedClient`.
         evaluate_fn: (model, client) -> (loss, num_examples, metrics); None = clients do not evaluate.
-        num_gpus: How many of the visible GPUs [all]; without a GPU how many processes on the CPU [1].
-        clients_per_gpu: Clients at a time on one device.
-        max_workers: Upper limit of all processes together.
+        num_gpus: Number of visible GPUs to use [all]; without a GPU, number of processes on the CPU [1].
+        clients_per_gpu: Number of clients that run on one device at the same time.
+        max_workers: Upper limit of the number of processes.
         placement: "round_robin" = client_id % number of devices; "balanced" = the longest client first, by measured
-            seconds, to whichever device is free.
+            seconds, on any free device.
         strategy_kwargs: Arguments of the strategy's class, for a name.
         lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
             nearest to mean(B A).
-        seed: Of models, clients and their choice.
-        log_dir: Where the processes write what clients print, in slot_K.log.
+        seed: Seed of models, clients and their selection.
+        log_dir: Folder for the clients' output, slot_K.log.
 
     Raises:
-        ConfigError: An argument cannot be used.
+        ConfigError: An invalid argument.
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
@@ -94,5 +94,5 @@ def _check_libraries() -> None:
         if row.installed is None:
             python = "" if sys.version_info >= (3, 11) else " Flower needs Python 3.11 or newer."
             raise SetupError(f"Federated training needs {name}, which is not installed.{python}", hint=hint)
-        if not row.ok or row.is_newer:  # Its engine is steered by more than functions that can be verified.
+        if not row.ok or row.is_newer:  # Newer versions, too: we use internals of Flower that cannot be verified.
             raise VersionError(f"{name} {row.installed} is installed; expected {row.supported}.", hint=hint)

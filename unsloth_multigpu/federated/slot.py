@@ -1,4 +1,4 @@
-"""One slot, as the server sees it: a place for one client at a time, and the process that now fills it."""
+"""A slot in the server: it runs one client at a time in its current process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unsloth_multigpu.wire.folder import make_log
 
 logger = get_logger(__name__)
 
-# The slot imports the user's modules and this package from where this process finds them.
+# With the sys.path of this process, to import the user's modules and this package.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[3])
 from unsloth_multigpu.federated.client_worker import main
@@ -32,16 +32,16 @@ main()"""
 
 
 class SlotEnded(Exception):
-    """The slot's process has ended; the text says how."""
+    """The slot's process has ended; the text describes how."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A message on its way to a slot and back.
+    """A message to a client, and its reply.
 
     Attributes:
-        context: Of the client.
-        reply: None until it is there.
+        context: Flower's context of the client.
+        reply: None until it has arrived.
     """
 
     message: Message
@@ -55,19 +55,19 @@ class Task:
         record.attempts += 1
 
     def answer(self, reply: Message) -> None:
-        """Ends it."""
+        """Ends the task with a reply."""
         self.reply = reply
         if self.record.attempts:
             self.record.seconds = time.monotonic() - self.record.begin_s
 
     def fail(self, code: int, error: str) -> str:
-        """Ends it with an error, which Flower's strategies leave out of the round; returns the error with its place."""
+        """Ends the task with an error reply, which strategies leave out. Returns the error with `place()`."""
         self.record.error = f"{self.place()}: {error}"
         self.answer(Message(Error(code=code, reason=self.record.error), reply_to=self.message))
         return self.record.error
 
     def place(self) -> str:
-        """Who works on it where: "client 3 (round 2, train) on slot 1, cuda:1"."""
+        """Describes the task: "client 3 (round 2, train) on slot 1, cuda:1"."""
         record, configs = self.record, self.message.content.config_records.values()
         server_round = next((str(config["server-round"]) for config in configs if "server-round" in config), "0")
         where = f" on slot {record.slot}, {record.device}" if record.attempts else ""
@@ -75,14 +75,14 @@ class Task:
 
 
 class Slot:
-    """Starts and ends the slot's processes, one after the other. For one thread; `kill` for any.
+    """Starts and ends the slot's processes, one after the other. One thread uses it; any thread may call `kill`.
 
     Args:
-        device: The only one that its processes see.
-        log_dir: Where slot_N.log is.
+        device: The only device that its processes see.
+        log_dir: Folder of slot_N.log.
 
     Attributes:
-        is_retired: A process has failed to start; no other one is started.
+        is_retired: A process has failed to start, and no other one will be started.
     """
 
     def __init__(self, index: int, device: SlotDevice, log_dir: Path) -> None:
@@ -97,32 +97,36 @@ class Slot:
         return f"slot {self.index} on {self.device}"
 
     def start(self, app: bytes, environment: Mapping[str, str]) -> None:
-        """Starts a process unless one lives, and waits until it takes clients.
+        """Starts a process unless one lives, and waits until it is ready.
 
         Raises:
-            SlotEnded: It has ended, as where its device does not work.
+            SlotEnded: It has ended, for example because its device does not work.
             SetupError: It cannot load the app.
         """
         if self._process is not None:
             if not self._process.has_ended():
                 return
-            logger.warning("%s while it waited; a new process is started", self.end())
+            logger.warning("%s while it was idle; a new process is started", self.end())
         arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
         self._process = Child(str(self), _PROGRAM, self.log, environment, arguments)
         kind, *error = self.call(self.device.kind, sys.argv, app)
         if kind == "unloadable":
             raise SetupError(
                 f"{self} cannot load the clients' functions: {error[0]}\n{read_tail(self.log)}",
-                hint="Modules that they use must be importable in a process of their own, without the script.",
+                hint="Modules that they use must be importable in another process, without the script.",
             )
 
     def call(self, *fields: Any) -> tuple[Any, ...]:
-        """Sends to the process and waits for its answer; raises SlotEnded where it has ended, or is of no use."""
+        """Sends a message to the process and waits for its answer.
+
+        Raises:
+            SlotEnded: The process has ended, or was killed because it is unusable.
+        """
         assert self._process is not None
         child = self._process
-        with suppress(OSError, EOFError):  # It has ended.
+        with suppress(OSError, EOFError):  # Raised if it has ended.
             child.connection.send_bytes(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
-            # Safe to unpickle: it comes from our own child, which runs the same user's code.
+            # Safe to unpickle: it comes from our own child process of the same user.
             answer: tuple[Any, ...] = pickle.loads(child.connection.recv_bytes())
             if answer[0] != "unusable":
                 return answer
@@ -130,12 +134,12 @@ class Slot:
         raise SlotEnded(self.end())
 
     def kill(self, because: str) -> None:
-        """Kills the process and what it has started; whoever waits for its answer gets SlotEnded."""
+        """Kills the process and its children. A thread that waits for its answer gets SlotEnded."""
         if self._process is not None:
             self._process.kill(because)
 
     def end(self) -> str:
-        """Kills the process and what it has started, and collects it; returns how it ended, in one line."""
+        """Kills the process and its children, and collects it. Returns how it ended, in one line."""
         child, self._process = self._process, None
         if child is None:
             return ""

@@ -1,4 +1,4 @@
-"""A federated server and its trainings: Flower's strategy decides, each round can be repeated and resumed."""
+"""A federated server and its rounds. Flower's strategy selects clients and aggregates; rounds are reproducible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-# Strategies raise it where replies do not fit. Flower exports it from this module only.
+# Raised by strategies if replies do not fit together. Flower exports it only here.
 from flwr.app.exception import AppExitException
 from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
@@ -62,13 +62,13 @@ _LEAST_TIMEOUT_S = 300.0
 class FederatedServer:
     """A server with its clients' processes, which live from the first `fit` to `close`.
 
-    A context manager. Without `close` the processes end with this one. Made by `create_multigpu_flower_server`.
+    A context manager. Without `close` the processes end with this one. Created by `create_multigpu_flower_server`.
 
     Attributes:
-        options: All but the strategy.
-        new_strategy: Gives a fresh one where it was given by its name; an object is the user's, with the state it has.
-        description: Settings of the strategy as it was given: one that changes its own has others after a round.
-        client_app: Flower's ClientApp, which SuperNodes run as well, under a ServerApp of the user's.
+        options: All options but the strategy.
+        new_strategy: Returns a new strategy if it was given by name, else the user's instance with its state.
+        description: Original settings of the strategy, which a strategy may change during a training.
+        client_app: Flower's ClientApp. SuperNodes can run it, too, with a ServerApp of the user.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FederatedServer:
         self.new_strategy = functools.partial(checked_strategy, strategy, strategy_kwargs)
         first = self.new_strategy()
         if options.lora_aggregation != "mean" and not is_weighted_mean(first):
-            fact = f"{type(first).__name__} does not take the example-weighted mean, as FedAvg does"
+            fact = f"{type(first).__name__} does not compute the example-weighted mean, as FedAvg does"
             raise _no_projection(fact)
         functions = (options.model_builder, options.train_fn, options.evaluate_fn)
         self.client_app = make_client_app(*functions, server_id=options.server_id, seed=options.seed)
@@ -101,31 +101,31 @@ class FederatedServer:
         min_success: float = 0.0,
         round_timeout_s: float = 3600.0,
     ) -> FederatedResult:
-        """Trains from the first weights, or on from a saved round.
+        """Trains from the initial weights, or resumes from a saved round.
 
-        The result depends on the seed and the clients alone: not on the number of processes, not on where and in which
-        order clients run.
+        The result depends only on the seed and the clients, and not on the number of processes or the devices and order
+        in which clients run.
 
         Args:
             num_clients: Clients 0 to num_clients - 1.
-            num_rounds: Rounds in all, with those before a resume.
+            num_rounds: Total number of rounds, including those before a resume.
             config: Numbers and texts that every client gets as `client.config`.
             server_evaluate: (model, server_round) -> metrics, in this process, before the first and after each round.
-            output_dir: Saves each round there, keeps the last two, and writes rounds.jsonl.
-            resume: "auto" = from the newest whole round of `output_dir`, or from the beginning.
-            min_success: Least share of a round's clients that must succeed; one of them must in any case.
-            round_timeout_s: Limit of a round's training, and of its evaluation; who is not ready is left out.
+            output_dir: Folder for a file per round, of which the last two are kept, and rounds.jsonl.
+            resume: "auto" = from the newest complete round in `output_dir`, or from the beginning.
+            min_success: Minimal fraction of a round's clients that must succeed, and at least one client.
+            round_timeout_s: Limit of a round's training, and of its evaluation. Later clients are left out.
 
         Raises:
-            ConfigError: An argument cannot be used, or does not fit the model or the strategy.
-            SetupError: The devices are not there, or a function cannot be sent to another process.
-            ResumeError: The saved round is broken or belongs to another training.
-            FederatedError: Too many clients failed, or what they sent cannot be put together.
+            ConfigError: An argument is invalid, or does not fit the model or the strategy.
+            SetupError: Devices are missing, or a function cannot be sent to another process.
+            ResumeError: The saved round belongs to another training.
+            FederatedError: Too many clients failed, or their results cannot be aggregated.
         """
         Option(least=1, type=int, hint="Change num_clients.").take("num_clients", num_clients)
         if server_evaluate is not None:
             called_as("server_evaluate(model, server_round)")("server_evaluate", server_evaluate)
-        folder: Any = output_dir  # A path becomes a text.
+        folder: Any = output_dir  # The option converts a path to text.
         options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
         refuse_ranks()
         start = None if self._training is None else self._training.start
@@ -142,27 +142,31 @@ class FederatedServer:
     def _make_grid(self, num_clients: int) -> ProcessGrid:
         given = self.options
         devices = choose_devices(given.num_gpus, given.device, auto_gpu=given.auto_gpu)
-        # One on each device, then a second on each: max_workers cuts off the last ones.
+        # One slot per device, then a second one: max_workers cuts off the last ones.
         places = (devices * given.clients_per_gpu)[: given.max_workers]
         return ProcessGrid(
             self.client_app, num_clients, places, placement=given.placement, seed=given.seed, log_dir=given.log_dir
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The global trainable tensors and persistent buffers after `fit`, on the CPU; raises SetupError before it."""
+        """Returns the global trainable tensors and persistent buffers on the CPU.
+
+        Raises:
+            SetupError: Called before `fit`.
+        """
         return tensors_of(self._last().arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the result of `fit`: a PEFT adapter, or model.safetensors of what is trained in a plain model.
+        """Saves the result of `fit`: a PEFT adapter, or model.safetensors with the trained tensors of a plain model.
 
         Raises:
-            SetupError: Nothing was trained yet.
+            SetupError: Called before `fit`.
             OSError: The disk is full or fails.
         """
         save_model(self._last(), Path(folder))
 
     def close(self) -> None:
-        """Ends the clients' processes. What was trained stays; another `fit` starts them again."""
+        """Ends the clients' processes. The result stays; another `fit` starts them again."""
         if self._grid is not None:
             self._grid.close()
             self._grid = None
@@ -180,7 +184,7 @@ class FederatedServer:
 
 
 def refuse_ranks() -> None:
-    """A server is one process: as a rank it would exist several times, and its slots would fight for the devices."""
+    """Refuses a server in a rank, where it would exist several times and its slots would compete for the devices."""
     identity = read_identity(os.environ)
     if identity is not None and identity.world_size > 1:
         raise SetupError(
@@ -196,14 +200,15 @@ def refuse_ranks() -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a client says of a freshly built model.
+    """The initial state of the model, as built by a client.
 
     Args:
-        layout: Names and shapes of its tensors, see `adapters.layout_of`.
-        adapter_config: For `save_adapter`; "" where the model has no adapter.
-        frozen: Parts of the adapter that are not trained.
-        buffers: Names of arrays that are no parameters.
-        not_projectable: Why lora_aggregation="project" cannot work with this model.
+        arrays: The exchanged tensors.
+        layout: Names and shapes of the model's tensors, see `adapters.layout_of`.
+        adapter_config: For `save_adapter`; "" without an adapter.
+        frozen: Frozen factors of the adapter.
+        buffers: Names of the buffers in `arrays`.
+        not_projectable: Reasons why lora_aggregation="project" cannot work with this model.
     """
 
     arrays: ArrayRecord
@@ -215,18 +220,18 @@ class Start:
 
 
 class Training:
-    """Flower's loop of rounds: the same clients in every repetition, replies in the order of the clients.
+    """Flower's loop of rounds, made reproducible: the same clients in every run, and replies in the clients' order.
 
-    Random numbers are seeded while clients are drawn. While results are aggregated they are not: noise for differential
-    privacy that a known seed makes again would hide nothing.
+    Random generators are seeded while clients are selected, and not while results are aggregated: noise of differential
+    privacy from a known seed would hide nothing.
 
     Args:
         grid: The slots of the clients.
-        start: Of an earlier training of the same server, so that no client has to be asked again.
+        start: The initial state from an earlier training of the same server, if there is one.
 
     Attributes:
         arrays: The global arrays now.
-        start: What a client said of its model, once one was asked.
+        start: The initial state, once known.
     """
 
     def __init__(
@@ -255,12 +260,12 @@ class Training:
         self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
     def run(self) -> FederatedResult:
-        """Trains from the first weights, or on from a saved round, up to and with the last round.
+        """Trains all rounds, or those after a saved round.
 
         Raises:
-            ConfigError: Something does not fit the model or the folder.
+            ConfigError: An option does not fit the model or the folder.
             ResumeError: The saved round belongs to another training.
-            FederatedError: A round cannot be finished.
+            FederatedError: A round failed.
             OSError: A round cannot be saved.
         """
         begin_s, options, folder = time.monotonic(), self._options, self._folder
@@ -276,7 +281,7 @@ class Training:
                 _log.info("resumes after round=%d of %s", saved.server_round, newest)
             if folder is not None:
                 write_rounds(folder, self._reports, must_append=False)
-            self._grid.records = []  # Asking for the first weights belongs to no round.
+            self._grid.records = []  # The query of the initial state belongs to no round.
             startup_s = time.monotonic() - begin_s
             with quiet_flower():
                 if self._first_metrics is None:
@@ -292,7 +297,7 @@ class Training:
         if difference := layout_difference(start.layout, saved.layout):
             raise ResumeError(
                 f"round {saved.server_round} is of another model: {difference}.",
-                hint="Use the model_builder of the training that stopped.",
+                hint="Use the model_builder of the stopped training.",
             )
         self.arrays = saved.arrays
         self._reports, self._first_metrics = list(saved.reports), saved.first_metrics
@@ -326,10 +331,10 @@ class Training:
         return RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
 
     def _train(self, number: int, start: Start) -> dict[str, Any]:
-        """The clients' training, aggregated as the strategy does; returns what is to be reported of it."""
+        """Runs and aggregates the clients' training. Returns fields of the `RoundReport`."""
         replies = self._ask("train", number)
         contents = [reply.content for reply in replies if reply.has_content()]
-        # Records of their own: some strategies use replies up.
+        # Copies of the records, because some strategies empty the replies.
         kept = [ArrayRecord(dict(next(iter(c.array_records.values()), ArrayRecord()))) for c in contents]
         weights = [weight_of(content, weight_key(self._strategy)) for content in contents]
         with self._named(number, "aggregate_train"):
@@ -338,19 +343,19 @@ class Training:
         if arrays is None:
             if contents:
                 name = type(self._strategy).__name__
-                self._failures.append(f"{name} used no reply: the weights stay as they were")
+                self._failures.append(f"{name} used no reply, so the weights are unchanged")
             return found
         if is_weighted_mean(self._strategy):
             lora = aggregate_lora(kept, weights, arrays, mode=self._server.options.lora_aggregation)
             arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
         elif has_server_optimizer(self._strategy) and start.buffers:
-            # A server optimizer could step a running variance below zero.
+            # A server optimizer could make a running variance negative.
             arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, start.buffers)})
         self.arrays = like(arrays, self.arrays)
         return found | {"num_examples": int(sum(weights))}
 
     def _ask(self, kind: Kind, number: int) -> list[Message]:
-        """Sends the global arrays to the clients that the strategy draws; returns the replies for it."""
+        """Sends the global arrays to the clients that the strategy selects. Returns the checked replies."""
         step = f"configure_{kind}"
         config = ConfigRecord(dict(self._options.config or {}))
         with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
@@ -367,7 +372,7 @@ class Training:
         return judged
 
     def _evaluated(self, number: int) -> dict[str, Any]:
-        """The server's own evaluation, by the user's function."""
+        """Returns the metrics of the user's `server_evaluate`."""
         if self._server_evaluate is None:
             return {}
         try:
@@ -400,10 +405,10 @@ class Training:
 
 
 def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
-    """Lets a client on each slot build its model, seeded, and takes the first one that says what it is.
+    """Lets a client on each slot build its model, seeded, and returns the first description.
 
     Raises:
-        FederatedError: No client could.
+        FederatedError: No client could build its model.
     """
     asked = grid.get_node_ids()[: len(grid.devices_of_slots)]
     messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
@@ -415,18 +420,18 @@ def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
             return Start(records["arrays"], frozen=records["frozen"], **known)
     raise FederatedError(
         f"no client could build its model: {replies[0].error.reason}",
-        hint="The log above shows the whole error. Does model_builder() work in a script of its own?",
+        hint="The log above shows the whole error. Check that model_builder() works in a separate script.",
     )
 
 
 def tensors_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
-    """Copies; safetensors wants them contiguous, and a transposed parameter is not."""
+    """Copies arrays to contiguous tensors, which safetensors needs."""
     contiguous = torch.contiguous_format
     return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
 
 
 def save_model(training: Training, folder: Path) -> None:
-    """Writes a PEFT adapter, or model.safetensors; raises OSError where the disk is full or fails."""
+    """Writes a PEFT adapter or model.safetensors. Raises OSError if the disk is full or fails."""
     from safetensors.torch import save_file
 
     start = training.start
@@ -436,7 +441,7 @@ def save_model(training: Training, folder: Path) -> None:
     if not start.adapter_config:
         save_file(tensors, folder / "model.safetensors")
         return
-    # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
+    # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
     same = [name for name in start.buffers if training.arrays[name] == start.arrays.get(name)]
     state = {name: value for name, value in tensors.items() if name not in same}
     save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)

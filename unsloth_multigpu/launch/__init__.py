@@ -1,1 +1,1 @@
-"""How do processes start?"""
+"""How do processes start, and who failed first?"""

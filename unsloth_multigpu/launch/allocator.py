@@ -1,8 +1,8 @@
-"""The settings of torch's allocator for devices that Unsloth makes, early enough for a rank.
+"""Unsloth's settings of torch's CUDA allocator, for ranks.
 
-`import unsloth` makes them before it imports torch. In a rank, `enable_multi_gpu()` runs before that import and chooses
-the rank's device. That builds the allocator, which reads its settings once: those of Unsloth would come too late, and a
-script that just fits on one GPU could run out of memory on two.
+`import unsloth` sets them before it imports torch. In a rank, `enable_multi_gpu()` runs before that import and opens
+the rank's device, which reads the settings once. Unsloth's would come too late, and a script that just fits on one GPU
+could run out of memory on two.
 
 Needs no torch.
 """
@@ -15,27 +15,27 @@ from collections.abc import Mapping
 
 from unsloth_multigpu.versions import installed_version
 
-# The variables by which a user can set the allocator. An empty value counts as set.
+# Variables of the allocator. An empty value counts as set.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
-# What Unsloth adds for versions of torch that read PYTORCH_CUDA_ALLOC_CONF.
+# Unsloth's value for versions of torch that read PYTORCH_CUDA_ALLOC_CONF.
 _ROUNDED = f"{_EXPANDABLE},roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
 
 
 def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings for a rank. Empty where one process has none: Unsloth sets nothing, or is not installed.
+    """Returns the variables that Unsloth would set; empty if it sets none or is not installed.
 
-    Reads metadata, and imports neither torch nor Unsloth.
+    Reads metadata and imports neither torch nor Unsloth.
 
     Args:
-        environment: The variables of the process. What the user has set is kept.
+        environment: The variables of the process. Values of the user are kept.
     """
     torch_version = installed_version("torch")
     if installed_version("unsloth_zoo") is None or torch_version is None:
         return {}
     if any(name in environment for name in VARIABLES) or environment.get("UNSLOTH_VLLM_STANDBY", "0") != "0":
         return {}
-    # ROCm and WSL have no expandable segments. A container on WSL has its kernel.
+    # ROCm and WSL have no expandable segments. Containers on WSL share its kernel.
     if "+rocm" in torch_version or "microsoft" in platform.release().lower():
         return {}
     numbers = [int(number) for number in re.findall(r"\d+", torch_version)[:2]]

@@ -1,4 +1,4 @@
-"""Which rank failed first, and of what? A pure decision over the ranks' events and how their processes ended."""
+"""Finds the rank that failed first, and its error. A pure function of the ranks' events and exit codes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import signal_name
 
-# Errors of gloo, NCCL and similar backends, and of the store, that say that *another* rank is gone: a consequence,
-# never the cause.
+# Errors of gloo, NCCL and similar backends, and of the store, raised because *another* rank is gone: a consequence, not
+# the cause.
 _COMMUNICATION_ERROR = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|[NXH]CCL|oneCCL|DistBackendError"
     r"|DistNetworkError|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
     re.IGNORECASE,
 )
-# An error of this package that another rank's error has caused.
+# An error of this package raised because of another rank's error.
 _SECOND_HAND = re.compile(r"DistributedError: rank \d+ failed ")
-# Source lines of C++, which gloo and c10d put before what has happened.
+# Places in C++ sources, which gloo and c10d put before their messages.
 _SOURCE_LINE = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|hpp|cu):\d+\] ")
 
 # Exit codes of ranks that the supervisor has stopped.
@@ -38,9 +38,9 @@ HANG = "hang"
 # Length of an error in the line that names its rank.
 _MAX_CHARACTERS = 200
 _LIKELY = {
-    -signal.SIGABRT: "NCCL's watchdog or an assertion on the device does that, the reason is in the rank's log",
+    -signal.SIGABRT: "NCCL's watchdog or an assertion on the device aborted it, see the rank's log",
     **dict.fromkeys(
-        (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL), "a native library crashed, its stack is in the rank's log"
+        (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL), "a native library crashed, see the stack in the rank's log"
     ),
 }
 
@@ -50,11 +50,11 @@ class Cause:
     """Why a run ended.
 
     Args:
-        rank: The rank that failed first; -1 where ranks hang together and none is to blame.
-        exit_code: What the whole command exits with, 1..255.
+        rank: The rank that failed first; -1 if several ranks hang and none is to blame.
+        exit_code: Exit code of the whole command, 1..255.
         message: One sentence.
-        traceback: The exception's text, or the stacks of a hang; "" where the process left none.
-        is_of_all: All ranks of this node ended in the same way: the number of ranks is not the reason.
+        traceback: Text of the exception, or the stacks of a hang; "" if there is none.
+        is_of_all: All ranks of this node failed with the same error.
     """
 
     rank: int
@@ -74,16 +74,16 @@ def find_cause(
     is_one_node: bool = True,
     num_ranks: int | None = None,
 ) -> Cause:
-    """Orders what is known by blame: hangs, errors of a rank's own, early exits, deaths, then broken connections.
+    """Finds the cause in this order: hangs, a rank's own errors, early exits, kills by a signal, broken connections.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
-        exit_codes: Exit code of each rank that failed; negative = the number of the signal that ended it.
-        gone: Ranks whose process had ended before the supervisor stopped the others.
+        exit_codes: Exit code of each failed rank; -N = ended by signal N.
+        gone: Ranks that had exited before the supervisor stopped the others.
         beats: The last heartbeat of each rank.
-        num_memory_kills: Processes that the kernel has killed for lack of memory during this attempt.
-        is_one_node: False where ranks of other nodes, whose events are not here, can be the cause.
-        num_ranks: Ranks of this node; None = those that have reached the line.
+        num_memory_kills: Processes killed by the kernel for lack of memory during this attempt.
+        is_one_node: False if a rank of another node, whose events are not known here, may be the cause.
+        num_ranks: Ranks of this node; None = those that have called `enable_multi_gpu()`.
     """
     hang = next((e for e in events if e.kind == HANG), None)
     if hang is not None:
@@ -96,16 +96,16 @@ def find_cause(
     if own:
         first_hand = next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0])
         return _from_exceptions_of_all(own, max(num_ranks or 0, len(ranks))) or _from_exception(first_hand)
-    # A process may take longer to end than the connection error that its exit makes elsewhere. One that was leaving may
-    # be ended by the signal for the survivors.
+    # An exiting process may end after the connection error that it causes on another rank, also by the signal that is
+    # sent to survivors.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     ended = {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0}
     ended |= {r for r in leaving if exit_codes.get(r, 0) in _SENT_TO_SURVIVORS or exit_codes.get(r, 0) >= 0}
     has_begun = any(event.kind in ("training", "exception") for event in events)
     if (left := find_early_exit(events, ended)) is not None:
-        others = f"while other ranks {'were training' if has_begun else 'wait for it to train with them'}"
+        others = f"while other ranks {'were training' if has_begun else 'were waiting for it to begin a training'}"
         return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1), others)
-    # A rank that has reported an error was killed because its teardown took too long.
+    # Ranks that had reported an error were killed because their teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
     if found := _from_exit_codes(silent, gone, steps, num_memory_kills):
         return found
@@ -120,21 +120,24 @@ def find_cause(
 
 
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
-    """The last event of a rank that is gone without an error while another is in `train()`, or waits to open a group.
+    """Finds a rank that has left without an error while another is in `train()` or waits to open a process group.
 
-    Training is collective: the other ranks would wait forever for a rank that is missing.
+    Training is collective: the other ranks would wait for it forever.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
         gone: Ranks whose process has ended.
+
+    Returns:
+        Its last event, or None.
     """
     if any(event.kind in STOPS for event in events):
-        return None  # While the run stops, one rank may leave while another still saves; `grace_s` limits that.
+        return None  # A stopped rank may leave while another still saves; `grace_s` limits that.
     last: dict[int, Event] = {}
     for event in events:
         before = last.get(event.rank)
         is_repeated = event.kind == "exiting" and before is not None and before.kind in ("left_training", "exception")
-        # Neither a hang nor a refusal says where a rank is.
+        # A hang or a refusal does not tell where a rank is.
         if not is_repeated and event.kind not in (HANG, REFUSED, MADE_UP_FOR):
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
@@ -146,10 +149,10 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
 
 
 def where(step: int) -> str:
-    """After which step, with a space in front; "" where no Trainer has begun, since a plain loop counts no steps.
+    """Returns " after step N" for messages; "" before a training, and in loops without a Trainer, which count no steps.
 
     Args:
-        step: The last finished one; 0 = `train()` has begun, -1 = it has not.
+        step: The last finished step; 0 = `train()` has begun, -1 = it has not.
     """
     if step < 0:
         return ""
@@ -162,7 +165,7 @@ def _error(event: Event) -> str:
 
 def _is_communication_error(event: Event) -> bool:
     remedy = find_remedy(_error(event))
-    # NCCL's own failures read like broken connections; one of memory is reported in our words.
+    # Failures of NCCL itself look like broken connections. Our own error about memory may contain such text, too.
     is_own = "ran out of memory" in _error(event) or (remedy is not None and remedy.is_own)
     return not is_own and bool(_COMMUNICATION_ERROR.search(_error(event)))
 
@@ -170,10 +173,10 @@ def _is_communication_error(event: Event) -> bool:
 def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, step: int, others: str) -> Cause:
     code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
     if left.kind == "left_training" and "exit_code" not in left.facts:
-        # The process has not exited: train() raised an error, and the script caught it.
+        # train() raised an error, and the script caught it.
         ended = f" and ended with exit code {code}" if is_gone else ""
         message = f"rank {left.rank} left train() by an error{where(step)}, which its script caught{ended}, {others}"
-        hint = "Hint: Catch errors of train() on all ranks or on none; the others wait for the one that has left.\n"
+        hint = "Hint: Catch errors of train() on all ranks or on none: the other ranks wait for the one that left.\n"
         return Cause(left.rank, code or 1, f"{message}: {_first_line(_error(left))}", hint)
     return Cause(left.rank, code or 1, f"rank {left.rank} left with exit code {code}{where(step)}, {others}")
 
@@ -181,16 +184,16 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
 def _from_exception(event: Event) -> Cause:
     message = f"rank {event.rank} failed{where(event.step)}: {_first_line(_error(event))}"
     if _error(event).startswith("RankTimeoutError: rank"):
-        message = _first_line(_error(event)).partition(": ")[2]  # It names the rank that others have waited for.
+        message = _first_line(_error(event)).partition(": ")[2]  # The error itself names the rank.
     return Cause(event.rank, int(event.facts["exit_code"]), message, _traceback(event))
 
 
 def _from_exceptions_of_all(own: Sequence[Event], num_ranks: int) -> Cause | None:
-    """An error that every rank has raised by itself, as of a missing file; None where it is that of some."""
+    """Returns the cause if every rank has raised the same error, such as a missing file; else None."""
     of_rank = {event.rank: event for event in reversed(own)}
     first = of_rank[min(of_rank)]
     is_of_all = 1 < num_ranks == len(of_rank) and len({str(e.facts["traceback"]) for e in of_rank.values()}) == 1
-    # In later steps it is chance which ranks still raise it.
+    # In later steps it is a matter of chance how many ranks raise it before they are stopped.
     if not is_of_all or first.step > 0:
         return None
     message = f"all {num_ranks} ranks failed alike{where(first.step)}: {_first_line(_error(first))}"
@@ -198,7 +201,7 @@ def _from_exceptions_of_all(own: Sequence[Event], num_ranks: int) -> Cause | Non
 
 
 def _first_line(error: str) -> str:
-    """The error in one line; the traceback above it has all of a long one."""
+    """Shortens an error to one line. The whole text is in the traceback."""
     line = error.strip().split("\n")[0].rstrip(".: ")
     if "ran out of memory" not in line and (said := last_error(error)):
         line = f"{line.partition(':')[0]}: {said}"
@@ -206,7 +209,7 @@ def _first_line(error: str) -> str:
 
 
 def _traceback(event: Event) -> str:
-    """With a hint where the text of the error has none."""
+    """Returns the traceback, with the hint for a known failure if the error has none."""
     traceback = str(event.facts["traceback"])
     remedy = None if "Hint: " in _error(event) else find_remedy(traceback + _error(event))
     return traceback + ("" if remedy is None else f"Hint: {remedy.hint}\n")
@@ -215,10 +218,10 @@ def _traceback(event: Event) -> str:
 def _from_exit_codes(
     exit_codes: Mapping[int, int], gone: Collection[int], steps: Mapping[int, int], num_memory_kills: int
 ) -> Cause | None:
-    """A death by signal, else an exit with a code of its own; None where there is neither."""
+    """Returns the first kill by a signal, else the first exit with a code above 0, else None."""
     deaths = [r for r, c in exit_codes.items() if c < 0 and c not in _SENT_TO_SURVIVORS]
     if deaths:
-        # A survivor that did not listen to SIGTERM was killed as well.
+        # A survivor that did not react to SIGTERM was killed, too.
         return _from_death(min(deaths, key=lambda r: (r not in gone, r)), exit_codes, steps, num_memory_kills)
     for rank, code in sorted(exit_codes.items()):
         if code > 0:

@@ -1,4 +1,4 @@
-"""Commands that start launchers of processes: each rank would start the whole training again, into one folder.
+"""Refuses launchers such as torchrun as child processes of a rank: every rank would start the whole training again.
 
 Needs no torch.
 """
@@ -27,15 +27,15 @@ LAUNCHER_MODULES = frozenset(
         "torch.distributed.run",
     ]
 )
-# Which of them a script starts to train, and which have other commands than "launch".
-_STARTED = frozenset(["accelerate", "accelerate-launch", "deepspeed", "torchrun"])
+# Those that a rank may not start, and those with other commands than "launch".
+_REFUSED = frozenset(["accelerate", "accelerate-launch", "deepspeed", "torchrun"])
 _WITH_COMMANDS = ("accelerate", "accelerate.commands.accelerate_cli")
-# By these a process knows that torch elastic, or accelerate in the rank itself, has started it.
-_OF_LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+# Variables that torch elastic and accelerate set for the processes that they launch.
+_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 
 
 def is_launch(words: Sequence[str]) -> bool:
-    """True for a command line that starts a launcher, by its name or as a module or file of Python."""
+    """True if a command line starts a launcher, by its name or as a Python module or file."""
     rest = [word for word in words if not re.match(r"(?!-)\w+=", word)]
     name = Path(rest[0]).name if rest else ""
     if name.startswith("python"):
@@ -44,33 +44,33 @@ def is_launch(words: Sequence[str]) -> bool:
             rest = rest[2 if rest[0] in ("-X", "-W") else 1 :]
         rest = rest[1:] if rest[:1] == ["-m"] else rest
         name = Path(rest[0]).name if rest else ""
-    if name not in _STARTED | LAUNCHER_MODULES:
+    if name not in _REFUSED | LAUNCHER_MODULES:
         return False
     return name not in _WITH_COMMANDS or "launch" in rest[1:2]
 
 
 def is_launched_again(command: object, child: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """True if a command would train in processes that take this rank's place for theirs.
+    """True if a command would launch processes that inherit this rank's variables.
 
     Args:
-        command: As `subprocess.Popen` takes it.
-        child: The variables that it gets. One without those of a rank is meant to be no part of the run.
-        own: Those of this process.
+        command: The command, in the forms of `subprocess.Popen`.
+        child: The command's variables. Without those of a rank it is not part of the run.
+        own: The variables of this process.
     """
     if not {"RANK", "WORLD_SIZE"} <= child.keys():
         return False
-    return is_launch(_words(command)) or any(name in child and name not in own for name in _OF_LAUNCHED)
+    return is_launch(_words(command)) or any(name in child and name not in own for name in _SET_BY_LAUNCHERS)
 
 
 def refuse_launcher(command: object, variables: Mapping[Any, Any] | None) -> None:
-    """Refuses a command that this rank is about to start.
+    """Raises if a command that this rank is about to start is a launcher.
 
     Args:
-        command: As `subprocess.Popen` takes it.
-        variables: Those that it gets; None = those of this process.
+        command: The command, in the forms of `subprocess.Popen`.
+        variables: The command's variables; None = those of this process.
 
     Raises:
-        SetupError: It would train the whole run again.
+        SetupError: It would start the whole training again.
     """
     child = os.environ if variables is None else {str(name): str(value) for name, value in variables.items()}
     if not is_launched_again(command, child, os.environ):
@@ -78,10 +78,10 @@ def refuse_launcher(command: object, variables: Mapping[Any, Any] | None) -> Non
     words = _words(command)
     script = next((word for word in words if word.endswith(".py")), "train.py")
     raise SetupError(
-        f"This rank is about to start {' '.join(words)[:200]!r}: a launcher in each rank would train the whole run "
-        "again.",
-        hint=f"Let the ranks themselves run what is launched: unsloth-multigpu run {script} ... A helper that is to "
-        "run beside them gets an environment without RANK and WORLD_SIZE.",
+        f"This rank is about to start {' '.join(words)[:200]!r}: a launcher in each rank would start the whole "
+        "training again.",
+        hint=f"Let the ranks run the launched script itself: unsloth-multigpu run {script} ... Start other programs "
+        "without RANK and WORLD_SIZE in their environment.",
     )
 
 
@@ -90,7 +90,7 @@ def _words(command: object) -> list[str]:
         text = os.fsdecode(command)
         try:
             return shlex.split(text)
-        except ValueError:  # A quotation that the shell will complain about.
+        except ValueError:  # Unbalanced quotes, which the shell will report.
             return text.split()
     if isinstance(command, os.PathLike):
         return [os.fsdecode(command)]

@@ -1,4 +1,4 @@
-"""The processes of one attempt: started together, sent signals by group, collected by the thread that started them."""
+"""The processes of one attempt: starts them, sends them signals and collects their exit codes, all in one thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of this node stand among those of all nodes, and where they meet.
+    """The ranks of this node among those of all nodes, and the address of their store.
 
     Args:
         first_rank: The first rank of this node.
         world_size: Ranks of all nodes.
         node: Number of this node.
-        master_addr: Host of the store of the ranks.
+        master_addr: Host of the ranks' store.
         master_port: Its port.
     """
 
@@ -33,7 +33,7 @@ class Place:
     master_port: int
 
     def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
-        """Of one rank, as torchrun sets them."""
+        """Returns torchrun's variables for one rank."""
         return {
             "RANK": str(self.first_rank + local_rank),
             "LOCAL_RANK": str(local_rank),
@@ -49,10 +49,10 @@ class Ranks:
     """The processes of this node's ranks. Used by one thread.
 
     Args:
-        processes: Rank -> its process, which leads a session of its own.
+        processes: Process of each rank, the leader of its own session.
 
     Attributes:
-        exit_codes: Rank -> exit code of those that have ended; negative = the signal that ended it.
+        exit_codes: Exit code of each rank that has ended; -N = ended by signal N.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -63,31 +63,31 @@ class Ranks:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Leaves no rank behind, whatever has happened."""
+        """Kills the ranks that still run."""
         self.send(signal.SIGKILL)
         for rank in self.living():
             wait_after_kill(self._processes[rank])
 
     @property
     def num_ranks(self) -> int:
-        """How many were started."""
+        """Number of ranks that were started."""
         return len(self._processes)
 
     def living(self) -> dict[int, int]:
-        """Rank -> process id of those that have not ended. Collects those that have."""
+        """Returns the process ids of the ranks that run, and collects the exit codes of the others."""
         for rank, process in self._processes.items():
             if rank not in self.exit_codes and (code := process.poll()) is not None:
                 self.exit_codes[rank] = code
         return {rank: process.pid for rank, process in self._processes.items() if rank not in self.exit_codes}
 
     def send(self, signal_number: signal.Signals, ranks: Collection[int] | None = None) -> None:
-        """Sends a signal to living ranks and what they have started; None = to all of them."""
+        """Sends a signal to the process groups of living ranks. None = to all of them."""
         for rank, pid in self.living().items():
             if ranks is None or rank in ranks:
                 if signal_number == signal.SIGKILL:
                     kill_rank(pid)
                 else:
-                    # It has ended since, or another user's program leads its group.
+                    # It has ended meanwhile, or another user's program leads its group.
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal_number)
 
@@ -95,17 +95,17 @@ class Ranks:
 def start_ranks(
     command: Sequence[str], num_ranks: int, place: Place, environment: Mapping[str, str], log_dir: Path
 ) -> Ranks:
-    """Starts the ranks of this node. The first one keeps the terminal; the others write to their log and read nothing.
+    """Starts the ranks of this node. The first one keeps the terminal; the others write to a log and have no stdin.
 
     Args:
-        command: What each rank executes.
+        command: Command line of each rank.
         num_ranks: Ranks of this node.
-        place: Where they stand.
-        environment: All variables, but for those that differ between ranks.
+        place: Numbers and store of the ranks.
+        environment: All variables that are equal for the ranks.
         log_dir: Folder of rank_N.log.
 
     Raises:
-        LaunchError: The system starts no further process.
+        LaunchError: The system cannot start another process.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     for local_rank in range(num_ranks):
@@ -117,22 +117,22 @@ def start_ranks(
             )
         except BaseException as error:
             with Ranks(processes):
-                pass  # Ends those that were started.
+                pass  # Kills those that were started.
             if not isinstance(error, OSError):
                 raise
             raise LaunchError(
                 f"rank {rank} could not be started: {error}.",
-                hint="Free memory and processes of this machine, or start fewer ranks.",
+                hint="Free memory or end processes on this machine, or start fewer ranks.",
             ) from error
     return Ranks(processes)
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Starts a process that leads a session of its own.
+    """Starts a process in a new session.
 
     Args:
         environment: All of its variables.
-        log: Where its output is appended; it then reads nothing. None = it has the terminal.
+        log: File to which its output is appended, without stdin. None = it uses the terminal.
     """
     if log is None:
         return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
@@ -148,5 +148,5 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
 
 
 def _open_private(path: str, flags: int) -> int:
-    # Others may be allowed to write in the folder of logs: a link in a log's place is not followed.
+    # Other users may have write access to the log folder, so links are not followed.
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""The traceback of an error that ends a rank, as the user reads it: without frames of this package. Needs no torch."""
+"""Formats the error that ends a rank without the frames of this package. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.wire.event import read_events
 from unsloth_multigpu.wire.wait import wait_until
 
-# After an error Python still joins threads and runs exit handlers; a process group may block that forever.
+# After an error Python joins threads and runs exit handlers, which a process group may block forever.
 TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
-# Calls a function of Python for the user, whose error it passes on.
+# An error in this file comes from a Python function that it calls for the user.
 _PASSES_ON = _PACKAGE + "launch/question.py"
-# Ranks that fail alike do so at nearly the same time: each has imported and computed the same.
+# Ranks with the same error fail at nearly the same time.
 _OTHERS_LIMIT_S = 3.0
 
 
 def shown_error(
     kind: type[BaseException], error: BaseException, tb: TracebackType | None
 ) -> traceback.TracebackException:
-    """The error with the frames that lead to its cause, without those of this package between them.
+    """Returns the traceback of an error without the frames of this package.
 
-    All are kept where this package itself has failed, and where its logger is at DEBUG level.
+    All frames are kept if this package itself has failed, and if its logger is at DEBUG level.
 
     Args:
         kind: Class of the error.
-        error: What was raised.
+        error: The error.
         tb: Its traceback.
     """
-    # Works also where the exception's own str() raises.
+    # TracebackException works even if the error's own str() raises.
     shown = traceback.TracebackException(kind, error, tb, compact=True)
     if not logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
         _leave_out_own_frames(shown, error)
@@ -42,12 +42,12 @@ def shown_error(
 
 
 def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseException | None) -> None:
-    # `compact` leaves out what is not printed, so the chain of texts may be shorter than that of the errors.
+    # `compact` leaves out errors that are not printed, so `shown` may have a shorter chain than `error`.
     for name in ("__cause__", "__context__"):
         if (before := getattr(shown, name)) is not None:
             _leave_out_own_frames(before, getattr(error, name, None))
     frames = list(shown.stack)
-    # "<string>" is the __init__ that a data class of ours makes.
+    # "<string>" is the generated __init__ of a dataclass.
     is_own = [frame.filename.startswith(_PACKAGE) or frame.filename == "<string>" for frame in frames]
     others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
     is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
@@ -56,13 +56,13 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
 
 
 def await_others(run_dir: str, attempt: int, num_ranks: int, kinds: Collection[str]) -> None:
-    """Waits a moment for the other ranks of this node to end as well: an error of all is reported as one of all.
+    """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such.
 
     Args:
         run_dir: The run's private folder.
         attempt: How often the ranks were started before.
         num_ranks: Ranks of this node.
-        kinds: Events by which a rank says that it ends.
+        kinds: Kinds of events with which a rank ends.
     """
 
     def have_ended() -> bool:

@@ -1,4 +1,4 @@
-"""The server that generates for the ranks: TRL's, on devices that no rank has.
+"""TRL's generation server, on devices that no rank uses.
 
 `python -m unsloth_multigpu.launch.generation_server PID ARGUMENTS...` becomes the server.
 """
@@ -32,13 +32,13 @@ from unsloth_multigpu.wire.process import end_command
 from unsloth_multigpu.wire.server_request import SERVER_WANTED, say_ready
 from unsloth_multigpu.words import duration, how_ended
 
-# In every version of TRL this starts what its Trainers speak to: first a server of TRL's own, later `vllm serve`.
+# Starts the server of TRL's Trainers in every version: TRL's own at first, later `vllm serve`.
 _PROGRAM = "trl.scripts.vllm_serve"
 _HOST = "127.0.0.1"
-# Below the ports that Linux gives to connections, which may take any of theirs before the server has begun.
+# Below Linux's ephemeral ports, which other connections may take before the server listens.
 _PORTS = range(20000, 32000)
 _LOOK_S, _ANSWER_S = 1.0, 1.0
-# From SIGTERM to SIGKILL: workers of an engine end with it.
+# From SIGTERM to SIGKILL, while vLLM ends its workers.
 _END_LIMIT_S = 10.0
 
 
@@ -46,20 +46,18 @@ _END_LIMIT_S = 10.0
 class GenerationServer:
     """Starts the server when rank 0 asks for it, watches it, and ends it with the ranks of this attempt.
 
-    It cannot start with the ranks: it loads the Trainer's model, which the script names where it makes the Trainer.
-    An option with that name would be a second place for it, and could name another model.
-
-    A server that has served ranks which have failed has their weights and their connection: each attempt has its own.
+    It cannot start with the ranks, because it loads the model of the Trainer, which the script makes later. Each
+    attempt has its own server: the old one has the weights of the failed ranks and a connection to them.
 
     Args:
-        devices: Variables by which it sees its devices.
+        devices: Variables that show it its devices.
         run_dir: The run's private folder.
-        log_dir: Where its log goes.
+        log_dir: Folder for its log.
         attempt: How often the ranks were started before.
 
     Attributes:
-        port: Where it listens, which rank 0 knows from what it was told.
-        error: Why it can serve no more.
+        port: Its port, which rank 0 has chosen from its context.
+        error: Why it cannot serve any more.
     """
 
     config: MultiGPUConfig
@@ -83,7 +81,7 @@ class GenerationServer:
 
     @property
     def log(self) -> Path:
-        """What it prints."""
+        """File of its output."""
         return self.log_dir / "generators.log"
 
     @property
@@ -91,13 +89,13 @@ class GenerationServer:
         return f"{ENV_SERVER}={self.run_dir}/{self.attempt}"
 
     def turn(self, events: Sequence[Event]) -> str:
-        """Called some ten times a second while ranks run.
+        """Called about ten times a second while ranks run.
 
         Args:
             events: All ranks' events of this attempt.
 
         Returns:
-            Why the ranks cannot be served any more; "" = they are, or nobody has asked.
+            Why the server has failed, "" if it has not.
         """
         if self._process is None:
             if wanted := next((event for event in events if event.kind == SERVER_WANTED), None):
@@ -109,21 +107,21 @@ class GenerationServer:
     def _start(self, port: int, arguments: Sequence[str]) -> None:
         make_log(self.log)
         self.port = port
-        # Of a dense model TRL documents tensor parallelism: vLLM refuses to serve copies of one.
-        of_machine = ["--tensor_parallel_size", str(self.config.generators), "--host", _HOST, "--port", str(port)]
+        # Tensor parallelism, as TRL documents for a dense model: vLLM refuses data parallelism there.
+        placement = ["--tensor_parallel_size", str(self.config.generators), "--host", _HOST, "--port", str(port)]
         program = [sys.executable, "-m", "unsloth_multigpu.launch.generation_server", str(os.getpid())]
         name, _, value = self._marker.partition("=")
         variables = {**socket_interfaces(self.config), **os.environ, **self.devices, name: value}
         tell(f"unsloth_multigpu: generators={self.config.generators}: the server starts, its log is {self.log}\n")
         try:
-            self._process = start_process([*program, *arguments, *of_machine], variables, self.log)
+            self._process = start_process([*program, *arguments, *placement], variables, self.log)
         except OSError as error:
             self.error = self._failure(f"was not started: {error}")
         self._since_s = time.monotonic()
 
     def _look(self, process: subprocess.Popen[bytes]) -> None:
         if (code := process.poll()) is not None:
-            when = "while it served" if self._is_ready else "while it loaded"
+            when = "while it was serving" if self._is_ready else "while it was loading"
             self.error = self._failure(f"{how_ended(code)} {when}")
             return
         now_s = time.monotonic()
@@ -143,8 +141,8 @@ class GenerationServer:
 
 
 def answers(port: int) -> bool:
-    """True if the health page of a server of this machine can be read now."""
-    # Without a proxy, which urllib would ask.
+    """True if a server on this machine answers at /health."""
+    # Not urllib, which would use a proxy.
     connection = http.client.HTTPConnection(_HOST, port, timeout=_ANSWER_S)
     try:
         connection.request("GET", "/health")
@@ -156,7 +154,7 @@ def answers(port: int) -> bool:
 
 
 def free_ports(count: int) -> int:
-    """The first of several ports, one behind the other, that are free now."""
+    """Returns the first of `count` consecutive ports that are free now."""
     while True:
         port = random.SystemRandom().randrange(_PORTS.start, _PORTS.stop - count)
         with suppress(OSError), ExitStack() as stack:
@@ -167,7 +165,7 @@ def free_ports(count: int) -> int:
 
 def _become_server() -> None:
     die_with_supervisor(int(sys.argv.pop(1)), signal.SIGTERM)
-    # SLURM sends it to all processes of a step; the supervisor knows what it means.
+    # SLURM sends SIGUSR1 to all processes of a step; only the supervisor acts on it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     runpy.run_module(_PROGRAM, run_name="__main__", alter_sys=True)
 

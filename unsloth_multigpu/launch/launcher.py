@@ -1,4 +1,4 @@
-"""DDPLauncher: turns this process into the supervisor of N ranks of one command."""
+"""DDPLauncher: the supervisor of the ranks of one node."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from unsloth_multigpu.wire.run import job_of, shown_command, write_run
 
 logger = get_logger(__name__)
 
-# Failures that would repeat at each start. The meaning of a script's own exit codes is not known, so those failures are
-# tried again, as max_restarts asks.
+# Exit codes of failures that would repeat at each start. The script's own exit codes may mean anything, so after them
+# ranks are restarted.
 _PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
 
 
 @dataclass
 class DDPLauncher:
-    """Starts the ranks of one node, again where they fail, and watches over them until the last one has ended.
+    """Starts the ranks of one node, watches them until the last one has ended, and restarts them after failures.
 
     Args:
-        command: What every rank executes.
-        num_ranks: Ranks to start; rank r drives device r.
+        command: The command line of every rank.
+        num_ranks: Ranks to start; rank r uses device r.
         saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
-        devices: Variables by which the server that generates, if one is asked for, sees its devices.
+        devices: Variables that show the generation server its devices.
 
     Attributes:
-        most_ranks: The number of ranks that can share a step, where `num_ranks` cannot in the first training, and
-            nobody has asked for them; None where the run has another end.
+        most_ranks: If num_gpus was not given and the first training has too few samples per step for `num_ranks`: the
+            number of ranks that it is enough for. Else None.
         run_dir: The run's private folder.
         log_dir: Folder of rank_N.log.
-        stop: Receives signals.
-        meeting: Of this node with the others.
-        server: Generates for the ranks of this attempt, where they ask.
+        stop: Handles signals.
+        meeting: Connects this node with the others.
+        server: The generation server of this attempt.
     """
 
     command: Sequence[str]
@@ -75,22 +75,22 @@ class DDPLauncher:
         """Blocks until all ranks have ended.
 
         Returns:
-            The exit code of the rank that failed first, 128 + n where signal n ended it, that of a refused training
-            which no later one made up for, 0 if all went well;
-            -n where signal n was sent to this process, which should then end by it.
+            0 after success. The exit code of the rank that failed first, 128 + n if signal n ended it. The exit code of
+            a refused training if no later training succeeded. -n if this process received signal n and should now exit
+            by it.
 
         Raises:
             LaunchError: The log folder cannot be written.
         """
         with ExitStack() as stack:
-            # Until the folder is gone.
+            # First, so that it is closed last, after the folder is removed.
             signals = stack.enter_context(Signals())
             self.run_dir = stack.enter_context(private_dir())
             self.log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             write_run(self.run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, self.log_dir)
             run_id = self.config.rdzv_id or uuid.uuid4().hex
-            told = rank_environment(self.config, self.num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
-            environment = {**os.environ, **told, "TORCHELASTIC_RUN_ID": run_id}
+            variables = rank_environment(self.config, self.num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
+            environment = {**os.environ, **variables, "TORCHELASTIC_RUN_ID": run_id}
             grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
             self.stop = Stop(signals, self.run_dir, self.num_ranks, grace_s)
             self.meeting = stack.enter_context(Meeting(self.config, run_id, self.num_ranks))
@@ -103,12 +103,12 @@ class DDPLauncher:
                 return error.exit_code
 
     def _run_attempt(self, attempt: int, environment: Mapping[str, str]) -> int | None:
-        """The exit code of the run; None where the ranks are to be started again."""
+        """Runs the ranks once. Returns the exit code of the run, or None if the ranks are to be restarted."""
         self.stop.begin_attempt(attempt)
         place = self.meeting.meet(attempt, self.stop.is_asked)
         if place is None or self.stop.is_asked():
-            return self._tell_stop([])
-        # As torchrun sets them. By the agent's store torch knows that no rank serves the one at MASTER_ADDR.
+            return self._report_stop([])
+        # The variables of torchrun. TORCHELASTIC_USE_AGENT_STORE: no rank serves the store at MASTER_ADDR.
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **environment,
@@ -120,12 +120,14 @@ class DDPLauncher:
         self.server = GenerationServer(self.config, self.devices, self.run_dir, self.log_dir, attempt)
         with self.server, start_ranks(self.command, self.num_ranks, place, variables, self.log_dir) as ranks:
             watch = Watch(ranks, self.run_dir, self.log_dir, self.config, attempt, self.meeting.unheard_s)
-            trouble = self._follow(ranks, watch)
-        return self._judge(attempt, watch, trouble)
+            trouble = self._watch_ranks(ranks, watch)
+        return self._conclude(attempt, watch, trouble)
 
-    def _follow(self, ranks: Ranks, watch: Watch) -> str:
-        """Returns when all ranks of this node have ended: by which trouble of another node or of the server, "" = by
-        themselves.
+    def _watch_ranks(self, ranks: Ranks, watch: Watch) -> str:
+        """Waits until all ranks of this node have ended.
+
+        Returns:
+            The failure of another node or of the server that ended them; "" without one.
         """
         trouble = ""
         try:
@@ -133,33 +135,33 @@ class DDPLauncher:
                 events = watch.look()
                 if (signal_number := self.stop.turn(events)) is not None:
                     ranks.send(signal_number)
-                # Whoever stops the run may have sent the signal to the server as well.
-                of_server = "" if self.stop.signal_number else self.server.turn(events)
-                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or of_server):
+                # A signal that stops the run may have reached the server, too: its end is no failure then.
+                server_error = "" if self.stop.signal_number else self.server.turn(events)
+                if not trouble and not watch.has_failed and (trouble := self.meeting.trouble() or server_error):
                     watch.end()
                 time.sleep(POLL_S)
             watch.look()
         except OSError as error:
             raise LaunchError(
                 f"The supervisor can no longer watch its ranks, so it ended them ({type(error).__name__}: {error}).",
-                hint=f"If something deleted files in {self.run_dir}, exempt this folder from clean-up.",
+                hint=f"If a clean-up deleted files in {self.run_dir}, exclude this folder from it.",
             ) from error
         return trouble
 
-    def _judge(self, attempt: int, watch: Watch, trouble: str) -> int | None:
-        """As `_run_attempt`, once all ranks of this node have ended."""
+    def _conclude(self, attempt: int, watch: Watch, trouble: str) -> int | None:
+        """Returns the result of `_run_attempt` after all ranks of this node have ended."""
         events, stop = watch.events(), self.stop
         kinds = {event.kind for event in events}
         if stop.signal_number and stop.how != "saved":
-            return self._tell_stop(events)
+            return self._report_stop(events)
         if not watch.has_failed and not trouble:
             trouble = self.meeting.finish(stop.is_asked)
             if not trouble:
-                return self._tell_end(events)
+                return self._report_end(events)
         elif stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
-            return self._tell_stop(events)
+            return self._report_stop(events)
         if not trouble:
-            return self._tell_failure(attempt, watch.cause(), events)
+            return self._report_failure(attempt, watch.cause(), events)
         if attempt >= self.config.max_restarts or self.meeting.is_over():
             if self.server.error is not None:
                 raise self.server.error
@@ -167,8 +169,8 @@ class DDPLauncher:
         tell(f"\nunsloth_multigpu: {trouble}. Starting all ranks again ({attempt + 1}).\n")
         return None
 
-    def _tell_failure(self, attempt: int, cause: Cause, events: Sequence[Event]) -> int | None:
-        if self._takes_fewer_ranks(events):
+    def _report_failure(self, attempt: int, cause: Cause, events: Sequence[Event]) -> int | None:
+        if self._needs_fewer_ranks(events):
             return cause.exit_code
         self.meeting.fail(cause.message)
         what = f"\n{cause.traceback}unsloth_multigpu: {cause.message}."
@@ -181,7 +183,7 @@ class DDPLauncher:
             why = f" after {after}" if after else ": the ranks would fail the same way"
             tell(f"\nunsloth_multigpu: no restart{why}\n")
         if cause.is_of_all:
-            # Rank 0 has shown it on the terminal, and the logs of the others repeat it.
+            # Rank 0 has printed it on the terminal; the logs of the others say the same.
             tell(f"{what}\n")
             return cause.exit_code
         tell(f"{what} The other ranks were stopped.\n")
@@ -189,26 +191,26 @@ class DDPLauncher:
             lines = read_tail(self.log_dir / f"rank_{cause.rank}.log", 15).splitlines()
             tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in lines))
         if self.num_ranks > 1:
-            tell(f"unsloth_multigpu: logs of ranks that have no terminal: {self.log_dir}/rank_N.log\n")
+            tell(f"unsloth_multigpu: logs of ranks without a terminal: {self.log_dir}/rank_N.log\n")
         return cause.exit_code
 
-    def _takes_fewer_ranks(self, events: Sequence[Event]) -> bool:
+    def _needs_fewer_ranks(self, events: Sequence[Event]) -> bool:
         refusal = next((event for event in events if "most_ranks" in event.facts), None)
         is_asked_for = self.config.num_gpus is not None or num_nodes(self.config.nnodes) > 1
-        has_trained = any(event.kind == "trained" for event in events)  # The script would do that again.
+        has_trained = any(event.kind == "trained" for event in events)  # A restart would repeat it.
         if refusal is None or is_asked_for or has_trained or self.stop.is_asked():
             return False
         self.most_ranks = int(refusal.facts["most_ranks"])
         why = str(refusal.facts["error"]).split("\n")[0].partition(": ")[2]
-        how = f"{self.most_ranks} of {self.num_ranks} devices train, in ranks that are started now"
+        how = f"Starting again with {self.most_ranks} of {self.num_ranks} devices"
         tell(f"\nunsloth_multigpu: warning: {why} {how}. global_batch='scale' uses all.\n")
         return True
 
-    def _tell_end(self, events: Sequence[Event]) -> int:
-        """The exit code of a run of which all ranks ended with 0."""
-        # A signal makes train() raise. A script may catch that and end with exit code 0.
+    def _report_end(self, events: Sequence[Event]) -> int:
+        """Returns the exit code of a run whose ranks all ended with 0."""
+        # A signal makes train() raise; the script may catch that and end with exit code 0.
         if self.stop.signal_number:
-            code = self._tell_stop(events)
+            code = self._report_stop(events)
             if self.stop.how == "at once":
                 return code
         refusal = find_refusal(events)
@@ -218,7 +220,7 @@ class DDPLauncher:
         tell(f"\nunsloth_multigpu: {what} (exit code {code})\n")
         return code
 
-    def _tell_stop(self, events: Sequence[Event]) -> int:
+    def _report_stop(self, events: Sequence[Event]) -> int:
         step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)
         text = describe_stop(self.stop, events, step, self.config.grace_s, self.config.resume)
         self.meeting.fail(text)
@@ -229,9 +231,9 @@ class DDPLauncher:
 def rank_environment(
     config: MultiGPUConfig, num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that all ranks get in all attempts. What the user has set is kept.
+    """Returns the variables that are equal for all ranks and attempts. Values that the user has set are kept.
 
-    CPU threads are divided: without a limit every rank would start one thread for each core.
+    OMP_NUM_THREADS divides the CPU threads: without it every rank would start one thread per core.
     """
     from unsloth_multigpu.launch.seeding import generator_digests
 
@@ -245,12 +247,12 @@ def rank_environment(
         server_port=free_ports(2) if config.generators else None,
     )
     defaults = {
-        # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
+        # Makes the iteration order of sets of strings equal on all ranks.
         "PYTHONHASHSEED": str(context.seed),
         "OMP_NUM_THREADS": str(threads_of_each(num_ranks)),
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),
     }
-    # "random" asks for any order; the ranks need one.
+    # PYTHONHASHSEED=random asks for any order, but the ranks need the same one.
     is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
     return {**{name: value for name, value in defaults.items() if is_unset[name]}, **context.variables()}

@@ -1,6 +1,6 @@
-"""How the nodes of a run meet: each writes a record into the store at `rdzv_endpoint`, and reads those of the others.
+"""Rendezvous of the nodes: each writes a record into the store at `rdzv_endpoint` and reads those of the others.
 
-A record is JSON. The store has no authentication: whoever reaches its port can disturb the run, but executes no code.
+A record is JSON. The store has no authentication: whoever reaches its port can disturb the run, but not execute code.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = get_logger(__name__)
 PERIOD_S = 1.0
 # A call to a store that can be reached takes milliseconds.
 CALL_LIMIT_S = 15.0
-# How long a node that ends waits until the others know it.
+# How long a leaving node waits until the others have seen it.
 GOODBYE_LIMIT_S = 3.0
 _POLL_S = 0.05
-# The ranks of a node start or run, have all ended well, or one has failed. The node has left after "done", or ends the
-# run on all nodes.
+# "ready": the ranks start or run. "done": all have succeeded. "failed": one has failed. "left": the node has exited
+# after "done". "ended": the node ends the run on all nodes.
 _STATES = ("ready", "done", "failed", "left", "ended")
 _MAX_TEXT, _MAX_MESSAGE = 4096, 300
 _RESTART = "Start the command again on all nodes."
@@ -41,15 +41,15 @@ _RESTART = "Start the command again on all nodes."
 
 @dataclass(frozen=True)
 class Record:
-    """What a node tells the others.
+    """State of a node, for the other nodes.
 
     Args:
         attempt: How often it has started its ranks before.
         state: One of `_STATES`.
-        num_ranks: Its ranks.
-        port: Of the store that node 0 serves for this attempt's ranks; 0 = not served yet.
+        num_ranks: Number of its ranks.
+        port: Port of the store that node 0 serves for the ranks of this attempt; 0 = not served yet.
         message: Why it has failed.
-        count: Grows while the node lives.
+        count: Grows as long as the node lives.
     """
 
     attempt: int
@@ -61,7 +61,7 @@ class Record:
 
 
 def decode_record(text: bytes) -> Record | None:
-    """None for a text that no node writes: anyone who reaches the store can have written it."""
+    """Decodes a record. None if it is invalid: anyone who reaches the store may have written it."""
     try:
         record = Record(**json.loads(text[:_MAX_TEXT]))
         is_plain = record.state in _STATES and record.message.isprintable()
@@ -72,7 +72,7 @@ def decode_record(text: bytes) -> Record | None:
 
 
 def serve_store(host: str, listener: socket.socket, timeout_s: float) -> TCPStore:
-    """Serves a store on a socket that listens already: a free port that is opened later may be taken by then.
+    """Serves a store on a listening socket, whose port nobody else can take meanwhile.
 
     Raises:
         LaunchError: The store cannot be reached at `host`.
@@ -84,23 +84,23 @@ def serve_store(host: str, listener: socket.socket, timeout_s: float) -> TCPStor
         try:
             return TCPStore(*place, **options)
         except NotImplementedError:
-            # Up to torch 2.7 the default backend, libuv, cannot take over a socket; the older backend can.
+            # Up to torch 2.7 the default backend, libuv, does not accept a socket; the older backend does.
             return TCPStore(*place, **options, use_libuv=False)
     except RuntimeError as error:
         raise LaunchError(
-            f"This machine does not reach its own port {place[1]} at {host}: {error}.",
+            f"This machine cannot connect to its own port {place[1]} at {host}: {error}.",
             hint="Bring its network interface up, as by: ip link set lo up.",
         ) from error
 
 
 class Meeting:
-    """Connects this node with the others of a run. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
+    """Connects this node with the other nodes. Node 0 serves the store at `rdzv_endpoint` and the ranks' stores.
 
-    With several nodes, a thread talks to the store, because a call blocks for minutes where a machine has disappeared.
-    Only the main thread replaces `_own`; only the thread replaces what it has read.
+    With several nodes a thread talks to the store, because a call may block for minutes after a machine has vanished.
+    Only the main thread replaces `_own`, only the other thread the attributes that it reads from the store.
 
     Args:
-        run_id: Name of the run among those that meet there.
+        run_id: Name of the run, part of its keys.
         num_ranks: Ranks of this node.
 
     Raises:
@@ -133,7 +133,7 @@ class Meeting:
     def __enter__(self) -> Meeting:
         if self._num_nodes > 1:
             is_server, place = self._listener is not None, self._config.rdzv_endpoint
-            logger.info("nodes meet at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
+            logger.info("nodes connect at %s, nnodes=%d serves=%s", place, self._num_nodes, is_server)
             self._thread.start()
         return self
 
@@ -148,17 +148,17 @@ class Meeting:
             wait_until(lambda: all(r.state in ("left", "ended") for r in self._others.values()), deadline_s)
 
     def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
-        """Called before each start of the ranks, which get a new store: without addresses and keys of earlier ranks.
+        """Waits for all nodes before a start of the ranks, which get a new store without keys of earlier attempts.
 
         Args:
-            attempt: How often they were started before.
-            is_stopped: Ends the wait for other nodes.
+            attempt: How often the ranks were started before.
+            is_stopped: Returns True to end the wait.
 
         Returns:
-            Where the ranks of this node stand; None where the wait was ended.
+            Numbers and store of this node's ranks; None if `is_stopped` ended the wait.
 
         Raises:
-            LaunchError: The nodes do not come together, or one has ended the run.
+            LaunchError: Not all nodes have arrived in time, or one has ended the run.
         """
         self._show(attempt=attempt, state="ready", port=0)
         begin_s, timeout_s = time.monotonic(), self._config.timeout_s
@@ -172,18 +172,18 @@ class Meeting:
             if self._node is not None and is_complete and nodes[0].port:
                 ranks = [nodes[n].num_ranks for n in range(self._num_nodes)]
                 return Place(sum(ranks[: self._node]), sum(ranks), self._node, self._host, nodes[0].port)
-            # Connecting takes up to `timeout_s` itself.
+            # Connecting to the store may take `timeout_s` itself.
             if time.monotonic() - begin_s > timeout_s + (CALL_LIMIT_S if self._node is None else 0.0):
                 raise LaunchError(
-                    f"Fewer than {self._num_nodes} node(s) met at rdzv_endpoint={self._config.rdzv_endpoint!r}, or it "
-                    f"does not answer; waited {timeout_s:g} s.",
+                    f"Fewer than {self._num_nodes} node(s) arrived at rdzv_endpoint={self._config.rdzv_endpoint!r}, or "
+                    f"it does not answer; waited {timeout_s:g} s.",
                     hint="Start the command on the other nodes too, with the same rdzv_id.",
                 )
             time.sleep(_POLL_S)
         return None
 
     def trouble(self) -> str:
-        """Why the ranks must end, by what is known of other nodes; "" where they need not. Does not wait."""
+        """Returns why the ranks must end because of another node, or "". Does not wait."""
         if self._error is not None:
             return str(self._error)
         for node, other in self._others.items():
@@ -192,11 +192,11 @@ class Meeting:
         return ""
 
     def is_over(self) -> bool:
-        """True if there cannot be another attempt, because of other nodes."""
+        """True if another node prevents a restart."""
         return self._error is not None or any(other.state == "ended" for other in self._others.values())
 
     def unheard_s(self) -> dict[str, float]:
-        """Seconds since each other node was last heard, by its name."""
+        """Returns the seconds since the last sign of life of each other node, by its name in messages."""
         first, found = 0, {}
         for node in range(self._num_nodes):
             record = self._own if node == self._node else self._others[node]
@@ -208,12 +208,12 @@ class Meeting:
         return found
 
     def fail(self, message: str) -> None:
-        """Lets the other nodes end their ranks, too."""
+        """Makes the other nodes end their ranks, too."""
         plain = "".join(character if character.isprintable() else " " for character in message)
         self._show(state="failed", message=plain[:_MAX_MESSAGE])
 
     def finish(self, is_stopped: Callable[[], bool]) -> str:
-        """Reports this node's success and waits for the others. Returns why the run fails, or "" if it does not."""
+        """Reports this node's success and waits for the others. Returns why the run has failed, or ""."""
         self._show(state="done")
         while not is_stopped() and any(other.state not in ("done", "left") for other in self._others.values()):
             lost = [name for name, silent_s in self.unheard_s().items() if silent_s > self._config.timeout_s]
@@ -238,7 +238,7 @@ class Meeting:
         self._show(port=port)
 
     def _talk(self) -> None:
-        """The thread."""
+        """Target of the thread: exchanges records with the store about once a second."""
         place, timeout_s = f"rdzv_endpoint={self._config.rdzv_endpoint!r}", self._config.timeout_s
         try:
             if self._listener is not None:
@@ -247,7 +247,7 @@ class Meeting:
                 limit = timedelta(seconds=timeout_s)
                 store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
             store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
-            self._node = self._take_place(store)
+            self._node = self._claim_node_rank(store)
             while self._sent is None or self._sent.state not in ("left", "ended"):
                 self._exchange(store, self._node)
                 self._wake.wait(PERIOD_S)
@@ -257,7 +257,7 @@ class Meeting:
         except RuntimeError as error:
             self._error = LaunchError(f"Node 0, which serves {place}, is gone or unreachable: {error}.", hint=_RESTART)
 
-    def _take_place(self, store: TCPStore) -> int:
+    def _claim_node_rank(self, store: TCPStore) -> int:
         node = 0 if self._listener is not None else self._config.node_rank
         if node is None:
             node = store.add(f"{self._prefix}/arrived", 1)
@@ -265,8 +265,8 @@ class Meeting:
             raise LaunchError(
                 f"node_rank={node} is taken, or more than nnodes={self._num_nodes} nodes are in the run "
                 f"{self._config.rdzv_id!r}.",
-                hint=f"Give each node its own, 0 .. {self._num_nodes - 1}, or leave node_rank out on all. A node that "
-                "is started again waits until the others have ended.",
+                hint=f"Give each node its own node_rank, 0 .. {self._num_nodes - 1}, or leave it out on all. Start a "
+                "node again only after the others have ended.",
             )
         return node
 
@@ -280,7 +280,7 @@ class Meeting:
         except DistNetworkError:
             raise
         except RuntimeError as error:
-            # A network that is cut may come back. Training continues while its own connections hold.
+            # The network may come back. Training continues as long as the ranks' connections hold.
             logger.warning("rdzv_endpoint=%s does not answer: %s", self._config.rdzv_endpoint, error)
             return
         found = {n: record for n, text in zip(known, texts, strict=True) if (record := decode_record(text))}

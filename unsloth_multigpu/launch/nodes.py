@@ -1,4 +1,4 @@
-"""Several nodes: which address and interface of this machine reach the other nodes."""
+"""Addresses and network interfaces for runs on several nodes."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ _NAME_POLL_S = 1.0
 
 
 def is_one_node(config: MultiGPUConfig) -> bool:
-    """True if no other node can take part in the run."""
+    """True if the run has only this node."""
     return num_nodes(config.nnodes) == 1
 
 
 def shared_seed(config: MultiGPUConfig) -> int:
-    """Seed of what ranks choose before they meet, 0 .. 2^32 - 1: random, or the same on all nodes by the run's name."""
+    """Returns the seed for all ranks, 0 .. 2^32 - 1: random on one node, else derived from `rdzv_id`."""
     if is_one_node(config):
         return random.SystemRandom().randrange(2**32)
     return zlib.crc32(str(config.rdzv_id).encode())
 
 
 def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
-    """Variables that name the network interface of gloo and NCCL.
+    """Returns the variables that select the network interface of gloo and NCCL.
 
     One node uses its loopback interface. With several nodes, gloo would take the interface of this host's name, which
-    often is loopback, and NCCL the first one that is neither loopback nor Docker's: a bridge, a VPN. Both get the one
-    that leads to `rdzv_endpoint`. InfiniBand is not affected.
+    is often loopback, and NCCL the first one that is neither loopback nor Docker's, perhaps a bridge or a VPN. Both get
+    the interface of the route to `rdzv_endpoint`. InfiniBand is not affected.
 
     Raises:
-        LaunchError: `rdzv_endpoint` names no host that this machine can reach.
+        LaunchError: This machine has no route to the host of `rdzv_endpoint`.
     """
     if is_one_node(config):
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     interface = _interface_of(address_towards(*split_endpoint(config)))
-    # NCCL would take "eth1" for all names that begin like it.
+    # Without "=" NCCL takes the name as a prefix: "eth1" would match "eth10".
     return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def split_endpoint(config: MultiGPUConfig) -> tuple[str, int]:
-    """Host and port of `rdzv_endpoint`; "[fd00::1]:29400" -> ("fd00::1", 29400)."""
+    """Splits `rdzv_endpoint` into host and port: "[fd00::1]:29400" -> ("fd00::1", 29400)."""
     host, _, port = str(config.rdzv_endpoint).rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def await_name(host: str, port: int, timeout_s: float) -> None:
-    """Waits until a name resolves: that of a machine that is about to start is not known yet.
+    """Waits until a host name resolves, because node 0 may start later than this node.
 
     Raises:
-        LaunchError: It is not known after `timeout_s`.
+        LaunchError: It does not resolve within `timeout_s`.
     """
 
     def is_known() -> bool:
@@ -71,19 +71,19 @@ def await_name(host: str, port: int, timeout_s: float) -> None:
         return True
 
     if not is_known():
-        logger.warning("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
+        logger.warning("host name %s does not resolve yet, waiting up to %g s for that machine", host, timeout_s)
     if not wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S):
         raise LaunchError(
-            f"The name {host!r}, where the nodes meet, was not known after {timeout_s:g} s.",
-            hint="Check rdzv_endpoint, that node 0 has started, and that this machine asks the cluster's name server.",
+            f"The host name {host!r} of rdzv_endpoint did not resolve within {timeout_s:g} s.",
+            hint="Check rdzv_endpoint, that node 0 has started, and that this machine uses the cluster's name server.",
         )
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address that this machine has in the network of `host`. Nothing is sent.
+    """Returns this machine's address on the route to `host`. Sends nothing.
 
     Raises:
-        LaunchError: The name is unknown, or there is no way to it.
+        LaunchError: The name does not resolve, or there is no route.
     """
     try:
         family, address = _resolve(host, port)
@@ -92,20 +92,20 @@ def address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise LaunchError(
-            f"rdzv_endpoint: this machine finds no way to {host!r}: {error.strerror or error}.",
-            hint="Name a node by an address that all nodes can reach.",
+            f"rdzv_endpoint: this machine has no route to {host!r}: {error.strerror or error}.",
+            hint="Use an address that all nodes can reach.",
         ) from error
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """A listening socket at that address, None if it is not this machine's address or the port is not free.
+    """Opens a listening socket. Returns None if the address is not this machine's or the port is not free.
 
     Args:
         host: An address or a name that resolves.
-        port: 0 = any that is free.
+        port: 0 = any free port.
     """
     family, address = _resolve(host, port)
-    # Many machines know their own name as 127.0.1.1, where no other node would reach them.
+    # Many machines resolve their own name to 127.0.1.1, which other nodes cannot reach. Then listen at all addresses.
     is_alias = ipaddress.ip_address(address[0]).is_loopback and not host.startswith(("localhost", "::1", "127."))
     try:
         return socket.create_server(("", port) if is_alias else address[:2], family=family)
@@ -119,7 +119,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
 
 
 def _interface_of(address: str) -> str | None:
-    """Name of the interface with an address of this machine."""
+    """Returns the name of the network interface with an address."""
     for label, entries in psutil.net_if_addrs().items():
         # The label of a second address is "eth0:1"; a link-local address is written "fe80::1%eth0".
         if any(entry.address.partition("%")[0] == address for entry in entries):

@@ -1,4 +1,4 @@
-"""The pulse of a rank: a thread that reports twice a second that the process lives and in which collective it waits."""
+"""The pulse of a rank: a thread that reports twice a second that the process lives, and the collective it waits in."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from unsloth_multigpu.wire.process import only_here
 from unsloth_multigpu.wire.stack import stack_path
 
 PERIOD_S = 0.5
-# What torch raises while a group is opened or closed, and what a torch version with another form of records causes. The
-# thread must survive them: without a pulse the rank would look hung.
+# Errors while a process group is opened or closed, or with another format of torch's records. The thread must survive
+# them, because a rank without a pulse counts as hung.
 _NOT_THERE = (RuntimeError, AttributeError, ValueError, LookupError, TypeError)
 
 
@@ -31,8 +31,8 @@ def start_pulse(
 
     Args:
         run_dir: The run's private folder.
-        hang_timeout_s: The supervisor's limit; 0 = collectives are never named. The name of a collective costs up to
-            0.1 s, so it is asked for only when a rank has made no progress for half of the limit.
+        hang_timeout_s: The supervisor's limit; 0 = collectives are never looked up. A look-up takes up to 0.1 s, so it
+            is done only after half of the limit without progress.
 
     Returns:
         A function that ends the thread and unregisters SIGUSR2.
@@ -51,14 +51,14 @@ def start_pulse(
         faulthandler.unregister(signal.SIGUSR2)
         file.close()
 
-    # A thread that returns from torch after the interpreter has ended aborts the process.
+    # A thread that returns from torch after the end of the interpreter aborts the process.
     atexit.register(only_here(end))
     thread.start()
     return end
 
 
 class Pulse:
-    """What the thread does.
+    """The work of the thread.
 
     Args:
         hang_timeout_s: See `start_pulse`.
@@ -78,19 +78,19 @@ class Pulse:
             self.beat()
 
     def beat(self) -> None:
-        """One beat. Takes 20 microseconds while the rank makes progress."""
+        """Writes one pulse. Takes 20 microseconds while the rank makes progress."""
         page, now_s = self._page, time.monotonic()
         place = (last_collective(), page.step, page.phase, page.micro_batch)
         if place != self._place:
             self._place, self._since_s, self._operation = place, now_s, ""
         elif now_s - self._since_s > self._stall_s:
-            # Read again from time to time: the collective may have ended, and the rank may be stuck after it.
+            # Looked up repeatedly: the collective may have ended, and the rank may hang after it.
             self._since_s, self._operation = now_s - self._stall_s / 2, pending_operation()
         page.pulse(place[0], self._operation)
 
 
 def last_collective() -> int:
-    """Number of the last collective that this rank began in the default group; -1 where there is none."""
+    """Returns the number of the last collective that this rank began in the default group; -1 without one."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         if c10d is None or not c10d.is_initialized():
@@ -101,14 +101,14 @@ def last_collective() -> int:
 
 
 def pending_operation() -> str:
-    """The oldest collective of the default group that has begun and not ended, "all_reduce [8, 4]"; "" = none.
+    """Returns the oldest unfinished collective of the default group, such as "all_reduce [8, 4]"; "" without one.
 
-    Read from torch's flight recorder, which keeps the latest 2000.
+    It is read from torch's flight recorder, which keeps the latest 2000.
     """
     functions: Any = sys.modules.get("torch._C._distributed_c10d")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     try:
-        # A device's backend may have its own recorder, which is empty for others. A group may have several backends.
+        # A backend may have its own recorder, and a group several backends.
         backend = str(c10d.get_backend()) if c10d is not None and c10d.is_initialized() else ""
         names = [kind.backend for kind in KINDS.values()] + ["fr"]
         dumps = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in names}

@@ -1,4 +1,4 @@
-"""What a process does first when it is a rank: end with its supervisor, report its end, be quiet except on rank 0."""
+"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def enter_rank(
     """Prepares this process as a rank.
 
     Args:
-        context: What its supervisor tells it.
+        context: The supervisor's facts for this rank.
         hang_timeout_s: The supervisor's limit for a rank that makes no progress.
 
     Returns:
-        Where the rank's events go, or None if another launcher started it, which then reports its end; and the page on
-        which the rank writes its progress.
+        The writer of the rank's events, None if another launcher started it; and the heartbeat page of the rank.
 
     Raises:
-        SetupError: A rank started this process itself; it must not act as that rank.
+        SetupError: A rank has started this process; it must not act as that rank.
     """
     _quiet_side_effects(identity)
     has_failed = threading.Event()
@@ -50,14 +49,14 @@ def enter_rank(
         os.environ.update(identity.variables())
         return None, HeartbeatPage(None, identity.rank)
     if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
-        os.environ["PYTHONBREAKPOINT"] = "0"  # Only rank 0 has a prompt that the user sees.
+        os.environ["PYTHONBREAKPOINT"] = "0"  # Only rank 0 has a terminal.
     assert context.supervisor_pid is not None
     die_with_supervisor(context.supervisor_pid)
     if sys.stderr is not None:  # None if the command was started with stderr closed.
         faulthandler.enable()
     if threading.current_thread() is threading.main_thread():
-        # SLURM sends it to every process of a step; the supervisor alone decides what it means. Not SIG_IGN, which
-        # programs that a rank starts would inherit.
+        # SLURM sends SIGUSR1 to every process of a step; only the supervisor acts on it. Not SIG_IGN, which child
+        # processes would inherit.
         signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
         signal.siginterrupt(signal.SIGUSR1, False)
     beat = HeartbeatPage(run_dir, identity.rank)
@@ -71,14 +70,14 @@ def enter_rank(
 def enter_notebook(
     identity: RankIdentity, run_dir: str, hang_timeout_s: float
 ) -> tuple[HeartbeatPage, Callable[[], None]]:
-    """Prepares this process as a rank of a notebook, whose kernel itself sees how a cell ends.
+    """Prepares this process as a rank of a notebook. It writes no events, because the kernel receives its results.
 
     Args:
         run_dir: The private folder of the notebook's ranks.
         hang_timeout_s: The kernel's limit for a rank that makes no progress.
 
     Returns:
-        The page on which the rank writes its progress, and a function that ends its pulse.
+        The heartbeat page of the rank, and a function that ends its pulse.
     """
     _quiet_side_effects(identity)
     beat = HeartbeatPage(run_dir, identity.rank)
@@ -87,35 +86,35 @@ def enter_notebook(
 
 def _quiet_side_effects(identity: RankIdentity) -> None:
     if identity.rank > 0:
-        # Trackers and windows that the script itself opens; Hugging Face's callbacks are guarded already.
+        # For trackers and windows that the script opens. Hugging Face's callbacks log on rank 0 only by themselves.
         os.environ.setdefault("WANDB_MODE", "disabled")
         os.environ.setdefault("MPLBACKEND", "agg")
 
 
 def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
-    """Ends the group's threads when the process exits. If they run until the interpreter ends, they may abort it.
+    """Destroys the process group at exit, because its threads may abort the interpreter at its end.
 
     Args:
-        has_failed: Asked at exit: has an error ended this process? Then other ranks may not be there to take part.
+        has_failed: Called at exit: True if an error ends this process. Other ranks may be gone then, and it is skipped.
     """
     atexit.register(only_here(leave_group), has_failed)
 
 
 def leave_group(has_failed: Callable[[], bool]) -> None:
-    """What `leave_group_at_exit` does at exit."""
+    """Destroys the process group, unless `has_failed()`."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and not has_failed():
         dist.destroy_process_group()
 
 
 def die_with_supervisor(supervisor_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
-    """Lets the system send this process a signal when the one that started it ends. It holds behind an `exec` too."""
+    """Lets the system send a signal to this process when its parent ends. Stays in effect after `exec`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == supervisor_pid:
         return
-    # Either the supervisor died before the line above took effect, or a rank started this process.
+    # Either the supervisor died before the call above, or a rank has started this process.
     if not is_alive(supervisor_pid):
         os._exit(128 + signal.SIGKILL)
     raise SetupError(
@@ -134,26 +133,26 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
             facts["most_ranks"] = error.most_ranks
         try:
             if issubclass(kind, KeyboardInterrupt):
-                # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.
+                # A signal to the supervisor is reported by the supervisor, once for all ranks.
                 events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
                 return
             events.write("exception", **facts, exit_code=exit_code)
-            # Later, the others wait in a collective for this rank, and end by that.
+            # Only before the first step: later the other ranks wait for this one in a collective.
             if events.step < 1:
                 await_others(run_dir, events.attempt, identity.local_world_size, ("exception", "exiting"))
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
-            # The supervisor prints the first failure on the terminal. Rank 0 would print it there a second time.
+            # The supervisor prints the first failure on the terminal, where rank 0 would print it again.
             if identity.rank > 0:
                 tell(facts["traceback"])
-        # Last, because no thread can be started when memory is used up.
+        # Last, because starting a thread fails without memory.
         timer = threading.Timer(TEARDOWN_LIMIT_S, os._exit, (exit_code,))
         timer.daemon = True
         timer.start()
 
     def exiting() -> None:
-        # The folder is deleted when the supervisor has ended. The event has no reader then.
+        # Without the folder the supervisor has ended, and nobody reads the event.
         if os.path.isdir(run_dir):
             events.write("exiting")
 

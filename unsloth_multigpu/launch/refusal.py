@@ -1,7 +1,6 @@
-"""A training that this package refused, and without which the script went on. Pure.
+"""Finds trainings that this package refused although one GPU would have trained. Pure.
 
-One GPU would have trained. A script that catches the refusal and saves its model would end with code 0, and the model
-would be another one.
+A script that catches the refusal and saves its untrained model would exit with 0.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from unsloth_multigpu.errors import (
 )
 from unsloth_multigpu.wire.event import Event
 
-# A call of train() was refused, and a later one ended well.
+# Events: a call of train() was refused; a later call succeeded.
 REFUSED, MADE_UP_FOR = "refused", "made_up_for"
-# What one process would not have met, at any step.
+# Errors that one process would not have raised, at any step.
 _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
 
 
 def is_refusal(error: BaseException, num_steps: int) -> bool:
-    """True for an error of this package that ends a training which one process would have made.
+    """True for an error of this package that one process would not have raised.
 
     Args:
-        error: What `train()` has raised.
+        error: The error of `train()`.
         num_steps: Optimizer steps that this training has made.
     """
     if isinstance(error, DistributedError) and error.of_rank_0:
-        return False  # Rank 0 knows whether one process would have met it.
+        return False  # Rank 0 decides about its own error.
     if isinstance(error, _OF_SEVERAL_RANKS):
         return True
-    # A gradient that is no number is one in one process too. Later a script may know what a lost rank means.
+    # A NaN gradient also occurs in one process. A script may handle a lost rank after the first step.
     return isinstance(error, MultiGPUError) and not isinstance(error, NonFiniteGradientError) and num_steps == 0
 
 
 def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
-    """The refusal that a run, all ranks of which ended with code 0, must not hide: its exit code and what happened.
+    """Returns exit code and text of a refused training, in a run whose ranks all exited with 0; else None.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
@@ -53,5 +52,5 @@ def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
         if event.kind == REFUSED:
             step = int(event.facts["num_steps"])
             what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
-            return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script went on without it"
+            return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script continued without it"
     return None

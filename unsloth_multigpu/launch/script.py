@@ -1,4 +1,4 @@
-"""The command that starts this very program again, for each way in which Python can be started."""
+"""Builds the command line that starts this program again."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
         executable: `sys.executable`.
 
     Raises:
-        SetupError: The program cannot be started again: IPython at a terminal, a prompt, a script from standard input.
+        SetupError: The program cannot be started again: IPython or Python at a terminal, or a script from stdin.
     """
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         raise SetupError(
-            "enable_multi_gpu() cannot start ranks from IPython at a terminal: what is typed there is not a command "
-            "that can run twice, and there is no Jupyter kernel that could become rank 0.",
+            "enable_multi_gpu() cannot start ranks from IPython at a terminal: typed input is not a command that ranks "
+            "can run, and there is no Jupyter kernel that could become rank 0.",
             hint="Use a notebook (`jupyter lab`), or run a script with `python train.py`, or set num_gpus=1.",
         )
     arguments = list(orig_argv[1:])
     main_file = getattr(main, "__file__", None)
-    # Code of -c has no file, nor has yet a script that a module of this package runs.
+    # No file: code of -c, or a script that a module of this package runs.
     if main_file is None and any(re.match(r"-[A-Za-z]*[cm]", argument) for argument in arguments):
         return [executable, *arguments]
-    # Pipes and streams are empty when they are read a second time.
+    # Pipes and streams cannot be read a second time.
     if main_file in (None, "<stdin>") or Path(main_file).resolve().parts[1:2] in (("dev",), ("proc",)):
         raise SetupError(
             "enable_multi_gpu() cannot start this program again: it was typed at a prompt or piped into Python.",
@@ -46,6 +46,6 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     place = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     is_script = place < len(arguments) and str(main_file).endswith(f"/{arguments[place]}")
     if is_script and Path(arguments[place]).resolve() != Path(main_file).resolve():
-        # The script has changed its folder before the line; only the absolute name still finds it.
+        # The script has changed the working folder, so its relative name is no longer valid.
         arguments[place] = os.path.abspath(main_file)
     return [executable, *arguments]

@@ -1,4 +1,4 @@
-"""Random generators that a script does not seed: the same on all ranks of a run, different in each run."""
+"""Seeds the random generators that a script does not seed: equally on all ranks, differently in each run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
 
 def generator_digests() -> dict[str, str]:
-    """A digest of each global random generator that this process has loaded: Python's, NumPy's and torch's."""
+    """Returns a digest of the state of each loaded global random generator: Python's, NumPy's and torch's."""
     return {name: read() for name, (read, _) in _generators().items()}
 
 
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
-    """Seeds those generators that the script has not seeded itself.
+    """Seeds the generators that the script has not seeded.
 
-    A generator without a seed starts with a different state in each process. If this process finds the state that its
-    supervisor had at the same line of the script, the script has seeded the generator.
+    An unseeded generator has a different state in each process. If the state equals that of the supervisor at the same
+    line of the script, the script has seeded the generator.
 
     Args:
         run_seed: 0 .. 2^32 - 1.
@@ -33,7 +33,7 @@ def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
 
 
 def _generators() -> dict[str, tuple[Callable[[], str], Callable[[int], object]]]:
-    """Name -> what digests the generator's state and what seeds it; of loaded libraries only."""
+    """Returns, for each generator of a loaded library, a function that digests its state and one that seeds it."""
     found: dict[str, tuple[Callable[[], str], Callable[[int], object]]] = {
         "random": (lambda: digest_of(random.getstate()), random.seed)
     }
@@ -41,7 +41,7 @@ def _generators() -> dict[str, tuple[Callable[[], str], Callable[[int], object]]
     if numpy is not None:
         found["numpy"] = (lambda: digest_of(_numpy_state(numpy)), numpy.random.seed)
     if torch is not None:
-        # Its `manual_seed` seeds the devices as well, once they are opened.
+        # `manual_seed` also applies to devices that are opened later.
         found["torch"] = (lambda: digest_hex(torch.get_rng_state().numpy().tobytes()), torch.manual_seed)
     return found
 
@@ -52,7 +52,7 @@ def _numpy_state(numpy: ModuleType) -> tuple[object, ...]:
 
 
 def same_random_choices() -> None:
-    """Lets a script that shuffles, splits or makes LoRA weights without a seed do the same in several runs."""
+    """Seeds all generators with 0, so that unseeded shuffles, splits and LoRA weights are equal in several runs."""
     import numpy
     import torch
 

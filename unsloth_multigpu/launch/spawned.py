@@ -1,7 +1,7 @@
-"""A process that multiprocessing started: a helper of a script, or a rank of a launcher that starts functions.
+"""Tells whether a process that multiprocessing started is a helper or a rank.
 
-Data loaders and `Dataset.map` start helpers, which may import the script and must do nothing there.
-`torch.multiprocessing.spawn` starts ranks, for accelerate's `notebook_launcher` and Lightning as well.
+Data loaders and `Dataset.map` start helpers. They may import the script, whose `enable_multi_gpu()` must then do
+nothing. `torch.multiprocessing.spawn` starts ranks, also for accelerate's `notebook_launcher` and Lightning.
 
 Needs no torch.
 """
@@ -21,15 +21,15 @@ _SPAWN = "torch.multiprocessing.spawn"
 
 
 def is_helper() -> bool:
-    """True in a process that multiprocessing started to be a helper: it is not a rank and starts none. Else False.
+    """True in a helper process of multiprocessing, which is not a rank and starts none.
 
     A rank has opened a process group, or `torch.multiprocessing.spawn` has called its function.
 
     Raises:
-        SetupError: It is one of several ranks, but its variables do not say which.
+        SetupError: This is one of several ranks, but its variables do not say which.
         LaunchError: The variables contradict each other or are incomplete.
     """
-    # A spawned process that is importing the script does not know its parent yet; multiprocessing marks that state.
+    # While a spawned process imports the script, multiprocessing has set `_inheriting`, and not yet the parent.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return True
     if multiprocessing.parent_process() is None:
@@ -40,7 +40,7 @@ def is_helper() -> bool:
     dist = sys.modules.get("torch.distributed")
     has_group = dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     is_spawned = any(frame.f_globals.get("__name__") == _SPAWN for frame, _ in traceback.walk_stack(None))
-    # This package starts ranks as commands: what they spawn are helpers.
+    # This package starts ranks as commands, so any process that they spawn is a helper.
     if not (has_group or is_spawned) or RunContext.read(os.environ).run_dir is not None:
         return True
     own = read_identity(os.environ)
@@ -49,6 +49,6 @@ def is_helper() -> bool:
             "This process is one of several that multiprocessing has started, but its variables do not say which rank "
             "it is.",
             hint="Before this call set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or start the script "
-            "with `python train.py` and without spawn: this line starts the ranks.",
+            "with `python train.py` and without spawn: enable_multi_gpu() starts the ranks.",
         )
     return False

@@ -1,4 +1,4 @@
-"""What the supervisor does when it is told to stop: lets the ranks save, and ends them when their time is over."""
+"""Stops the ranks after a signal to the supervisor: lets them save, and ends them after `grace_s`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from unsloth_multigpu.wire.heartbeat import Phase, read_beats
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# A script may handle what ends it at once, but not for longer.
+# How long a script may handle the signal that ends it at once.
 _END_LIMIT_S = 30.0
 
 
 class Signals:
-    """Owns the supervisor's signals while it is open. A handler only notes what came: nothing is interrupted.
+    """Queues the supervisor's signals within its context. Nothing is interrupted.
 
-    A signal that was ignored when this process began (nohup, a job in the background) stays ignored.
+    A signal that was ignored when this process began (nohup, a background job) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -43,26 +43,26 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def take(self) -> tuple[int, float] | None:
-        """The oldest signal that was not taken yet, and when it came; None where there is none."""
+        """Returns the next signal of the queue and its time; None if the queue is empty."""
         return self._received.popleft() if self._received else None
 
 
 class Stop:
-    """Decides what signals mean for the ranks.
+    """Decides what to do with the ranks after a signal.
 
-    The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and to stop.
-    The second signal, a signal while no rank trains, and the end of `grace_s` stop them at once. So does SIGHUP: the
-    terminal to which rank 0 writes is gone then.
+    The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and stop.
+    A second signal, a signal while no rank trains, and the end of `grace_s` end them at once. So does SIGHUP, because
+    rank 0 has lost its terminal.
 
     Args:
-        signals: What has come.
+        signals: Queue of received signals.
         run_dir: The run's private folder.
         num_ranks: Ranks of this machine.
-        grace_s: How long the ranks may take to save and to leave, in seconds. 0 = the first signal ends them.
+        grace_s: Seconds for the ranks to save and exit. 0 = the first signal ends them.
 
     Attributes:
-        signal_number: The signal that asked to stop, 0 = none.
-        how: "saved" = the ranks were to stop by themselves, "late" = they did not within `grace_s`, "at once".
+        signal_number: The signal that stops the run, 0 = none.
+        how: "saved" = the ranks were asked to save and exit, "late" = they did not within `grace_s`, "at once".
     """
 
     def __init__(self, signals: Signals, run_dir: Path, num_ranks: int, grace_s: float) -> None:
@@ -77,23 +77,23 @@ class Stop:
         self.how = "saved"
 
     def begin_attempt(self, attempt: int) -> None:
-        """The ranks are started next; what was asked of those before them is over."""
+        """Called before the ranks are started: requests to stop belong to an attempt."""
         self._attempt = attempt
 
     def is_asked(self) -> bool:
-        """Called while no rank runs: True once a signal has come, now or while they ran."""
+        """True once a signal has come. Called while no rank runs."""
         if not self.signal_number and (received := self._signals.take()) is not None:
             self.signal_number, self.how = received[0], "at once"
         return self.signal_number != 0
 
     def turn(self, events: Sequence[Event]) -> signal.Signals | None:
-        """Called some ten times a second while ranks run.
+        """Called about ten times a second while ranks run.
 
         Args:
             events: All ranks' events of this attempt, oldest first.
 
         Returns:
-            What to send to the ranks now, None = nothing.
+            The signal to send to the ranks now, or None.
         """
         while (received := self._signals.take()) is not None:
             if not self.signal_number:
@@ -103,30 +103,30 @@ class Stop:
                 return signal.SIGKILL
         now_s, request = time.monotonic(), read_request(self._run_dir, self._attempt)
         if not self.signal_number and request is not None:
-            # A rank was told of it by another node.
+            # Another node was signalled, and has told a rank of this node.
             self.signal_number, self._first_s = request.signal_number, now_s
         if not self.signal_number:
             return None
         started = _ranks_of(events, "started")
         if self.how == "saved":
-            # After a KeyboardInterrupt in train() of all ranks, the script decides what it does then.
+            # After a KeyboardInterrupt in train() of all ranks, the script may go on as long as it likes.
             is_script_at_work = self.signal_number == signal.SIGINT and started == _ranks_of(events, "stopped")
             if (request is not None and now_s <= request.deadline_s) or is_script_at_work:
                 return None
-            # A rank may be stuck, be stopped, or handle SIGTERM itself.
+            # SIGKILL, because a rank may hang, be suspended, or handle SIGTERM itself.
             self.how, self._is_sent = "late", True
             return signal.SIGKILL
         if self._is_sent:
             return signal.SIGKILL if self.how == "late" or now_s - self._first_s > _END_LIMIT_S else None
         self._is_sent = True
-        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C. One that
-        # has not reached the line would print where its imports were.
+        # Scripts may catch Ctrl-C, so it is sent as SIGINT, and other signals are not. Before enable_multi_gpu() a rank
+        # would print the traceback of its imports.
         is_interrupt = self.signal_number == signal.SIGINT and len(started) == self._num_ranks
         return signal.SIGINT if is_interrupt else signal.SIGTERM
 
     def _begin(self, signal_number: int, time_s: float, events: Sequence[Event]) -> None:
         self.signal_number, self._first_s = signal_number, time_s
-        # The page of an earlier rank is still there until the new rank's script reaches the line and makes its own.
+        # Until a rank has called enable_multi_gpu(), its page is that of the attempt before.
         started = _ranks_of(events, "started")
         is_outside = all(b.phase is Phase.SCRIPT for r, b in read_beats(self._run_dir).items() if r in started)
         if not self._grace_s or is_outside or signal_number == signal.SIGHUP:
@@ -145,12 +145,12 @@ def _ranks_of(events: Sequence[Event], kind: str) -> set[int]:
 
 
 def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float, resume: str) -> str:
-    """One or two sentences: where the ranks stopped, what is saved, how to resume.
+    """Describes, in one or two sentences, where the ranks stopped, what was saved and how to resume.
 
     Args:
         events: All ranks' events of the last attempt, oldest first.
         step: The last finished step, -1 before the first training.
-        grace_s: The ranks' limit.
+        grace_s: The option.
         resume: The option.
     """
     how = {

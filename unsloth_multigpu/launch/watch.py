@@ -1,6 +1,6 @@
-"""Follows the ranks of one attempt: finds those that hang, that left too early, or whose teardown hangs, and ends them.
+"""Watches the ranks of one attempt. Ends ranks that hang, and the survivors of a rank that failed or left too early.
 
-One thread calls it, the same that starts and collects the ranks.
+Called by one thread, the same that starts and collects the ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from unsloth_multigpu.wire.wait import wait_until
 logger = get_logger(__name__)
 
 POLL_S = 0.1
-# Ranks leave a training together, but not at the same instant.
+# How long the other ranks may take to leave a training that one has left.
 _EARLY_EXIT_GRACE_S = 2.0
-# A longer time between two looks means that this process or its machine was stopped, and perhaps the ranks too.
+# A longer time between two calls means that this process or its machine was suspended, perhaps with the ranks.
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 5.0
 _NUM_FRAMES = 8
@@ -45,14 +45,14 @@ _NUM_FRAMES = 8
 
 @dataclass(eq=False, repr=False)
 class Watch:
-    """Follows the ranks' events and heartbeats, and ends ranks that would wait forever.
+    """Reads the ranks' events and heartbeats, and ends ranks that would wait forever.
 
     Args:
         ranks: The processes of this attempt.
         run_dir: The run's private folder.
-        log_dir: Where stacks of a hang are kept.
+        log_dir: Folder for the stacks of a hang.
         attempt: How often the ranks were started before.
-        unheard_s: Seconds since each other node was last heard, by its name.
+        unheard_s: Returns the seconds since the last sign of life of each other node, by its name.
     """
 
     ranks: Ranks
@@ -69,11 +69,11 @@ class Watch:
     _is_told_to_end: bool = field(init=False, default=False)
     _must_end: bool = field(init=False, default=False)
     _hang: Event | None = field(init=False, default=None)
-    # Ranks that had ended before any was told to.
+    # Ranks that had ended before the supervisor stopped any.
     _gone: set[int] = field(init=False, default_factory=set)
 
     def events(self) -> list[Event]:
-        """All ranks' events of this attempt, oldest first, with the hang that was found."""
+        """Returns all ranks' events of this attempt, oldest first, including a hang that was found."""
         events = read_events(self.run_dir, self.attempt)
         return events if self._hang is None else [*events, self._hang]
 
@@ -83,30 +83,30 @@ class Watch:
         return self._hang is not None or any(self.ranks.exit_codes.values())
 
     def look(self) -> list[Event]:
-        """Called some ten times a second, and once when all ranks have ended; returns what `events` does."""
+        """Called about ten times a second, and once after all ranks have ended. Returns `events()`."""
         events, living = self.events(), self.ranks.living()
         if not self._gone:
             self._beats = read_beats(self.run_dir)
             self._gone = set() if self._is_told_to_end else set(self.ranks.exit_codes)
         self._end_hang(events, living)
-        # Ranks whose teardown hangs.
+        # Kill ranks whose teardown hangs.
         late_s = time.monotonic() - 2 * TEARDOWN_LIMIT_S
         self.ranks.send(signal.SIGKILL, {e.rank for e in events if e.kind == "exception" and e.time_s < late_s})
         self._end_waiting(events)
         return events
 
     def end(self) -> None:
-        """Those of another node have ended: all ranks are to end."""
+        """Ends all ranks, because another node or the server has failed."""
         self._must_end = True
 
     def cause(self) -> Cause:
-        """Why this attempt has failed; see `find_cause`."""
+        """Returns why this attempt has failed; see `find_cause`."""
         events = self.events()
         return find_cause(
             events,
             {rank: code for rank, code in self.ranks.exit_codes.items() if code or rank in self._gone},
             self._gone,
-            self._beats if events else {},  # Otherwise the pages are those of an earlier attempt.
+            self._beats if events else {},  # Without events the pages are from an earlier attempt.
             num_memory_kills=count_memory_kills() - self._num_kills_before,
             is_one_node=is_one_node(self.config),
             num_ranks=self.ranks.num_ranks,
@@ -121,7 +121,7 @@ class Watch:
         is_ending = {event.kind for event in events} & {HANG, "exception", *STOPS}
         if is_ending or min(len(living), len(started)) < self.ranks.num_ranks or not self._find_hang():
             return
-        # A page that is read while it is written mixes two moments. A real hang is there at the next look too.
+        # A page that is read while it is written may mix two states. A real hang is found again.
         time.sleep(POLL_S)
         self._beats = read_beats(self.run_dir)
         if hang := self._find_hang():
@@ -135,8 +135,8 @@ class Watch:
         return find_hang(self._beats, time.monotonic(), limit_s, since_s=self._since_s, unheard_s=unheard_s)
 
     def _collect_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """Every rank's stacks, which are kept in the log folder as well; "" for one that writes none."""
-        # Before faulthandler is set up, the signal would end the process.
+        """Returns every rank's stacks, "" if it writes none, and saves them in the log folder."""
+        # Only if faulthandler is set up: without it the signal would end the process.
         paths = {rank: path for rank in pids if (path := stack_path(self.run_dir, rank)).exists()}
         for rank in paths:
             send_to_main_thread(pids[rank], signal.SIGUSR2)
@@ -147,8 +147,8 @@ class Watch:
         for rank, stack in stacks.items():
             try:
                 _write_private(self.log_dir / f"stack_rank_{rank}.txt", stack)
-            except OSError as full:  # The ranks must be ended in any case.
-                logger.warning("stacks of rank=%d are not kept: %s", rank, full)
+            except OSError as full:  # Go on: the ranks must be ended.
+                logger.warning("stacks of rank=%d were not saved: %s", rank, full)
         return stacks
 
     def _describe(self, hang: Hang, stacks: Mapping[int, str]) -> dict[str, str]:
@@ -157,13 +157,13 @@ class Watch:
             frames = main_frames(stacks[rank])[:_NUM_FRAMES]
             text += f"Stack of rank {rank} (most recent call first):\n" + "".join(f"{line}\n" for line in frames)
         text += f"Stacks of all threads: {self.log_dir}/stack_rank_N.txt\n"
-        text += f"Hint: Raise hang_timeout_s={self.config.hang_timeout_s:g} where this only takes long.\n"
+        text += f"Hint: If the rank was only slow, raise hang_timeout_s={self.config.hang_timeout_s:g}.\n"
         place = "" if hang.rank is None else place_of(main_frames(stacks.get(hang.rank, "")))
         return {"message": hang.message + (place and f" ({place})"), "stacks": text}
 
     def _end_waiting(self, events: list[Event]) -> None:
         """Ends the survivors of a rank that failed or left."""
-        # While a signal ends the run, the other ranks have until `grace_s` to save.
+        # After a signal the ranks have `grace_s` to save.
         is_stopping = any(event.kind in STOPS for event in events)
         must_end = self._must_end or self.has_failed
         if is_stopping or not (must_end or find_early_exit(events, self.ranks.exit_codes)):
@@ -175,7 +175,7 @@ class Watch:
             self._is_told_to_end = True
             self.ranks.send(signal.SIGTERM)
         elif waited_s > TEARDOWN_LIMIT_S:
-            # A handler of the script never runs while the main thread waits in native code, so SIGKILL is needed.
+            # SIGKILL, because Python handlers do not run while the main thread waits in native code.
             in_teardown = {event.rank for event in events if event.kind in ("exception", HANG)}
             self.ranks.send(signal.SIGKILL, self.ranks.living().keys() - in_teardown)
 
@@ -185,7 +185,7 @@ def _text(path: Path) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Writes a file that this user alone can read; a link in its place is replaced and not followed."""
+    """Writes a file that only this user can read. A link with its name is replaced, not followed."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

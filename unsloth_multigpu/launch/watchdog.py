@@ -1,4 +1,4 @@
-"""Is a rank hung, and which one? A pure decision over the heartbeats of the ranks."""
+"""Decides from the heartbeats of the ranks whether one of them hangs. Pure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
-# A rank may be silent for `hang_timeout_s` times the factor of its phase.
+# The limit of a phase is `hang_timeout_s` times its factor.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
 _FACTORS |= {Phase.FILL: 5, Phase.EVALUATE: 5}
-# Between two steps: callbacks may generate a sample, a tracker may wait for its server.
+# Between two steps callbacks may generate a sample or wait for a tracker's server.
 _CALLBACKS_FACTOR = 5
-# Loading, saving, compiling, and all up to the end of a training's first step.
+# For loading, saving, compiling, and everything up to the end of the first step.
 LONGEST_FACTOR = 10
-# Whatever the limit is, a rank may be silent for this factor times the longest work of this run so far: the next
-# micro-batch may be longer, and its device may still have a whole step to compute.
+# The limit is at least this factor times the longest work of this run so far: the next micro-batch may be longer, and
+# its device may still have a whole step to compute.
 _WORK_FACTOR = 10
-# Nodes are heard once a second.
+# Nodes report once a second.
 _NEWS_S = 3.0
 
-# In these phases a rank waits for no other one, unless its pulse names a collective.
+# Phases in which a rank does not wait for others, unless its pulse names a collective.
 _ALONE = (Phase.DATA, Phase.FILL)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
@@ -44,12 +44,12 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that will not continue by themselves.
+    """A hang that was found.
 
     Args:
-        rank: The rank that the others wait for; None where none is to blame.
-        message: What is known, without a full stop.
-        step: Last finished step of the rank, or of the rank with the fewest.
+        rank: The hung rank that the others wait for; None if no single rank is to blame.
+        message: Description without a full stop.
+        step: Last finished step of that rank, or of the rank furthest behind.
     """
 
     rank: int | None
@@ -65,19 +65,19 @@ def find_hang(
     since_s: float = 0.0,
     unheard_s: Mapping[str, float] | None = None,
 ) -> Hang | None:
-    """Judges ranks by their latest heartbeats.
+    """Finds a hung rank by the latest heartbeats.
 
-    A rank is hung when its pulse has stopped, or when its main thread has reported nothing for longer than the limit of
-    its phase. A waiting rank is not hung as long as the rank it waits for is within its own limit. Ranks of other nodes
-    are not known here; their own supervisors end the run.
+    A rank hangs if its pulse has stopped, or if its main thread has reported no progress for longer than the limit of
+    its phase. A waiting rank does not hang as long as the rank it waits for is within its limit. Ranks of other nodes
+    are watched by their own supervisors.
 
     Args:
-        beats: Of the ranks of this node that live and train.
+        beats: Heartbeats of the living ranks of this node.
         now_s: The time, on `time.monotonic`'s clock.
-        hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. Longer where
-            this run has done work that took a tenth of it or more. A node that is not heard for longer counts as lost.
-        since_s: What happened earlier does not count, because nothing was watched, or the machine was stopped.
-        unheard_s: Seconds since each other node was last heard, by its name.
+        hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. Longer in a run with
+            work that took a tenth of it or more. A node without a sign of life for longer counts as lost.
+        since_s: Time before which nothing counts, because the ranks were not watched or the machine was suspended.
+        unheard_s: Seconds since the last sign of life of each other node, by its name.
     """
     if hang_timeout_s <= 0:
         return None
@@ -91,7 +91,7 @@ def find_hang(
         return Hang(rank, message, beats[rank].step)
     lost_s = {name: s for name, s in (unheard_s or {}).items() if s > max(hang_timeout_s, _NEWS_S)}
     if unheard_s and not lost_s:
-        # A rank of another node may save.
+        # The rank that is waited for may be saving on another node.
         longest_s = max(LONGEST_FACTOR * hang_timeout_s, work_s)
         limit_s |= {r: longest_s for r, b in beats.items() if b.operation or b.phase not in _ALONE}
     still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
@@ -102,7 +102,7 @@ def find_hang(
 
 
 def where(beat: Heartbeat) -> str:
-    """Place of a rank in the training: "in step 13, getting samples"."""
+    """Describes where a rank is: "in step 13, getting samples"."""
     doing = _DOING[beat.phase]
     if beat.phase in (*_OUTSIDE, Phase.SETUP):
         return doing if beat.step <= 0 else f"after step {beat.step}, {doing}"
@@ -112,7 +112,7 @@ def where(beat: Heartbeat) -> str:
 
 
 def _factor(beat: Heartbeat) -> float:
-    # In a collective a rank does no long work itself; the rank that it waits for has the limit of its own phase.
+    # In a collective a rank does no long work itself; the limit of the rank that it waits for counts.
     if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE):
         return 1
     if beat.phase == Phase.UPDATE and _is_between_steps(beat):
@@ -125,35 +125,34 @@ def _is_between_steps(beat: Heartbeat) -> bool:
 
 
 def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:
-    """True if `other` can still do what the rank at `waiting` waits for."""
+    """True if the rank of `waiting` may wait for the rank of `other`."""
     if other.phase in _OUTSIDE:
-        # It is before its training, or between two. A rank past its last step joins no other collective.
+        # Before a training or between two. A rank past its last step joins no further collective.
         return waiting.phase == Phase.SETUP or other.step < 0
     return not _is_before(waiting, other)
 
 
 def _is_before(one: Heartbeat, other: Heartbeat) -> bool:
-    """True if `one` has not yet done what `other` has done."""
+    """True if `one` is behind `other` in the training."""
     if one.collective != other.collective:
         return one.collective < other.collective
     return _place(one) < _place(other)
 
 
 def _place(beat: Heartbeat) -> tuple[int, int, int]:
-    """Grows while a rank trains. UPDATE comes before a step's micro-batches and after each of them."""
+    """Returns a position that grows during a training. UPDATE comes before a step's micro-batches and after each."""
     order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.FILL: 1}
     order |= dict.fromkeys((Phase.COMPUTE, Phase.WARM_UP, Phase.COMPILE, Phase.GENERATE), 2)
     return beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 
 def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float], lost: str) -> Hang:
-    """Names the ranks that are furthest behind, and among these those that do not wait in a collective."""
+    """Blames the ranks that are furthest behind, and among these the ones that do not wait in a collective."""
     last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
     busy = [r for r in last if not beats[r].operation]
     silent_s, step = min(still_s[r] for r in last), beats[last[0]].step
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
-    # The pulse of a rank may not have named its collective yet. A rank in AGREE waits for the store, which another node
-    # may serve.
+    # A pulse may not have named its collective yet. A rank in AGREE waits for the store, perhaps of another node.
     waits = len(last) == len(beats) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
     if lost and waits:
         rank = min(hung, key=lambda r: still_s[r])

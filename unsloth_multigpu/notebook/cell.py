@@ -1,4 +1,4 @@
-"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs. Pure."""
+"""Parses cells: splits one at `enable_multi_gpu()`, and lists the magics that only rank 0 runs. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 
-# Magics that change the machine, ask the user, measure, or speak to the front end. They must run once only.
+# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them.
 _CELL_MAGICS = """
 ! bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
 sx system timeit writefile
@@ -21,17 +21,18 @@ rmdir save sc shell store subshell sx system tb tensorboard timeit uv
 """
 RANK_0_CELL_MAGICS = frozenset(_CELL_MAGICS.split())
 RANK_0_LINE_MAGICS = frozenset(_LINE_MAGICS.split())
-# These run Python in this process, which may read its rank; the others start programs, which must not see it.
+# These run Python in this process, which may need the rank's variables. The others start programs, which must not see
+# them.
 MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
-# These are called for what they return.
+# These return a value.
 VALUE_MAGICS = frozenset({"sx", "system"})
-# These read the history of the shell, which ranks above 0 do not keep.
+# These read the history of the shell, which only rank 0 has.
 HISTORY_MAGICS = frozenset({"macro", "rerun"})
 # Modules with magics of front ends, which a worker does not have.
 _FRONT_ENDS = ("ipykernel.", "google.colab.")
-# The module of aliases: commands of the system by a name that the user has chosen.
+# The module of aliases of system commands.
 _ALIASES = "IPython.core.alias."
-# Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
+# Parts of error messages of torch and gloo after another rank has ended or the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
 _ERROR_CHARACTERS = 2000
 
@@ -41,44 +42,44 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
 
     Args:
         kind: "line" or "cell".
-        name: Without its per cent signs.
-        line: What follows it.
-        module: Where its function is defined; None = the shell does not have it.
+        name: Its name without per cent signs.
+        line: The rest of the line.
+        module: The module that defines its function; None = the shell does not have it.
     """
     if module is None or f"{module}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True
     if name == "store" and "-r" in line.split():
-        return False  # This form reads, and every rank needs what it reads.
+        return False  # It restores values, which every rank needs.
     return name in (RANK_0_LINE_MAGICS if kind == "line" else RANK_0_CELL_MAGICS)
 
 
 def error_text(error: BaseException | None) -> str:
-    """An error as a short text, in which ranks tell each other of it; that of rank 0 where it is one; "" = no error."""
+    """Formats an error for messages between ranks, as rank 0's own error if it reports one; "" = no error."""
     if error is None:
         return ""
     return (getattr(error, "of_rank_0", "") or f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]
 
 
 def names_broken_group(error: BaseException) -> bool:
-    """True for an error that may be only a consequence of another rank's error."""
+    """True for an error that may be a consequence of another rank's error."""
     return any(text in f"{type(error).__name__} {error}" for text in _BROKEN)
 
 
 def log_header(cell_number: int, source: str) -> str:
-    """What a worker writes into its log before the output of a cell."""
+    """Returns the text that a worker writes to its log before the output of a cell."""
     return f"---- cell {cell_number}\n{source}\n----\n"
 
 
 def split_at(source: str, line: int, transform: Callable[[str], str] = lambda body: body) -> tuple[str, str]:
-    """Cuts a cell before the top-level statement that `line` belongs to.
+    """Splits a cell before the top-level statement that contains `line`.
 
     Args:
-        source: Python, after IPython has transformed it.
-        line: Counted from 1; in the body, where the cell is one cell magic around it such as %%time.
-        transform: Turns the body of a cell magic into Python, as IPython does.
+        source: Python code, after IPython's transformation.
+        line: Counted from 1; within the body if the whole cell is a cell magic such as %%time.
+        transform: IPython's transformation of the body of a cell magic.
 
     Raises:
-        SetupError: The line is in a loop, of which a part has been run.
+        SetupError: The line is in a loop, a part of which was already run.
     """
     body = ast.parse(source).body
     if (magic := _magic_around(body)) is not None:
@@ -86,7 +87,7 @@ def split_at(source: str, line: int, transform: Callable[[str], str] = lambda bo
         magic.args[2] = ast.Constant(rest)
         return before, ast.unparse(magic)
     found = [statement for statement in body if _first_line(statement) <= line <= (statement.end_lineno or 0)]
-    # There may be several statements in that line: a; b; c.
+    # The line may have several statements: a; b; c.
     found.sort(key=lambda statement: "enable_multi_gpu" not in ast.unparse(statement))
     if not found:
         return "", source
@@ -97,7 +98,7 @@ def split_at(source: str, line: int, transform: Callable[[str], str] = lambda bo
     lines = source.split("\n")
     first = _first_line(statement)
     start = lines[first - 1].encode()
-    # A decorator is on a line of its own, before the column of its function.
+    # Decorators have lines of their own before the function.
     column = statement.col_offset if first == statement.lineno else 0
     before = "\n".join([*lines[: first - 1], start[:column].decode()])
     return before, "\n".join([start[column:].decode(), *lines[first:]])
@@ -109,7 +110,7 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
-    """The call, if the whole cell is one cell magic with Python in it."""
+    """Returns the call of the magic if the whole cell is one cell magic with Python code; else None."""
     call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != "get_ipython().run_cell_magic":
         return None
@@ -120,7 +121,7 @@ def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
 
 
 def is_python(source: str) -> bool:
-    """False for a transformed cell that Python cannot read: nothing of it was run."""
+    """False for a transformed cell with a syntax error, of which nothing was run."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError):

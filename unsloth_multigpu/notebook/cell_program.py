@@ -1,6 +1,6 @@
-"""What a session asks about the cells that its process runs: cells fail, are stopped, and are run again.
+"""The program of a notebook's rank: cells, which may fail, be stopped, and be run again.
 
-A script's answers are in `unsloth_multigpu.program`, with what each method is for.
+`unsloth_multigpu.program` has the base class for scripts, with the purpose of each method.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class ReplayedLineError(SetupError, ConfigError):
-    """Raised by `enable_multi_gpu()` in a cell that is run again, where rank 0's call has failed or was stopped."""
+    """Raised by `enable_multi_gpu()` in a replayed cell: rank 0's call has failed or was stopped there."""
 
 
 class CellProgram(Program):
     """The cells that a rank of a notebook runs.
 
-    It outlives the process group of its session: after a cell that failed, `join_group` makes a new one.
+    It outlives the process group of its session: after a failed cell, `join_group` opens a new one.
 
     Args:
-        sharer: Knows whether the other ranks run what this rank runs.
+        sharer: Tells whether the other ranks run the same code as this rank.
     """
 
     def __init__(self, sharer: Publisher | Receiver) -> None:
@@ -57,7 +57,7 @@ class CellProgram(Program):
 
     @property
     def trainings(self) -> Trainings | None:
-        """The trainers that this session has trained; None without an open session."""
+        """The Trainers of this session; None without an open session."""
         return None if self.session is None else self._trainings
 
     def open_session(
@@ -68,14 +68,14 @@ class CellProgram(Program):
         return self._session
 
     def enter(self, session: Session) -> None:
-        """Makes this process a rank. The kernel sees by itself how a cell ends, so no events are written."""
+        """Sets up this process as a rank."""
         from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
         from unsloth_multigpu.notebook.parts import lose_all
         from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 
         config = session.config
-        # The store is new with each group, and a call of the line that failed counts on some ranks only.
+        # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
         session.index = 0
         self._trainings = Trainings()
         session.on_close.callback(become_one_process)
@@ -89,14 +89,14 @@ class CellProgram(Program):
         session.beat.name_device(str(local_device(session.identity, config)), "")
 
     def prepare(self, manager: DDPManager) -> None:
-        """The ranks exchange values by the store of their group. A new group has a new store."""
+        """Lets the manager use the store of the process group, which changes with each group."""
         from unsloth_multigpu.notebook.group import store_of_group
 
         manager.connect_store = store_of_group
         manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:
-        """False in a cell that not all ranks run, and between two groups, where there is no store."""
+        """False in a cell that not all ranks run, and while there is no process group."""
         if self._sharer.is_apart:
             return False
         import torch.distributed as dist
@@ -104,46 +104,46 @@ class CellProgram(Program):
         return dist.is_initialized()
 
     def begin_training(self) -> int:
-        """Trainings are counted when they end: one that was cut off is the same training when its cell is run again."""
+        """Returns the number of finished trainings: an interrupted one keeps its number when its cell is run again."""
         self._num_begun += 1
         return self._num_finished
 
     def end_training(self) -> None:
-        """The training has ended well."""
+        """Counts a successful training."""
         self._num_finished += 1
 
     def note_training(self, loop: Loop) -> None:
-        """Remembers a Trainer of this process group."""
+        """Records a Trainer of this process group."""
         if self._trainings is not None:
             self._trainings.note(self._num_begun - 1, loop)
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """Remembers a wrapper that holds the process group."""
+        """Records a DDP wrapper, which refers to the process group."""
         if self._trainings is not None:
             self._trainings.note_wrapper(model)
 
     def order(self) -> dict[str, Any]:
-        """Rank 0's part of the order to make a new group: its count of the trainings decides for all ranks."""
+        """Returns rank 0's fields of the order to open a new group: its counts of trainings apply to all ranks."""
         counts = (0, 0) if self.session is None else (self._num_begun, self._num_finished)
         return {"sends_weights": bool(self.trainings), "num_trainings": counts}
 
     def join_group(self, order: Mapping[str, Any]) -> None:
-        """Makes a new process group in place of the old one. Models get rank 0's weights, Trainers end. Collective.
+        """Opens a new process group. Models get rank 0's weights, Trainers cannot train again. Collective.
 
         Args:
-            order: What `Notebook._open_group` sends.
+            order: The message of `Notebook._open_group`.
 
         Raises:
-            DivergenceError: A model differs between ranks. The group exists.
+            DivergenceError: A model differs between ranks. The group is open.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
         from unsloth_multigpu.notebook.parts import rejoin
 
-        # There is none at first: a worker runs the line in the cell that follows.
+        # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
         if trainings is not None:
             trainings.retire()
-        # Collectives for which no rank has waited would keep the old group from ending.
+        # Pending collectives would block the end of the old group.
         abort_group(order["pids"])
         close_group()
         run_dir = RunContext.read(os.environ).run_dir
@@ -159,12 +159,12 @@ class CellProgram(Program):
 
 
 class KernelProgram(CellProgram):
-    """Rank 0, the kernel.
+    """The program of rank 0, the kernel.
 
     Args:
-        kernel: Knows which cell runs.
-        publisher: Knows which ranks run it.
-        panel: Shows the ranks while they train.
+        kernel: Has the current cell.
+        publisher: See `CellProgram`.
+        panel: Shows the ranks during a training.
     """
 
     def __init__(self, kernel: Kernel, publisher: Publisher, panel: Panel) -> None:
@@ -173,7 +173,7 @@ class KernelProgram(CellProgram):
         self._panel = panel
 
     def begin_training(self) -> int:
-        """The other ranks take part in a training only where it is in a cell."""
+        """Refuses a training outside a cell, in which the other ranks would not take part."""
         cell, kernel = self._kernel.current, self._kernel
         if cell is None:
             raise SetupError(
@@ -184,16 +184,16 @@ class KernelProgram(CellProgram):
         return super().begin_training()
 
     def end_training(self) -> None:
-        """As above. The table stays as it is now."""
+        """Also shows the last figures in the table."""
         super().end_training()
         self._panel.end()
 
 
 class WorkerProgram(CellProgram):
-    """A rank above 0.
+    """The program of a rank above 0.
 
     Args:
-        receiver: Knows which cell runs, and whether rank 0 runs it as well.
+        receiver: Tells which cell runs, and whether rank 0 runs it, too.
     """
 
     def __init__(self, receiver: Receiver) -> None:
@@ -201,18 +201,18 @@ class WorkerProgram(CellProgram):
         self._receiver = receiver
 
     def refuse_replay(self) -> None:
-        """Refuses a call of `enable_multi_gpu()` in a cell before the one in which rank 0's call succeeded.
+        """Refuses a call of `enable_multi_gpu()` in a replayed cell.
 
         Raises:
-            ReplayedLineError: Rank 0 has called it again since, in a later cell.
+            ReplayedLineError: Rank 0's call in this cell has failed; a later one has succeeded.
         """
         if self._receiver.is_replay:
-            raise ReplayedLineError("This call was repeated in a later cell.", hint="Go on there.")
+            raise ReplayedLineError("This call was repeated in a later cell.", hint="Continue there.")
 
     def open_session(
         self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
     ) -> Session:
-        """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process. It runs nothing alone."""
+        """Also lets `disable_multi_gpu()` wait for that of rank 0, which ends this process."""
         session = super().open_session(config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session

@@ -1,4 +1,4 @@
-"""The process group of a notebook's ranks: a new one after a cell that failed, and how another thread aborts it.
+"""Opens, closes and aborts the process group of a notebook's ranks. They get a new one after a failed cell.
 
 Imported inside functions only.
 """
@@ -22,20 +22,20 @@ from torch.distributed import FileStore, Store
 from unsloth_multigpu.accelerator import KINDS, kind_of
 from unsloth_multigpu.group.board import Board
 
-# All ranks begin to make a group at the same time, so this limit is long enough.
-_MEET_LIMIT_S = 60.0
+# All ranks open the group at the same time, so this limit is long enough.
+_OPEN_LIMIT_S = 60.0
 
 Address = tuple[str, int]
 
 
 def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -> None:
-    """Makes the default process group of this generation. Collective.
+    """Opens the default process group of this generation. Collective.
 
-    The ranks meet by a file in the run's private folder: no port is open, and no other user can join.
+    The store is a file in the run's private folder: no port is open, and no other user can join.
 
     Args:
         run_dir: The run's private folder.
-        generation: Number of this group; it grows by one with each group.
+        generation: Number of this group, which grows by one with each group.
         backend: "gloo", "nccl", "xccl".
         timeout_s: Limit of one collective, in seconds.
     """
@@ -43,10 +43,10 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
     if kind_of(backend) is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     path = run_dir / f"store_{generation}"
-    # The store itself would make a file that others can read.
+    # Created here, because the store's own file would be readable by others.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
-    Board(rank, store).meet(world_size, timeout_s=min(timeout_s, _MEET_LIMIT_S), hint="Restart the kernel.")
+    Board(rank, store).meet(world_size, timeout_s=min(timeout_s, _OPEN_LIMIT_S), hint="Restart the kernel.")
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
@@ -54,24 +54,24 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
 
 
 def store_of_group() -> Store:
-    """Keys and values that the ranks of the default process group share. A new group brings an empty store."""
+    """Returns the store of the default process group. A new group has an empty store."""
     return dist.distributed_c10d._get_default_store()
 
 
 def close_group() -> None:
-    """Ends the default process group, if there is one."""
+    """Destroys the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def abort_group(pids: Sequence[int]) -> None:
-    """Lets a collective in which another thread waits raise an error. The group cannot be used afterwards.
+    """Makes a collective in which another thread waits raise an error. The group is not usable afterwards.
 
-    gloo: `abort()` does not end a wait (torch 2.13); shutting the connections between the ranks does, at once. A
-    listening socket is left alone: shutting one ends the process.
+    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks does. Listening
+    sockets are left alone: shutting one down ends the process.
 
     Args:
-        pids: Processes of all ranks.
+        pids: Process ids of all ranks.
     """
     if not dist.is_initialized():
         return
@@ -79,11 +79,11 @@ def abort_group(pids: Sequence[int]) -> None:
     theirs = {(there, here) for pid in pids if pid != os.getpid() for _, here, there in _connections(pid)}
     for descriptor, here, there in _connections(os.getpid()):
         if (here, there) in theirs:
-            _shut(descriptor, here, there)
+            _shut_down(descriptor, here, there)
 
 
-def _shut(descriptor: int, here: Address, there: Address) -> None:
-    """Shuts one connection, unless gloo has closed it: its descriptor may belong to something else by then."""
+def _shut_down(descriptor: int, here: Address, there: Address) -> None:
+    """Shuts down one connection, unless gloo has closed it: its descriptor may have been reused by then."""
     try:
         own = os.dup(descriptor)
     except OSError:
@@ -93,13 +93,13 @@ def _shut(descriptor: int, here: Address, there: Address) -> None:
     except OSError:  # It is not a socket any more.
         os.close(own)
         return
-    with end, suppress(OSError):  # The other side may have shut it first.
+    with end, suppress(OSError):  # The other side may have closed it first.
         if (_address(end.getsockname()), _address(end.getpeername())) == (here, there):
             end.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_backends() -> None:
-    """Those of accelerators, together: one after the other they can wait for each other (pytorch#119797)."""
+    """Aborts the backends of accelerators together: one by one they can wait for each other (pytorch#119797)."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     backends = []
     for group, (name, _) in list(c10d._world.pg_map.items()):
@@ -115,10 +115,10 @@ def _abort_backends() -> None:
 
 
 def _connections(pid: int) -> list[tuple[int, Address, Address]]:
-    """Descriptor, own address and the other side's of each TCP connection of a process; none if it has ended."""
+    """Returns (descriptor, own address, peer's address) of each TCP connection of a process; [] if it has ended."""
     try:
         process = psutil.Process(pid)
-        # Kernels of older images have imported psutil 5 already, which has this name.
+        # `connections` is the name in psutil 5, which kernels of older images have imported.
         found = getattr(process, "net_connections", None) or process.connections
         connections = found(kind="tcp")
     except psutil.NoSuchProcess:
@@ -128,5 +128,5 @@ def _connections(pid: int) -> list[tuple[int, Address, Address]]:
 
 
 def _address(address: Sequence[Any]) -> Address:
-    """Host and port. `getsockname` writes the interface behind the host, psutil does not: "fe80::1%eth0"."""
+    """Returns host and port, without the interface that `getsockname` adds to the host: "fe80::1%eth0"."""
     return str(address[0]).partition("%")[0], int(address[1])

@@ -1,4 +1,4 @@
-"""What a notebook's kernel does next when ranks do not end a cell together. Pure decisions over plain values."""
+"""Decides what a notebook's kernel does when ranks do not end a cell together. Pure."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from unsloth_multigpu.notebook.kernel import Cell
 
-# From a fault until the kernel's own part of the cell is ended, in seconds. Longest where a worker raised: if rank 0
-# is about to raise the same error, its own traceback is the best one to show.
+# Seconds from a fault until an exception is raised in the kernel's main thread. Longest after an error of a worker: if
+# rank 0 is about to raise the same error, its own traceback is the best one to show.
 _GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
-# From that exception until the group is aborted, in seconds: the exception ends Python code, but not a collective.
-# Where ranks have diverged, the main thread is known to be inside a collective.
+# Seconds from that exception until the group is aborted: the exception ends Python code, but not a collective. After a
+# divergence the main thread is known to be inside a collective.
 _ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
 _STOP_ABORT_AFTER_S = 1.0
-# Users often press Stop twice, and the second time the ranks are just making a new process group.
+# Longer, because users often press Stop twice, and the second time the ranks may be opening a new process group.
 _GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _CANCEL_AFTER_S = 0.2
-# From the moment that rank 0 leaves the cell by an error until the others are asked to leave it. Where all ranks
-# raise that error, they leave by themselves meanwhile.
+# Seconds from an error of rank 0 until the workers are asked to leave the cell. If all ranks raise that error, workers
+# leave by themselves meanwhile.
 _ASK_AFTER_S = 0.3
 _ASK_ABORT_AFTER_S = 0.8
-# The same after Stop, which has already interrupted them: a second interrupt would disturb the first one's clean-up.
+# The same after Stop, which has interrupted the workers already: a second interrupt would disturb their clean-up.
 _ASK_AFTER_STOP_S = 0.5
 _ASK_ABORT_AFTER_STOP_S = 0.5
 _KILL_AFTER_S = 10.0
@@ -36,9 +36,9 @@ Kind = Literal["raised", "died", "hung", "diverged"]
 
 
 class Action(enum.Enum):
-    """What the kernel can do. It takes each action at most once in a cell."""
+    """Actions of the kernel. It takes each at most once in a cell."""
 
-    PASS_STOP = "interrupt the workers as well"
+    PASS_STOP = "interrupt the workers, too"
     CANCEL = "cancel the task of a cell that awaits"
     RAISE = "raise the failure in the kernel's main thread"
     ABORT = "abort the kernel's process group"
@@ -48,21 +48,21 @@ class Action(enum.Enum):
 
 
 def next_actions(cell: Cell, now_s: float, pending: Collection[int]) -> list[Action]:
-    """Actions that are due now.
+    """Returns the actions that are due now.
 
     Args:
-        cell: As it is at `now_s`.
-        now_s: The time, on one clock with all times of the cell.
-        pending: Workers that live and have not ended the cell.
+        cell: Its state at `now_s`.
+        now_s: The time, on the clock of the cell's times.
+        pending: Ranks of the living workers that have not ended the cell.
     """
-    times_s = _end_own_part(cell) if cell.main == "runs" else _bring_workers_home(cell, now_s, pending)
+    times_s = _end_own_part(cell) if cell.main == "runs" else _end_workers_part(cell, now_s, pending)
     if cell.stop_s is not None and pending and not cell.makes_group:
         times_s[Action.PASS_STOP] = cell.stop_s
     return [action for action, time_s in times_s.items() if action not in cell.done and now_s >= time_s]
 
 
 def _end_own_part(cell: Cell) -> dict[Action, float]:
-    """Times of the actions that end what the kernel's main thread does."""
+    """Returns the times of the actions that end the cell in the kernel's main thread."""
     due_s = {}
     if cell.failure is not None:
         due_s[Action.RAISE] = cell.failure_s + _GRACE_S[cell.failure]
@@ -79,8 +79,8 @@ def _end_own_part(cell: Cell) -> dict[Action, float]:
     return due_s
 
 
-def _bring_workers_home(cell: Cell, now_s: float, pending: Collection[int]) -> dict[Action, float]:
-    """Times of the actions that end what the workers do, after the kernel's own part has ended."""
+def _end_workers_part(cell: Cell, now_s: float, pending: Collection[int]) -> dict[Action, float]:
+    """Returns the times of the actions that end the cell on the workers, after it has ended in the kernel."""
     is_well = cell.error is None and cell.stop_s is None and cell.failure is None
     if is_well or not pending:
         return {}
@@ -105,16 +105,15 @@ def _bring_workers_home(cell: Cell, now_s: float, pending: Collection[int]) -> d
 def find_divergence(
     main: Main, own: int, ended: Mapping[int, int], running: Mapping[int, int], num_workers: int
 ) -> str | None:
-    """Names ranks that would wait forever, because one has begun a collective that the others will never join.
+    """Describes ranks that would wait forever in a collective that the others will never join; None without any.
 
-    This is a proof, not a timeout: a rank that has ended its part of the cell, or that waits for a value of rank 0,
-    begins no more collectives.
+    This needs no timeout: a rank that has ended the cell, or waits for a value of rank 0, begins no more collectives.
 
     Args:
-        main: What the kernel's main thread does.
+        main: State of the kernel's main thread.
         own: Number of the last collective that the kernel began.
-        ended: Of each worker that has ended its part well or waits for rank 0, the number of its last collective.
-        running: The same of the other workers, as last reported.
+        ended: The same number of each worker that has ended the cell without an error or waits for rank 0.
+        running: The same number of the other workers, as last reported.
         num_workers: Ranks above 0.
     """
     if main == "runs" and len(ended) == num_workers and ended and own > max(ended.values()) >= 0:

@@ -1,4 +1,4 @@
-"""The kernel's side of a notebook on several ranks: cells begin and end on all of them together."""
+"""The workers of a notebook's kernel, and the cell that runs on all ranks."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _WAIT_S = 0.05
 
 @dataclass
 class Cell:
-    """What all ranks run together: a cell, or the making of a new process group between two cells.
+    """An order for all ranks: a cell, or the opening of a new process group between two cells.
 
     Attributes:
-        number: Counts the cells and groups that are sent to the workers.
-        task: The task of a cell that awaits; None if it does not.
-        makes_group: A new group is made; no code of the user runs.
-        main: What the kernel's main thread does: runs the cell, writes its traceback, or has left the cell.
-        main_since_s: Since when; what it left by an error it left when it began to write the traceback.
-        error: What the kernel's own part ended with, or is ending.
+        number: Number of the order.
+        task: asyncio task of an async cell; None for other cells.
+        makes_group: It opens a new process group, and runs no code of the user.
+        main: State of the kernel's main thread: it runs the cell, writes its traceback, or has left the cell.
+        main_since_s: When `main` changed; after an error, when the traceback began.
+        error: Error of the cell in the kernel.
         stop_s: When the user pressed Stop.
-        taken_stop_s: The same where a training ends by itself then, on all ranks after the same step.
-        is_stop_missed: Stop came at a moment when nothing may be raised.
+        taken_stop_s: When the user pressed Stop in a training that handles it and ends after the step on all ranks.
+        is_stop_missed: Stop came while nothing could be raised.
         failure: Kind of the first fault of another rank; None = none.
-        failure_s: When it was noticed.
-        failure_error: The error that tells the user of it.
-        is_shown: `failure_error` has been shown to the user.
-        is_of_some: It has run code on some ranks only, as %%rank asks.
-        done: When the kernel took each action.
+        failure_s: When that was noticed.
+        failure_error: The error to show for it.
+        is_shown: `failure_error` was shown to the user.
+        is_of_some: It has run code on some ranks only, by %%rank.
+        done: Actions of the kernel and when it took them.
     """
 
     number: int
@@ -61,8 +61,8 @@ class Cell:
     done: dict[Action, float] = field(default_factory=dict)
 
     def enter(self, main: Main) -> None:
-        """Notes what the main thread of the kernel does from now on."""
-        if self.main != "unwinds":  # Else it left the cell when it began to write its traceback.
+        """Sets the state of the kernel's main thread."""
+        if self.main != "unwinds":  # After an error, the begin of the traceback counts.
             self.main_since_s = time.monotonic()
         self.main = main
 
@@ -73,27 +73,27 @@ class Cell:
             self.failure = kind
 
     def is_elsewhere(self) -> bool:
-        """True for a cell that awaits, if the calling main thread is in the event loop or in another task."""
+        """True in an async cell if the calling main thread is in the event loop or in another task."""
         return self.task is not None and asyncio.current_task(self.task.get_loop()) is not self.task
 
     def cancel(self) -> None:
-        """Cancels a cell that awaits. Any thread may call it."""
+        """Cancels an async cell. Any thread may call it."""
         if self.task is not None:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
 
 class Kernel:
-    """Workers and the cell that runs on them. The main thread begins and ends cells, `Monitor` watches.
+    """The workers and the current cell. The main thread begins and ends cells, `Monitor` watches them.
 
     Args:
         workers: The ranks above 0, in order.
-        last_collective: Number of the last collective that this process has begun.
+        last_collective: Returns the number of the last collective that this process has begun.
 
     Attributes:
-        changed: Notified by the monitor when a worker has sent something or has ended.
-        attend: Set by the monitor: makes it look at once, because a cell begins or ends.
+        changed: Notified by the monitor when a worker has sent a message or has ended.
+        attend: Set by the monitor. Wakes it when a cell begins or ends.
         is_undisturbed: No error may be raised in the main thread now.
-        is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
+        is_broken: After the last cell the state of the process group or of a rank is unknown.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
@@ -109,7 +109,7 @@ class Kernel:
 
     @property
     def current(self) -> Cell | None:
-        """The cell that runs, for the thread that runs it; None for any other thread, and in a forked child."""
+        """The current cell in the thread that runs it; None in other threads and in a forked child."""
         return self.cell if threading.get_ident() == self._main_thread else None
 
     @property
@@ -125,7 +125,7 @@ class Kernel:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside, neither Stop nor the monitor raises in the main thread. The monitor still sees Stop."""
+        """Within the context neither Stop nor the monitor raises in the main thread. The monitor still sees Stop."""
         if threading.get_ident() != self._main_thread or self.is_undisturbed:
             yield
             return
@@ -135,7 +135,7 @@ class Kernel:
             signal.signal(signal.SIGINT, self._note_stop)
             yield
         finally:
-            # In this order: what is raised between the two must not leave Stop without effect.
+            # In this order, so that an error between the two cannot leave Stop without effect.
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
             finally:
@@ -146,11 +146,11 @@ class Kernel:
             self.cell.is_stop_missed = True
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Waits until every worker is ready for messages.
+        """Waits until every worker accepts messages.
 
         Raises:
             DistributedError: A worker has ended.
-            LaunchError: It takes longer than `limit_s`.
+            LaunchError: A worker needs longer than `limit_s`.
         """
         self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
 
@@ -170,15 +170,15 @@ class Kernel:
                 self.changed.wait(_WAIT_S)
 
     def wait_until_gone(self, limit_s: float) -> None:
-        """Waits until the monitor has seen the end of every worker."""
+        """Waits until the monitor has collected every worker."""
         with self.changed:
             self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
-        """Runs code on the workers only, not on rank 0.
+        """Runs code on the workers only.
 
         Raises:
-            DistributedError: It failed there.
+            DistributedError: It failed on a worker.
         """
         cell_number = self._next_cell_number()
         self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
@@ -200,19 +200,19 @@ class Kernel:
         *,
         execution_count: int = 0,
     ) -> Cell:
-        """Begins a cell on all workers; `finish` ends it.
+        """Begins a cell on all workers. `finish` ends it.
 
         Args:
-            source: As the user wrote it.
-            random_state: The state that the workers' generators get.
-            task: Of a cell that awaits.
+            source: The cell as the user wrote it.
+            random_state: State for the workers' random generators.
+            task: asyncio task of an async cell.
             execution_count: The cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
 
     def begin_group(self, order: Mapping[str, Any]) -> Cell:
-        """Lets the workers make a new process group, as `order` says; `finish` ends it."""
+        """Lets the workers open a new process group. `finish` ends it."""
         return self._begin(Cell(self._next_cell_number(), makes_group=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
@@ -220,7 +220,7 @@ class Kernel:
             for worker in self.workers:
                 worker.waits = None
                 worker.ended.clear()
-                if worker.exit_code is not None:  # It has ended between two cells.
+                if worker.exit_code is not None:  # It ended between two cells.
                     cell.fail("died", died(worker))
             self.cell = cell
             self.send(kind, cell_number=cell.number, **fields)
@@ -228,10 +228,10 @@ class Kernel:
         return cell
 
     def finish(self, error: BaseException | None) -> BaseException | None:
-        """Ends the cell on all ranks, after the kernel's own part has ended with `error`.
+        """Ends the cell on all ranks, after it has ended in the kernel with `error`.
 
         Returns:
-            What to show the user instead of `error`; None = show `error`.
+            The error to show instead of `error`; None = show `error`.
         """
         cell = self.cell
         assert cell is not None
@@ -244,22 +244,22 @@ class Kernel:
                 while self.pending():
                     self.changed.wait(_WAIT_S)
             self.cell = None
-        told, messages = self._outcome(cell), self._messages(cell)
+        shown, messages = self._outcome(cell), self._messages(cell)
         collectives = {message.get("collective") for message in messages} | {self.last_collective()}
         is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
         is_common = [message["error"] for message in messages] == [error_text(error)] * len(self.workers)
         self.is_broken = is_cut or (cell.failure is not None and not cell.is_of_some and not is_common)
-        return told
+        return shown
 
     def pending(self) -> frozenset[int]:
-        """Workers that are alive and have not ended the cell."""
+        """Returns the ranks of the living workers that have not ended the cell."""
         cell = self.cell
         if cell is None:
             return frozenset()
         return frozenset(w.rank for w in self.workers if w.exit_code is None and cell.number not in w.ended)
 
     def forget(self) -> None:
-        """For a forked child: the workers and the cell belong to the kernel, not to the child."""
+        """Called in a forked child: the workers and the cell belong to the kernel."""
         for worker in self.workers:
             worker.close()
         self.workers, self.cell = (), None
@@ -276,7 +276,7 @@ class Kernel:
             return cell.failure_error
         if cell.failure_error is not None and not isinstance(cell.error, MultiGPUError):
             kinds = {message["error"].partition(":")[0] for message in messages}
-            # An error that all ranks raise is the user's own: rank 0's is shown. So is what rank 0 raised first.
+            # Show rank 0's error if all ranks raise the same one, or if rank 0 raised it first.
             is_common = cell.error is not None and kinds == {type(cell.error).__name__}
             is_first = not is_echo and cell.main_since_s < cell.failure_s
             return None if is_common or is_first else cell.failure_error
@@ -286,16 +286,16 @@ class Kernel:
         return [worker.ended[cell.number] for worker in self.workers if cell.number in worker.ended]
 
     def _divergence(self, messages: Sequence[Mapping[str, Any]]) -> DivergenceError | None:
-        hint = "Let all ranks take the same way through the cell."
+        hint = "Let all ranks run the same code in a cell."
         alone = [message["error"] for message in messages if message["is_left_alone"]]
         if alone:
             why = alone[0].partition(": ")[2].partition("\nHint:")[0]
-            text = f"Another rank has come to something that rank 0 makes for all, and rank 0 has not: {why}"
+            text = f"Another rank waits for a value that rank 0 has not computed: {why}"
             return DivergenceError(text, hint=hint)
         collectives = {self.last_collective(), *(message["collective"] for message in messages)}
         if len(collectives) == 1:
             return None
-        text = f"The ranks have made different numbers of collectives in this cell: {sorted(collectives)}."
+        text = f"The ranks have called different numbers of collectives in this cell: {sorted(collectives)}."
         return DivergenceError(text, hint=hint)
 
     def _next_cell_number(self) -> int:

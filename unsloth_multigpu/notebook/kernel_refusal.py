@@ -1,4 +1,4 @@
-"""Which kernels cannot become rank 0, and why."""
+"""Checks whether a kernel can become rank 0."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
 
     Args:
         config: The run's options.
-        num_ranks: Ranks, with this one.
+        num_ranks: Ranks, including this one.
         replay: The workers run the earlier cells too.
         had_workers: This kernel was rank 0 before.
 
     Raises:
-        ConfigError: Options that a notebook does not have.
-        SetupError: The kernel holds what was made for one process.
+        ConfigError: Options that notebooks do not support.
+        SetupError: The kernel has objects that were made for one process.
         VersionError: IPython or ipykernel are too old.
     """
     for name, supported in SUPPORTED_IN_NOTEBOOKS.items():
@@ -38,19 +38,21 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
                 f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
                 hint=f'pip install "{name}{supported}"',
             )
-    usual = {"max_restarts": 0, "generators": 0, "nnodes": "1"}
+    defaults = {"max_restarts": 0, "generators": 0, "nnodes": "1"}
     values = config.plain_values()
-    if asked := [f"{name}={values[name]!r}" for name, value in usual.items() if values[name] != value]:
-        raise ConfigError(f"{asked[0]} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    if asked := [f"{name}={values[name]!r}" for name, value in defaults.items() if values[name] != value]:
+        raise ConfigError(f"{asked[0]} is not supported in notebooks.", hint="Leave it out, or run a script.")
     if config.shard == "auto":
         raise ConfigError(
-            "shard='auto' runs a script once more to count its memory; cells run only when the user runs them.",
-            hint="Set shard='on' where the model does not fit one card, or leave it out.",
+            "shard='auto' runs a script once more to count its memory, which is not possible with cells.",
+            hint="Set shard='on' if the model does not fit one GPU, or leave it out.",
         )
     if threading.current_thread() is not threading.main_thread():
         raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
     if had_workers:
-        raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
+        raise SetupError(
+            "enable_multi_gpu() was called before in this kernel, and its workers have ended.", hint=_RESTART
+        )
     dist = sys.modules.get("torch.distributed")
     if os.environ.get("WORLD_SIZE", "1") != "1" or (dist and dist.is_available() and dist.is_initialized()):
         raise SetupError("This kernel already has a process group, or is one of a launcher's ranks.", hint=_RESTART)
@@ -58,17 +60,17 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
     model_class = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if not replay and model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()):
         raise SetupError(
-            "A model was loaded in this kernel, and the other ranks do not have it.",
+            "A model was loaded in this kernel, but not on the other ranks.",
             hint=f"{_RESTART} Or set replay=True: the workers then run the earlier cells too.",
         )
 
 
 def _check_devices(num_ranks: int) -> None:
-    """Refuses what torch, accelerate and Unsloth hold for one process."""
+    """Refuses a kernel in which torch, accelerate or Unsloth are already set up for one process."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is not None and state._shared_state:
         raise SetupError(
-            "A Trainer, TrainingArguments or an Accelerator were made in this kernel for one process.", hint=_RESTART
+            "A Trainer, TrainingArguments or an Accelerator was made in this kernel for one process.", hint=_RESTART
         )
     torch = sys.modules.get("torch")
     modules = [getattr(torch, name, None) for name in KINDS]
@@ -76,20 +78,20 @@ def _check_devices(num_ranks: int) -> None:
     if opened and opened[0] < num_ranks:
         raise SetupError(
             f"num_gpus={num_ranks}, but this kernel has opened {opened[0]} device(s), and cannot open more.",
-            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+            hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
         )
     if state is not None and not state._prepare_backend.__module__.startswith("accelerate."):
         raise SetupError(
-            "unsloth was imported while one device was visible, and has told accelerate that there is one process.",
-            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+            "unsloth was imported while one device was visible, and has set up accelerate for one process.",
+            hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
         )
 
 
 def line_of_cell(shell: Any) -> int:
-    """The line of the running cell that is executed at present.
+    """Returns the current line of the running cell.
 
     Raises:
-        SetupError: The call does not come from a cell, which the workers could run from there.
+        SetupError: The call does not come from a cell, so workers could not run the rest of it.
     """
     found = []
     frame: FrameType | None = sys._getframe()
@@ -99,7 +101,7 @@ def line_of_cell(shell: Any) -> int:
             found.append(frame)
         frame = frame.f_back
     cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
-    # The innermost one is in the body of a cell magic; the outermost one is the cell itself.
+    # The innermost frame may be in the body of a cell magic; the outermost one is the cell itself.
     if not found or "".join(linecache.getlines(found[-1].f_code.co_filename)).rstrip("\n") != cell:
         raise SetupError(
             "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",

@@ -1,6 +1,6 @@
-"""What rank 0 does for all ranks: programs, magics that act on the machine, questions, logins. On both sides.
+"""Runs commands, magics and logins on rank 0 for all ranks. Used by the kernel and by workers.
 
-Attributes of the one shell object replace public methods of IPython while the ranks live.
+Public methods of IPython are replaced on the one shell object while the ranks live.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LOGINS = (
     "huggingface_hub._login:interpreter_login",
 )
 _HUB = "huggingface_hub>=0.24"
-_ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
+_ASKS = "Asks the user only on rank 0; the other ranks read the token from its file."
 
 
 @contextmanager
 def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVariables) -> Iterator[None]:
-    """Inside, the shell does these things once: on rank 0, and the other ranks get the results.
+    """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
     Args:
         shell: `get_ipython()`.
-        sharer: Does them and sends the results, or waits for them.
+        sharer: On rank 0 sends the results, on other ranks waits for them.
         variables: Hidden from the programs that are started.
     """
     make, user = sharer.make, _UserFrame()
@@ -93,10 +93,10 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
 
 
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
-    """Patches of what asks the user.
+    """Returns the patches of functions that ask the user.
 
     Args:
-        make: That of `Publisher` or `Receiver`.
+        make: `Publisher.make` or `Receiver.make`.
     """
     return [
         Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
@@ -105,24 +105,24 @@ def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
 
 
 def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    # Without the arguments: a token that is given to `login` goes to no other rank.
+    # Without the arguments: a token that is given to `login` is not sent to other ranks.
     return make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
 
 
 def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
-    """The ranks that a user wrote after %%rank: "0", "0,2" or "all"."""
+    """Parses the ranks after %%rank: "0", "0,2" or "all"."""
     from IPython.core.error import UsageError
 
     if text.strip() == "all":
         return frozenset(range(num_ranks))
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
-        raise UsageError(f"%%rank: {text.strip()!r} names no ranks: 0 .. {num_ranks - 1}, a list as 0,1, or all.")
+        raise UsageError(f"%%rank: {text.strip()!r}; expected 0 .. {num_ranks - 1}, a list such as 0,1, or all.")
     return frozenset(map(int, parts))
 
 
 def refuse_history(name: str) -> None:
-    """Raises for a magic that would run other code on each rank."""
+    """Raises for a magic that would run different code on each rank."""
     from IPython.core.error import UsageError
 
     if name in HISTORY_MAGICS:
@@ -134,16 +134,16 @@ def _environment(name: str, variables: RankVariables) -> Any:
 
 
 def _module_of(magic: Any) -> str | None:
-    """Where a magic is defined; None for one that this shell does not have."""
+    """Returns the module that defines a magic; None if this shell does not have the magic."""
     if magic is None:
         return None
     return str(getattr(magic, "__module__", ""))
 
 
 class _UserFrame:
-    """The frame of the user's code that runs a command. IPython counts frames up to it, and this package adds frames.
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and this module adds frames.
 
-    Each thread has its own: subshells run commands as well.
+    Each thread has its own, because subshells run commands, too.
     """
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class _UserFrame:
 
     @contextmanager
     def at(self, frame: FrameType) -> Iterator[None]:
-        """Inside, `{name}` and `$name` of commands are looked up in this frame."""
+        """Within the context, `{name}` and `$name` in commands are looked up in this frame."""
         token = self._frame.set(frame)
         try:
             yield
@@ -159,10 +159,10 @@ class _UserFrame:
             self._frame.reset(token)
 
     def depth(self, depth: int) -> int:
-        """The `depth` for `var_expand` of IPython, for the function that replaces it and calls this.
+        """Returns the `depth` for IPython's `var_expand`. Called by its replacement.
 
         Args:
-            depth: What that function was given.
+            depth: The argument of the replacement.
         """
         frame, above = self._frame.get(), sys._getframe(1)
         if frame is None:

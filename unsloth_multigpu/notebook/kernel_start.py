@@ -1,4 +1,4 @@
-"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell together with it."""
+"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell, too."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ logger = get_logger(__name__)
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
-# Settings of PyTorch's ProcessGroupNCCL: an error of the group must not end this process, which is the kernel.
+# Keeps an error in ProcessGroupNCCL from ending the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 def open_notebook(
     config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, *, replay: bool, had_workers: bool
 ) -> Session:
-    """Makes this kernel rank 0 of `num_ranks`, and the rest of the running cell a cell of all of them.
+    """Makes this kernel rank 0 of `num_ranks`, and runs the rest of the current cell on all ranks.
 
     Args:
         config: The run's options.
-        num_ranks: Ranks, with this one.
+        num_ranks: Ranks, including this one.
         console: Where logs go.
         shell: `get_ipython()`.
         replay: The workers run the earlier cells too, although a model was loaded in them.
         had_workers: This kernel was rank 0 before.
 
     Raises:
-        SetupError: The kernel holds something that was made for one process.
-        DistributedError: A worker could not start, or could not run the earlier cells.
+        SetupError: The kernel has objects that were made for one process.
+        DistributedError: A worker could not start, or an earlier cell failed on it.
     """
     check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
     cells = shell.history_manager.input_hist_parsed
@@ -83,9 +83,9 @@ class Notebook:
 
     Args:
         config: The run's options.
-        num_ranks: Ranks, with this one.
+        num_ranks: Ranks, including this one.
         shell: `get_ipython()`.
-        stack: Closed at the end; what is opened here is added to it.
+        stack: Resources that are opened here are added to it. The caller closes it.
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
@@ -101,11 +101,11 @@ class Notebook:
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
-        told = {"path": sys.path, "before": before, "profile": shell.profile_dir.location}
+        settings = {"path": sys.path, "before": before, "profile": shell.profile_dir.location}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
-            own = {**_identity(rank, num_ranks).variables(), ENV_NOTEBOOK: json.dumps(told)}
+            own = {**_identity(rank, num_ranks).variables(), ENV_NOTEBOOK: json.dumps(settings)}
             environment = {**os.environ, **own}
             workers.append(WorkerProcess(rank, self.log_dir / f"rank_{rank}.log", environment))
             stack.callback(workers[-1].close)
@@ -117,63 +117,63 @@ class Notebook:
         stack.callback(self._kernel_shell.close)
         self.program = KernelProgram(self.kernel, self._kernel_shell.publisher, panel := Panel(run))
         stack.callback(panel.end)
-        # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
+        # At exit the kernel only kills its workers, because its front end waits for its end.
         leave = only_here(self._leave)
         atexit.register(leave)
         stack.callback(atexit.unregister, leave)
 
     def replay(self, earlier: Sequence[str]) -> None:
-        """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
+        """Runs the earlier cells of this kernel on the workers. There is no process group yet."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for execution_count, source in enumerate(earlier, 1):
             if source.strip() and is_python(source):
                 self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)
 
     def open_session(self, console: Console) -> Session:
-        """Opens the group, and the session of rank 0."""
+        """Opens the process group and the session of rank 0."""
         self._open_group()
-        # Read again, because this kernel has become a rank in the meantime.
+        # Read again, because this kernel has become a rank meanwhile.
         context = RunContext.read(os.environ)
         return self.program.open_session(self._config, self._identity, console, context)
 
     def begin(self, rest: str) -> None:
-        """From here on, the rest of the running cell runs on all ranks."""
+        """Runs the rest of the current cell on the workers, too."""
         self._kernel_shell.open()
         self._kernel_shell.begin(rest)
 
     def after_cell(self) -> None:
-        """Between two cells: repairs what the last one broke.
+        """Called between two cells: opens a new process group if the last cell broke the old one.
 
         Raises:
             DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
-            DistributedError: The ranks cannot make a new process group; this kernel is alone now.
+            DistributedError: The ranks cannot open a new process group; this kernel is alone now.
         """
         trainings = self.program.trainings
         is_cut = trainings is not None and trainings.is_cut
-        told: MultiGPUError | None = None
+        shown: MultiGPUError | None = None
         if not self._dead() and (self.kernel.is_broken or is_cut):
             try:
                 self._open_group()
             except DivergenceError as divergence:
-                told = divergence  # The group itself was made.
+                shown = divergence  # The group itself is open.
             except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt) as failed:
-                told = self._give_up(failed)
+                shown = self._give_up(failed)
         if self._dead():
             logger.warning("this kernel continues alone: %s", self._dead()[0].describe_end())
             if (session := self.program.session) is not None:
                 session.close()
-        if told is not None:
-            raise told
+        if shown is not None:
+            raise shown
 
     def _dead(self) -> list[WorkerProcess]:
         return [worker for worker in self.kernel.workers if worker.exit_code is not None]
 
     def _give_up(self, failed: BaseException) -> DistributedError:
         for worker in self.kernel.workers:
-            worker.kill("the ranks could not be brought together again")
+            worker.kill("the ranks could not open a new process group")
         self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
-            f"The ranks could not be brought together again after the cell ({type(failed).__name__}: {failed}).",
+            f"The ranks could not open a new process group after the cell ({type(failed).__name__}: {failed}).",
             hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart "
             "the kernel to train on all ranks.",
         )
@@ -181,7 +181,7 @@ class Notebook:
         return error
 
     def _open_group(self) -> None:
-        """Makes a new group on all ranks in place of the old one, and gives their models rank 0's weights."""
+        """Opens a new process group on all ranks, and broadcasts the weights of rank 0's models."""
         from unsloth_multigpu.group.manager import local_device
 
         config = self._config
@@ -198,12 +198,12 @@ class Notebook:
         try:
             self.program.join_group(order)
         except BaseException as error:
-            told = self.kernel.finish(error)
-            if told is None:
+            shown = self.kernel.finish(error)
+            if shown is None:
                 raise
-            raise told from error
-        if (told := self.kernel.finish(None)) is not None:
-            raise told
+            raise shown from error
+        if (shown := self.kernel.finish(None)) is not None:
+            raise shown
 
     def _abort_group(self) -> None:
         from unsloth_multigpu.notebook.group import abort_group
@@ -213,11 +213,11 @@ class Notebook:
     def _close_group(self) -> None:
         from unsloth_multigpu.notebook.group import close_group
 
-        self._abort_group()  # NCCL would wait for the other ranks, which end without closing their part.
+        self._abort_group()  # NCCL would wait for the other ranks, which exit without closing the group.
         close_group()
 
     def _leave(self) -> None:
-        """The kernel ends: the workers must not outlive it."""
+        """Called when the kernel exits: kills the workers."""
         for worker in self.kernel.workers:
             worker.kill()
         shutil.rmtree(self.run_dir, ignore_errors=True)
@@ -236,7 +236,7 @@ def _identity(rank: int, num_ranks: int) -> RankIdentity:
 
 @contextmanager
 def _shared_threads(num_ranks: int) -> Iterator[None]:
-    """Gives this rank its part of the cores: the process was started with threads for all of them."""
+    """Limits torch to this rank's share of the cores: the kernel was started with threads for all of them."""
     import torch
 
     before = torch.get_num_threads()

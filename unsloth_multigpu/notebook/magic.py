@@ -20,13 +20,13 @@ _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: o
 
 
 class RankMagics:
-    """The kernel's side.
+    """The magics in the kernel.
 
     Args:
         shell: `get_ipython()`.
-        kernel: Knows the workers.
-        publisher: Sends nothing in a cell that only some ranks run.
-        run: Its folder has the pages of all ranks.
+        kernel: The kernel's workers and current cell.
+        publisher: Is detached in a cell that only some ranks run.
+        run: The run of this notebook.
     """
 
     def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run: Run) -> None:
@@ -35,7 +35,7 @@ class RankMagics:
         self._publisher = publisher
         self._run = run
         self._shows_all = False
-        # Of the cell that runs: its source, the ranks whose output is shown, and how long each log was.
+        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its begin.
         self._source = ""
         self._shown: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -47,14 +47,14 @@ class RankMagics:
             stack.callback(self._shell.magics_manager.magics[kind].pop, function.__name__, None)
 
     def begin(self, source: str) -> None:
-        """A cell begins."""
+        """Called when a cell begins."""
         self._source = source
         workers = self._kernel.workers
         self._shown = {worker.rank for worker in workers} if self._shows_all else set()
         self._offsets = {worker.rank: _size_of(worker.log) for worker in workers}
 
     def end(self, cell_number: int) -> None:
-        """The cell has ended on all ranks: shows what workers have written."""
+        """Called when the cell has ended on all ranks: shows the output of workers."""
         for worker in self._kernel.workers:
             if worker.rank in self._shown:
                 with suppress(FileNotFoundError), worker.log.open("rb") as log:
@@ -103,7 +103,7 @@ class RankMagics:
 
 
 def _size_of(log: Path) -> int:
-    """0 where a cell has removed the folder of logs: later cells must not fail because of that."""
+    """Returns the size of a log; 0 if a cell has removed it."""
     try:
         return log.stat().st_size
     except FileNotFoundError:
@@ -111,15 +111,15 @@ def _size_of(log: Path) -> int:
 
 
 def prefix_output(text: str, header: str, rank: int) -> str:
-    """What a worker wrote in a cell, each line with its rank.
+    """Returns a worker's output in a cell with the rank before each line.
 
     Args:
-        text: Its log from the begin of the cell on.
-        header: See `log_header`; not shown.
+        text: Its log since the begin of the cell.
+        header: The `log_header` of the cell, which is left out.
         rank: The worker's rank.
     """
     before, _, after = text.rpartition(header)
-    # A progress bar writes its line many times; the last one is what a terminal shows.
+    # Of a progress bar, keep the last state.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in (before + after).removesuffix("\n").split("\n")]
     if lines == [""]:
         return ""

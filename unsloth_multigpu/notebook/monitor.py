@@ -1,4 +1,4 @@
-"""Watches the workers of a notebook from a thread of the kernel, and acts while a cell runs."""
+"""Watches the workers of a notebook in a thread of the kernel, and acts on faults while a cell runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack
 
 logger = get_logger(__name__)
 
-# The monitor sends it to the main thread, whose handler then raises the error.
+# The monitor sends it to the main thread, where its handler raises the error.
 RAISE_SIGNAL = signal.SIGUSR1
 _POLL_MS = 50
-# Users often press Stop twice.
+# A second Stop within this time is ignored.
 _AGAIN_S = 2.0
 _LOOK_S = 0.2
 _SIGNAL_S = 0.05
@@ -39,16 +39,16 @@ _KILLED_BECAUSE = "it did not leave the cell"
 
 
 class Monitor:
-    """Watches from a second thread. The main thread opens and closes it.
+    """The thread that watches. The main thread opens and closes it.
 
-    Signals are read from the descriptor to which Python writes them (`signal.set_wakeup_fd`), so they are seen even
-    while the main thread is inside a collective.
+    It reads signals from Python's wake-up descriptor (`signal.set_wakeup_fd`), so it sees them even while the main
+    thread is inside a collective.
 
     Args:
-        kernel: Workers and the cell that runs.
-        run_dir: The run's private folder, where ranks write their progress.
+        kernel: The workers and the current cell.
+        run_dir: The run's private folder, which has the heartbeats.
         hang_timeout_s: See `MultiGPUConfig`.
-        abort_own_group: Lets a collective of the main thread raise.
+        abort_own_group: Makes a collective of the main thread raise.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Monitor:
             stack.callback(self._end_thread)
             self._stack = stack.pop_all()
         kernel.attend = self.attend
-        # It cannot be unregistered, so it holds only a weak reference.
+        # This cannot be unregistered, so it gets a weak reference.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
     def close(self) -> None:
@@ -86,12 +86,12 @@ class Monitor:
         self._stack.close()
 
     def attend(self) -> None:
-        """Makes the thread look at once. Called by the main thread, whose signals another library may have taken."""
-        self._own_signals()
+        """Wakes the thread. Called by the main thread when a cell begins or ends."""
+        self._own_signals()  # Another library may have replaced the wake-up descriptor.
         self._wake()
 
     def forget(self) -> None:
-        """For a forked child: gives up what belongs to the kernel."""
+        """Called in a forked child: releases what belongs to the kernel."""
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
         self._kernel.forget()
@@ -106,7 +106,7 @@ class Monitor:
 
     def _give_signals_back(self) -> None:
         now = signal.set_wakeup_fd(-1)
-        # A descriptor that other code has set since is kept; the earlier one may be closed by now.
+        # A descriptor that other code has set meanwhile is kept. The earlier one may be closed.
         with suppress(OSError, ValueError):
             signal.set_wakeup_fd(self._wakeup_before if now == self._write_end else now)
 
@@ -116,7 +116,7 @@ class Monitor:
         self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # The pipe is full, which wakes the thread as well.
+        with suppress(BlockingIOError):  # A full pipe wakes the thread, too.
             os.write(self._write_end, b"\0")
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
@@ -137,7 +137,7 @@ class Monitor:
         try:
             self._watch()
         except BaseException as error:
-            # Without this thread no cell would end: the kernel continues alone.
+            # Without this thread no cell would end, so the kernel continues alone.
             for worker in self._kernel.workers:
                 worker.kill(f"the kernel's monitor has failed ({type(error).__name__}: {error})")
                 worker.collect()
@@ -155,7 +155,7 @@ class Monitor:
             for descriptor, _ in poll.poll(_POLL_MS if self._kernel.cell is not None else None):
                 if descriptor == self._read_end:
                     self._take_signals(os.read(descriptor, 4096))
-                elif not self._is_heard(ends[descriptor], descriptor):
+                elif not self._receive(ends[descriptor], descriptor):
                     poll.unregister(descriptor)
             cell = self._kernel.cell
             if cell is not None:
@@ -165,21 +165,21 @@ class Monitor:
     def _take_signals(self, signal_numbers: bytes) -> None:
         others = signal_numbers.replace(b"\0", b"")
         if self._wakeup_before >= 0 and others:
-            with suppress(OSError):  # It is full, or closed by now.
+            with suppress(OSError):  # Full or closed.
                 os.write(self._wakeup_before, others)
         cell, now_s = self._kernel.cell, time.monotonic()
         if signal.SIGINT not in signal_numbers or cell is None or cell.stop_s is not None:
             return
         if cell.taken_stop_s is None and _is_taken():
             cell.taken_stop_s = now_s
-            logger.info("Stop: the training ends after this step. Stop again ends it now, and the model is lost")
+            logger.info("Stop: the training ends after this step. A second Stop ends it now, and the model is lost")
         elif cell.taken_stop_s is None or now_s - cell.taken_stop_s > _AGAIN_S:
             cell.stop_s = now_s
-            if cell.taken_stop_s is not None:  # Where the first one was taken, Python does not raise the next.
+            if cell.taken_stop_s is not None:  # The training's handler is installed, so Python does not raise.
                 cell.is_stop_missed = True
 
-    def _is_heard(self, worker: WorkerProcess, descriptor: int) -> bool:
-        """Reads what a worker has sent; False if nothing more will come from this descriptor."""
+    def _receive(self, worker: WorkerProcess, descriptor: int) -> bool:
+        """Reads the messages of a worker. Returns False if no more will come from this descriptor."""
         kernel = self._kernel
         messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
         if messages is None and worker.exit_code is None:
@@ -209,12 +209,12 @@ class Monitor:
     def _step(self, cell: Cell) -> None:
         """Takes the actions that are due now."""
         now_s = time.monotonic()
-        # A copy: the main thread goes on meanwhile.
+        # A copy, because the main thread changes the cell meanwhile.
         for action in next_actions(copy.copy(cell), now_s, self._kernel.pending()):
             logger.debug("cell=%d %s", cell.number, action.value)
             cell.done[action] = time.monotonic()
             self._act(cell, action)
-        # Repeated: the handler raises nothing while the main thread is undisturbed. Each signal wakes this thread.
+        # Sent repeatedly, because the handler raises nothing while the main thread is undisturbed.
         if self._pending_error is not None and cell.main == "runs" and now_s - self._signalled_s > _SIGNAL_S:
             self._signalled_s = now_s
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
@@ -239,7 +239,7 @@ class Monitor:
             self._pending_error = cell.failure_error or KeyboardInterrupt()
 
     def _look(self, cell: Cell) -> None:
-        """Looks for divergence and hangs, which no message reports."""
+        """Looks for divergence and hangs, which workers do not report."""
         if cell.failure is not None or cell.stop_s is not None or time.monotonic() - self._looked_s < _LOOK_S:
             return
         self._looked_s = time.monotonic()
@@ -256,14 +256,14 @@ class Monitor:
             elif worker.waits is not None:
                 ended[worker.rank] = worker.waits
             elif message is None and beat is not None and beat.alive_s > cell.begin_s:
-                running[worker.rank] = beat.collective  # Written since the cell began, so it is of this group.
+                running[worker.rank] = beat.collective  # Written since the cell began, so it belongs to this group.
         text = find_divergence(cell.main, self._kernel.last_collective(), ended, running, len(self._kernel.workers))
         if text is None:
             cell.diverged_since_s = None
         elif cell.diverged_since_s is None:
             cell.diverged_since_s = time.monotonic()
         elif time.monotonic() - cell.diverged_since_s > DIVERGED_AFTER_S:
-            cell.fail("diverged", DivergenceError(f"{text}.", hint="Let all ranks take the same way through the cell."))
+            cell.fail("diverged", DivergenceError(f"{text}.", hint="Let all ranks run the same code in a cell."))
 
     def _look_for_hang(self, cell: Cell) -> None:
         hang = find_hang(read_beats(self._run_dir), time.monotonic(), self._hang_timeout_s, since_s=cell.begin_s)
@@ -272,17 +272,17 @@ class Monitor:
         place = "" if hang.rank is None else self._place_of(hang.rank)
         error = RankTimeoutError(
             f"{hang.message}{f' ({place})' if place else ''}.",
-            hint=f"Raise hang_timeout_s={self._hang_timeout_s:g} where this only takes long.",
+            hint=f"If the rank was only slow, raise hang_timeout_s={self._hang_timeout_s:g}.",
         )
         cell.fail("hung", error)
 
     def _place_of(self, rank: int) -> str:
-        """The line of the user's code that a rank executes."""
+        """Returns the line of the user's code that a rank executes."""
         path = stack_path(self._run_dir, rank)
         begin = path.stat().st_size
         send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
         deadline_s, text, before = time.monotonic() + _STACK_LIMIT_S, "", ""
-        # A stopped process writes nothing.
+        # With a limit, because a stopped process writes nothing.
         while not (is_written(text) and text == before) and time.monotonic() < deadline_s:
             time.sleep(_STACK_POLL_S)
             before, text = text, path.read_bytes()[begin:].decode(errors="replace")
@@ -290,7 +290,7 @@ class Monitor:
 
 
 def _is_taken() -> bool:
-    """True while a training takes Stop itself, to end on all ranks behind the same step."""
+    """True while a training handles Stop itself, to end on all ranks after the same step."""
     from unsloth_multigpu.train.preempt import Caught
 
     return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Caught)
@@ -298,7 +298,7 @@ def _is_taken() -> bool:
 
 def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:
     is_name = message["error"].startswith("NameError")
-    why = "If rank 0 has that name, it was made where only rank 0 runs: make it in a cell. " if is_name else ""
+    why = "If rank 0 has that name, code that only rank 0 runs has defined it: define it in a cell. " if is_name else ""
     return DistributedError(
         f"rank {worker.rank} raised {message['error']}\n\nTraceback of rank {worker.rank}:\n{message['traceback']}",
         hint=f"{why}All output of rank {worker.rank}: {worker.shown_log()}",

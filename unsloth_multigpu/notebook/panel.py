@@ -1,4 +1,4 @@
-"""A table of the ranks under the cell that trains. A thread updates it, because the kernel is busy."""
+"""Shows a table of the ranks below the cell that trains. A thread updates it, because the kernel is busy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ _HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</p
 
 
 class Panel:
-    """Shows the table from the first second of a training to its end, where it stays as it was last.
-
-    It is text, for front ends that show no HTML, and the same text in HTML.
+    """Shows the table during a training. At its end the last state stays.
 
     Args:
         run: The run of this notebook.
-        display: IPython's; None = as it is imported.
+        display: IPython's `display`; None = imported when needed.
     """
 
     def __init__(self, run: Run, display: Callable[..., Any] | None = None) -> None:
@@ -34,14 +32,14 @@ class Panel:
         self._thread: threading.Thread | None = None
 
     def begin(self, is_in_cell: Callable[[], bool]) -> None:
-        """A training begins in the cell that runs.
+        """Called when a training begins.
 
         Args:
-            is_in_cell: False once that cell is over.
+            is_in_cell: Returns False once the running cell has ended.
         """
         self.end()
         self._stop.clear()
-        # What is shown belongs to this cell, whose number the main thread knows.
+        # The context of the main thread assigns the output to this cell.
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._follow, is_in_cell), name="unsloth_multigpu-panel", daemon=True
@@ -49,7 +47,7 @@ class Panel:
         self._thread.start()
 
     def end(self) -> None:
-        """The training is over: shows the last figures and ends the thread."""
+        """Called after the training: shows the last figures and ends the thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop.set()
@@ -61,7 +59,7 @@ class Panel:
         while not is_over:
             is_over = self._stop.wait(_EVERY_S) or not is_in_cell()
             look = overview.look()
-            # A training that is not steered has no phases. One that took less than a second needs no table.
+            # A training that is not steered has no phases, and one of less than a second needs no table.
             has_begun = any(row.beat.phase != Phase.SCRIPT for row in look.rows)
             if handle is None and has_begun and not is_over:
                 handle = self._show(bundle(look))
@@ -77,6 +75,6 @@ class Panel:
 
 
 def bundle(look: Look) -> dict[str, str]:
-    """The table as text and in HTML, as a front end takes it."""
+    """Returns the table as a MIME bundle: as text and as the same text in HTML."""
     text = "\n".join([headline(look), *table_of(look, _WIDTH)])
     return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

@@ -1,4 +1,4 @@
-"""Models of which each rank holds a part, when the process group ends: they go on in the new one, or say what is lost.
+"""Moves sharded models to a new process group, or makes their use an error if shards are lost.
 
 Imported inside functions only.
 """
@@ -14,16 +14,16 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import class_of, forget_pass, fsdp_modules
 
-CUT = "an error or a second Stop has cut its training off, so the ranks' parts of it may be a step apart."
-_ALONE = "the ranks that had the other parts of it have ended."
-_OLD_TORCH = "a cell was cut off in a pass that gathered its parts, which torch before 2.13 cannot take back."
-_OTHER_GROUP = "its parts belong to a process group of the script's own, which is gone."
+CUT = "an error or a second Stop has interrupted its training, so the ranks' shards may be a step apart."
+_ALONE = "the ranks with its other shards have ended."
+_OLD_TORCH = "a cell was interrupted while its shards were gathered, and torch before 2.13 cannot undo that."
+_OTHER_GROUP = "its shards belong to a process group that the script has made, and that is gone."
 
 
 def rejoin() -> None:
-    """Gives every sharded model of this process the new process group, which has the name of the old one.
+    """Moves every sharded model of this process to the new process group, which has the name of the old one.
 
-    Weights that cannot get it are lost.
+    Models that cannot be moved are lost.
     """
     for root in _roots():
         if not forget_pass(root):
@@ -31,34 +31,34 @@ def rejoin() -> None:
             continue
         try:
             for info in {id(info): info for info in _mesh_infos(root)}.values():
-                # Weights ask their mesh for its group by name each time, FSDP2 once.
+                # Weights look up their mesh's group by name in each use, FSDP2 only here.
                 info.__post_init__()
-        except RuntimeError:  # A mesh of groups that the script has made.
+        except RuntimeError:  # The script has made the groups of the mesh.
             lose(root, _OTHER_GROUP)
 
 
 def lose_all() -> None:
-    """Lets no sharded model of this process be used: the other ranks are gone, and their parts with them."""
+    """Makes the use of any sharded model of this process an error, because the other ranks' shards are gone."""
     for root in _roots():
         lose(root, _ALONE)
 
 
 def lose(model: nn.Module, why: str) -> None:
-    """Lets a model neither compute nor be saved any more: both would raise what names no cause, or use half of it."""
+    """Makes computing or saving with a model an error. Both would fail without a reason, or use a part of it."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise SetupError(f"{class_of(model).__name__}: {why}", hint="Load the model again, or what was saved of it.")
+        raise SetupError(f"{class_of(model).__name__}: {why}", hint="Load the model or a checkpoint again.")
 
     module: Any
     for module in model.modules():
         module.register_forward_pre_hook(refuse, prepend=True)
         module.register_state_dict_pre_hook(refuse)
-        if hasattr(module, "generate"):  # Engines let it gather weights before the module is called.
+        if hasattr(module, "generate"):  # It may gather weights before it calls the module.
             module.generate = refuse
 
 
 def _roots() -> list[Any]:
-    """The outermost modules of this process that `fully_shard` was called on, also those that no Trainer has."""
+    """Returns the outermost `fully_shard` modules of this process, also those without a Trainer."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -68,7 +68,7 @@ def _roots() -> list[Any]:
 
 
 def _mesh_infos(root: nn.Module) -> list[Any]:
-    """What FSDP2 knows of the ranks of each module: a mesh and its groups."""
+    """Returns FSDP2's mesh infos of all modules below `root`."""
     states = [module._get_fsdp_state() for module in fsdp_modules(root)]
     groups = [group for state in states for group in state._fsdp_param_groups]
     parameters = [parameter for group in groups for parameter in group.fsdp_params]

@@ -1,4 +1,4 @@
-"""The kernel's shell while it is rank 0: cells begin and end on all ranks, and an error is shown once."""
+"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 
 
 class KernelShell:
-    """Steers a shell, by public functions of IPython only.
+    """Hooks into a shell, by public functions of IPython only.
 
     Args:
         shell: `get_ipython()`.
@@ -38,7 +38,7 @@ class KernelShell:
         run: The run of this notebook.
 
     Attributes:
-        publisher: Sends what only rank 0 makes.
+        publisher: Sends values that only rank 0 computes.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class KernelShell:
         self._input = SharedInput(self.publisher.make)
         self._magics = RankMagics(shell, kernel, self.publisher, run)
         self._stack = ExitStack()
-        # A front end may have set one: Colab's adds advice to an ImportError.
+        # A front end may have its own handler: Colab's adds advice to an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
-        # How many cells run inside each other. Cells that a magic such as %%capture runs are counted by `_num_inner`.
+        # Number of nested cells. `_num_inner` counts those that a magic such as %%capture runs.
         self._depth = 0
         self._num_inner = 0
-        # The error that a cell within the cell has shown. It may be raised again.
+        # Error of a nested cell that was shown. It may be raised again.
         self._inner_error: BaseException | None = None
         self._begin_error: BaseException | None = None
-        # New versions of IPython count a cell when it begins, old ones when it ends.
+        # Newer versions of IPython count a cell when it begins, older ones when it ends.
         self._num_counted_early = 1
 
     def open(self) -> None:
-        """Begins to steer the shell."""
+        """Installs the hooks."""
         shell = self._shell
         self._num_counted_early = shell.execution_count - (len(shell.history_manager.input_hist_parsed) - 1)
         for name, handler in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
@@ -96,7 +96,7 @@ class KernelShell:
         self._shell.custom_exceptions, self._shell.CustomTB = self._earlier_handler
 
     def begin(self, source: str) -> None:
-        """Begins a cell on the other ranks. On this rank the cell with `enable_multi_gpu()` runs already."""
+        """Begins a cell on the other ranks."""
         self._depth, self._inner_error = 1, None
         self._magics.begin(source)
         execution_count = self._shell.execution_count - self._num_counted_early
@@ -104,20 +104,20 @@ class KernelShell:
         self._input.open()
 
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
-        """The task of a cell that awaits."""
+        """Returns the asyncio task of an async cell, else None."""
         if "await" not in source and "async" not in source:
             return None
-        with suppress(SyntaxError):  # IPython shows it.
+        with suppress(SyntaxError):  # IPython will show it.
             transformed = self._shell.transform_cell(source)
             if self._shell.should_run_async(source, transformed_cell=transformed, preprocessing_exc_tuple=None):
                 return asyncio.current_task()
         return None
 
     def _before(self, info: Any) -> None:
-        # Only rank 0 runs the cells of a subshell, which have a thread of their own.
+        # Cells of a subshell, which has its own thread, run on rank 0 only.
         if threading.current_thread() is not threading.main_thread():
             return
-        if not info.store_history:  # A silent request of a front end, or a cell inside a cell.
+        if not info.store_history:  # A silent request of a front end, or a nested cell.
             self._num_inner += 1
             return
         self._depth += 1
@@ -128,14 +128,14 @@ class KernelShell:
             try:
                 self.begin(info.raw_cell)
             except BaseException as error:
-                # IPython would only print it and run the cell on this rank only. `_Gate` raises it again.
+                # IPython would print it and run the cell on this rank only. `_Gate` raises it again.
                 self._begin_error = error
                 raise
 
     def _after(self, result: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        # IPython calls this for an empty cell, but not `_before`. None = a cell that awaited and was cancelled.
+        # IPython calls this for an empty cell, but not `_before`. None = an async cell that was cancelled.
         if result is not None and not result.info.raw_cell.strip():
             return
         if result is not None and not result.info.store_history:
@@ -151,10 +151,10 @@ class KernelShell:
 
     def _end(self, cell: Cell, result: Any) -> None:
         error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
-        told = self._kernel.finish(error or self._inner_error)
+        shown = self._kernel.finish(error or self._inner_error)
         self._magics.end(cell.number)
-        if told is not None and not isinstance(error, MultiGPUError):
-            self._fail(result, told, is_shown=cell.is_shown)
+        if shown is not None and not isinstance(error, MultiGPUError):
+            self._fail(result, shown, is_shown=cell.is_shown)
         try:
             self._after_cell()
         except MultiGPUError as failed:
@@ -175,7 +175,7 @@ class KernelShell:
         tb: TracebackType,
         tb_offset: int | None = None,
     ) -> None:
-        """IPython calls this for every exception of a cell, in place of showing it."""
+        """Called by IPython for every exception of a cell, in place of showing it."""
         cell = self._kernel.current
         if cell is None:
             shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
@@ -183,21 +183,21 @@ class KernelShell:
         cell.error = error
         cell.enter("unwinds")
         with self._kernel.undisturbed():
-            # A cell within the cell may have shown it already.
+            # A nested cell may have shown it already.
             if error is not self._inner_error:
                 self._show(cell, error, tb, tb_offset)
         if self._num_inner:
-            # It is the error of a cell within the cell, which may continue.
+            # It is the error of a nested cell: the outer one may continue.
             self._inner_error, cell.error = error, None
             cell.enter("runs")
 
     def _show(self, cell: Cell, error: BaseException, tb: TracebackType, tb_offset: int | None) -> None:
         cause = self._cause_of(cell, error) or error
         if isinstance(cause, KeyboardInterrupt | MultiGPUError):
-            cause.__suppress_context__ = True  # The error that it interrupted is a consequence of it.
+            cause.__suppress_context__ = True  # The context is only a consequence.
         frames: TracebackType | None = tb
         if cause is cell.failure_error:
-            # Its text has the traceback of the other rank. Of this rank's, only the line in the cell is shown.
+            # Its text has the other rank's traceback. Of this rank's, only the line of the cell is shown.
             cell.is_shown, frames, tb_offset = True, _frames_of_cell(tb, self._shell.user_ns), 0
         elif cause is not error:
             frames = None
@@ -207,7 +207,7 @@ class KernelShell:
         self._shell.showtraceback((type(cause), cause, frames), tb_offset=tb_offset)
 
     def _cause_of(self, cell: Cell, error: BaseException) -> BaseException | None:
-        """The error to show instead of one that is only a consequence of another rank's error, or of Stop."""
+        """Returns the error to show if `error` is a consequence of another rank's error or of Stop; else None."""
         if isinstance(error, asyncio.CancelledError):
             return cell.failure_error
         if not names_broken_group(error) or isinstance(error, MultiGPUError):
@@ -220,7 +220,7 @@ class KernelShell:
         return cell.failure_error
 
     def raise_begin_error(self) -> None:
-        """Raises the error that kept the cell from beginning on other ranks, so that it does not run on this one."""
+        """Raises if the cell could not begin on the other ranks, so that it does not run on this one."""
         error, self._begin_error = self._begin_error, None
         if error is not None:
             from IPython.core.error import InputRejected
@@ -229,18 +229,18 @@ class KernelShell:
 
 
 def _random_state() -> dict[str, Any]:
-    """The device's as well, unless an error made the device unusable: cells that save the model must still begin."""
+    """Returns the random state, including the device's unless the device is unusable: the model can still be saved."""
     from unsloth_multigpu.group.random_state import device_in_use, read_random_state
 
     try:
         return read_random_state(device_in_use())
     except RuntimeError as error:
-        logger.warning("the ranks' random states on the device may differ: %s", error)
+        logger.warning("random states of the devices may differ between ranks: %s", error)
         return read_random_state()
 
 
 def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> TracebackType | None:
-    """The traceback without the frames that are not code of the user's cells."""
+    """Returns the traceback with the frames of the user's cells only."""
     if tb is None:
         return None
     rest = _frames_of_cell(tb.tb_next, user_ns)
@@ -248,12 +248,12 @@ def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> Tra
 
 
 class _Gate:
-    """Refuses a cell. A transformer of syntax trees is the last place where IPython allows that."""
+    """Refuses a cell that could not begin on other ranks. IPython allows that in an AST transformer."""
 
     def __init__(self, shell: KernelShell) -> None:
         self._kernel_shell = shell
 
     def visit(self, tree: Any) -> Any:
-        """Changes nothing."""
+        """Returns the tree unchanged."""
         self._kernel_shell.raise_begin_error()
         return tree

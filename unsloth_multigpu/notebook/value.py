@@ -1,4 +1,4 @@
-"""Values that only rank 0 makes, such as the output of a command or what the user typed. Other ranks wait for them."""
+"""Shares values that only rank 0 computes, such as the output of a command or the user's input, with all ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 
-# A worker tells the kernel that it waits only after this time: most values come sooner, and a message costs time.
-_TELL_AFTER_S = 0.5
+# A worker reports its wait to the kernel only after this time, because most values come sooner.
+_REPORT_AFTER_S = 0.5
 _WAIT_S = 0.2
 _MESSAGE_CHARACTERS = 120
 
 
 class LeftAloneError(DistributedError):
-    """Rank 0 has left the cell without making a value that this rank waits for."""
+    """Rank 0 has left the cell without computing a value that this rank waits for."""
 
 
 class Publisher:
-    """Rank 0: makes values and sends them.
+    """On rank 0: computes values and sends them.
 
-    The key of a value is its kind with its text, and a count of that kind in the cell. Ranks that take the same path
-    through a cell ask for the same keys; a rank that takes another path does not get a wrong value.
+    The key of a value is its kind, which includes the text of the command, and the count of that kind in the cell.
+    Ranks that take the same path through a cell use the same keys; a rank on another path does not get a wrong value.
 
     Attributes:
-        is_apart: No other rank runs what rank 0 runs now.
+        is_apart: No other rank runs the code that rank 0 runs now.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -41,27 +41,27 @@ class Publisher:
 
     @property
     def is_abandoned(self) -> bool:
-        """All other ranks have ended the cell that runs here."""
+        """True if all other ranks have ended the current cell."""
         return self._kernel.current is not None and not self._kernel.pending()
 
     def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
-        """Calls `make` and sends its result to the other ranks. A call inside another one only calls `make`.
+        """Calls `make` and sends its result or error to the other ranks. A nested call only calls `make`.
 
         Args:
-            kind: What is made, with the text of its command or question; the same on all ranks.
-            make: Runs on this rank only. The other ranks get its result, if that is a text, a number or lines of text,
-                and else None. What it raises is raised there as well.
+            kind: Kind of the value, with the text of the command or question; equal on all ranks.
+            make: Computes the value, on this rank only. The other ranks get None for a result that is not a text, an
+                integer or a list of lines.
             is_value: See `Receiver.wait_for`.
         """
         cell = self._kernel.current
         if cell is None:
             return make()
-        self._know(cell)
+        self._enter_cell(cell)
         if self._depth:
             return _stoppable(cell, make)
         key = f"{kind}/{self._counts[kind]}"
         self._counts[kind] += 1
-        # KeyboardInterrupt is not sent as the value's error: Stop asks each rank to leave the cell.
+        # KeyboardInterrupt is not sent: Stop interrupts each rank.
         try:
             with self.detached():
                 value = _stoppable(cell, make)
@@ -73,13 +73,13 @@ class Publisher:
 
     @contextmanager
     def detached(self, *, is_apart: bool = False) -> Iterator[None]:
-        """Inside, sends nothing, because not all of the other ranks run this code.
+        """Within the context nothing is sent, because not all ranks run this code.
 
         Args:
-            is_apart: None of them does.
+            is_apart: No other rank runs it.
         """
         if self._kernel.current is not None:
-            self._know(self._kernel.current)
+            self._enter_cell(self._kernel.current)
         before, self.is_apart = self.is_apart, is_apart or self.is_apart
         self._depth += 1
         try:
@@ -88,25 +88,25 @@ class Publisher:
             self._depth = max(0, self._depth - 1)
             self.is_apart = before
 
-    def _know(self, cell: Cell) -> None:
+    def _enter_cell(self, cell: Cell) -> None:
         if cell.number != self._cell_number:
-            # The depth may be above 0: the last cell was left by force, or one of its threads still runs.
+            # The depth may be above 0 if the last cell was interrupted or one of its threads still runs.
             self._cell_number, self._counts, self._depth = cell.number, Counter(), 0
 
 
 class Receiver:
-    """A rank above 0: knows which cell runs, and waits for the values that rank 0 makes in it.
+    """On a rank above 0: waits for the values that rank 0 computes in the current cell.
 
-    The main thread runs cells and waits; the thread that listens to the kernel calls `put` and `note_left`.
+    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`.
 
     Args:
         send: Sends a message to the kernel: its kind and fields.
 
     Attributes:
-        cell_number: Number of the cell that runs; 0 = none.
+        cell_number: Number of the current cell; 0 = none.
         is_replay: The cell is one that rank 0 ran before it had other ranks.
-        is_detached: See `detached`.
-        is_apart: See `detached`.
+        is_detached: Within `detached`.
+        is_apart: Within `detached(is_apart=True)`.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -124,24 +124,24 @@ class Receiver:
 
     @property
     def is_abandoned(self) -> bool:
-        """Rank 0 has left the cell that runs here, and makes no more values in it."""
+        """True if rank 0 has left the current cell, and computes no more values in it."""
         return self._left_cell >= self.cell_number > 0
 
     def put(self, message: dict[str, Any]) -> None:
-        """Takes the message with which rank 0 sends a value."""
+        """Stores a message with a value of rank 0."""
         with self._has_news:
             self._values[message["key"]] = message
             self._has_news.notify_all()
 
     def note_left(self, cell_number: int) -> None:
-        """Rank 0 has left this cell."""
+        """Records that rank 0 has left a cell."""
         with self._has_news:
             self._left_cell = cell_number
             self._has_news.notify_all()
 
     @contextmanager
     def detached(self, *, is_apart: bool) -> Iterator[None]:
-        """Inside, this rank does itself what it would otherwise wait for.
+        """Within the context this rank computes values itself.
 
         Args:
             is_apart: Rank 0 does not run this code.
@@ -153,20 +153,20 @@ class Receiver:
             self.is_detached = self.is_apart = False
 
     def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
-        """The other side of `Publisher.make`: waits for the value; makes it where rank 0 does not."""
+        """The counterpart of `Publisher.make`: waits for the value, or computes it within `detached`."""
         return make() if self.is_detached else self.wait_for(kind, is_value=is_value)
 
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
-        """Waits until rank 0 has made the value, as long as it takes.
+        """Waits until rank 0 has computed the value, without a limit.
 
         Args:
             kind: See `Publisher.make`.
-            is_value: The code uses the result. What gives none, such as `%pip`, is skipped in a replayed cell, where
-                rank 0 has done it already.
+            is_value: The code uses the result. Otherwise, as for `%pip`, it is skipped in a replayed cell, because rank
+                0 has done it already.
 
         Raises:
-            DistributedError: Rank 0 could not make it. It is of the class of rank 0's error as well.
-            LeftAloneError: Rank 0 has left the cell without making it, or it was made before this rank existed.
+            DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
+            LeftAloneError: Rank 0 has left the cell without the value, or computed it before this rank existed.
         """
         if self.is_replay:
             if is_value:
@@ -190,25 +190,25 @@ class Receiver:
     def _take(self, key: str, kind: str) -> dict[str, Any]:
         from unsloth_multigpu.launch.pulse import last_collective
 
-        is_told = False
+        is_reported = False
         with self._has_news:
             while self._values.get(key, {}).get("cell_number") != self._counted_cell:
                 if self._left_cell >= self._counted_cell:
                     raise LeftAloneError(
                         f"rank 0 has left the cell without {_shortened(kind)}.",
-                        hint="Let all ranks take the same way through the cell.",
+                        hint="Let all ranks run the same code in a cell.",
                     )
-                if not self._has_news.wait(_WAIT_S if is_told else _TELL_AFTER_S) and not is_told:
-                    is_told = True
+                if not self._has_news.wait(_WAIT_S if is_reported else _REPORT_AFTER_S) and not is_reported:
+                    is_reported = True
                     self._send("waits", cell_number=self._counted_cell, collective=last_collective())
             message = self._values.pop(key)
-        if is_told:
+        if is_reported:
             self._send("waits", cell_number=self._counted_cell, collective=None)
         return message
 
 
 def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
-    """On Stop, IPython ends the program and continues the cell. Only rank 0 would do that, so this raises."""
+    """Calls `make`, and raises after Stop: IPython would end the command and continue the cell, on rank 0 only."""
     stop_s = cell.stop_s
     value = make()
     if cell.stop_s != stop_s:
@@ -217,20 +217,20 @@ def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
 
 
 def _shortened(kind: str) -> str:
-    """A command in one line of a message."""
+    """Shortens a command to one line for messages."""
     line = " ".join(kind.split())
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it: None for what is neither a number nor a text, nor lines of text."""
+    """Converts a value to JSON: None if it is not an integer, a text or a list of lines."""
     if isinstance(value, list):
         return [str(line) for line in value]
     return str(value) if isinstance(value, str) else value if isinstance(value, int) else None
 
 
 def like_ipython(output: Any) -> Any:
-    """What a command or a magic has returned, in the types of IPython, which have `x.s`, `x.l` and so on."""
+    """Converts the output of a command or magic to IPython's types, which have `x.s`, `x.l` and so on."""
     from IPython.utils.text import LSString, SList
 
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output

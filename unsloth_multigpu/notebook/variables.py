@@ -1,4 +1,4 @@
-"""The environment variables that make this process a rank: set while a notebook's ranks live, hidden from programs."""
+"""The environment variables of a notebook's rank: set while the ranks live, hidden from programs that cells start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# With these a rank tells accelerate its device, and NCCL what the device can do.
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device.
 DEVICE_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
     *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
@@ -15,13 +15,13 @@ DEVICE_VARIABLES = (
 
 
 class RankVariables:
-    """Environment variables that only this process is to see.
+    """Environment variables that are visible only to this process.
 
-    A program that a cell starts with `!python other.py` would treat itself as a rank and wait for the others.
+    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
 
     Args:
-        values: What the variables are while the ranks live.
-        before: What they were before, None = not set; left out = what they are now.
+        values: Values while the ranks live.
+        before: Values before, None for a variable that was not set. Left out = the present values.
     """
 
     def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None] | None = None) -> None:
@@ -30,7 +30,7 @@ class RankVariables:
 
     @contextmanager
     def in_effect(self) -> Iterator[None]:
-        """Sets the variables, and restores them at the end."""
+        """Sets the variables within the context."""
         _write(self._values)
         try:
             yield
@@ -39,7 +39,7 @@ class RankVariables:
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Removes the variables temporarily. They stay in threads, also of subshells: the cell that runs needs them."""
+        """Restores the earlier values within the context. No effect in other threads: the running cell needs them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""The process of a worker: runs every cell that the kernel runs, in an IPython shell of its own."""
+"""The worker process: runs every cell of the kernel in an IPython shell of its own."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _TRACEBACK_CHARACTERS = 8000
 
 
 class LeftCell(BaseException):
-    """Raised in the main thread to leave a cell that the kernel has left. `except Exception` does not catch it."""
+    """Raised in the main thread to end a cell that rank 0 has left. `except Exception` does not catch it."""
 
 
 class Worker:
-    """One rank above 0. The main thread runs cells, and a second thread listens to the kernel.
+    """One rank above 0. The main thread runs cells, and a second thread receives messages of the kernel.
 
     Args:
-        channel: To the kernel.
-        receiver: Waits for values of rank 0, and knows which cell runs.
-        program: Makes the process group.
+        channel: Channel to the kernel.
+        receiver: Waits for values of rank 0, and has the number of the current cell.
+        program: Opens process groups.
         shell: Runs the cells.
     """
 
@@ -55,29 +55,29 @@ class Worker:
         self._shell = shell
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self._main_thread = threading.get_ident()
-        # An error to raise, with the number of the cell that it is to end.
+        # Number of a cell, and the error to raise in it.
         self._pending: tuple[int, BaseException] | None = None
         self._is_asked = False
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
-        """Executes messages of the kernel until the kernel is gone."""
+        """Executes the kernel's orders until the kernel is gone."""
         signal.signal(RAISE_SIGNAL, self._raise_pending)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # One loop for all cells: a cell may await what an earlier one has begun.
+        # One event loop for all cells: a cell may await a task of an earlier one.
         asyncio.set_event_loop(self._loop)
         self._shell.loop_runner = self._run_coroutine
         threading.Thread(target=self._listen, name="unsloth_multigpu-channel", daemon=True).start()
         self.channel.send("ready")
         while True:
-            self._obey(self._orders.get())
+            self._execute(self._orders.get())
 
     def _listen(self) -> None:
         try:
             self._take_messages()
         finally:
-            # Reached only by an error. A worker that does not listen would block every cell.
+            # Reached only after an error. A worker that does not listen would block every cell.
             traceback.print_exc()
             os._exit(1)
 
@@ -87,9 +87,9 @@ class Worker:
             if messages is None:
                 os._exit(0)  # The kernel is gone.
             for message in messages:
-                self._hear(message)
+                self._handle(message)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind in ("cell", "open"):
             self._orders.put(message)
@@ -100,7 +100,7 @@ class Worker:
         elif kind == "left":
             self.receiver.note_left(message["cell_number"])
         elif message["cell_number"] != self.receiver.cell_number:
-            return  # That cell has ended meanwhile.
+            return  # The cell of the message has ended meanwhile.
         elif kind == "interrupt":
             self._is_asked = True
             error = KeyboardInterrupt() if message["is_stop"] else LeftCell("Rank 0 has left the cell.")
@@ -113,7 +113,7 @@ class Worker:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         pending, self._pending = self._pending, None
-        # The main thread may be in the next cell by now, or be making a new group.
+        # The main thread may be in the next cell by now, or opening a new group.
         if pending is None or pending[0] != self.receiver.cell_number:
             return
         error = pending[1]
@@ -123,14 +123,14 @@ class Worker:
             raise error from None
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a cell that awaits. Tasks that it has started continue in the next cell that awaits."""
+        """Runs an async cell. Its other tasks continue in the next async cell."""
         self._task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(self._task)
         finally:
             self._task = None
 
-    def _obey(self, order: Mapping[str, Any]) -> None:
+    def _execute(self, order: Mapping[str, Any]) -> None:
         from unsloth_multigpu.launch.pulse import last_collective
 
         self._is_asked = False
@@ -140,7 +140,7 @@ class Worker:
                 error = self._run_cell(order) if order["kind"] == "cell" else self._open_group(order)
             finally:
                 self.receiver.cell_number = 0
-        except (KeyboardInterrupt, LeftCell) as asked:  # It came while IPython was beginning or ending the cell.
+        except (KeyboardInterrupt, LeftCell) as asked:  # Raised while IPython was beginning or ending the cell.
             error = asked
         self.receiver.cell_number = 0
         for stream in (sys.stdout, sys.stderr):
@@ -151,7 +151,7 @@ class Worker:
             cell_number=order["cell_number"],
             error=error_text(error),
             traceback="" if error is None else _traceback(error),
-            # An error that this rank raised before it was asked to leave is this rank's own.
+            # An error before the request to leave the cell is this rank's own.
             is_asked=self._is_asked and error is not None and (is_end or names_broken_group(error)),
             is_left_alone=isinstance(error, LeftAloneError),
             collective=last_collective(),
@@ -172,7 +172,7 @@ class Worker:
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
-        # Rank 0 has left the cell at the same place.
+        # Rank 0's call of enable_multi_gpu() failed there, too.
         return None if is_replay and isinstance(error, ReplayedLineError) else error
 
     def _open_group(self, order: Mapping[str, Any]) -> BaseException | None:
@@ -184,7 +184,7 @@ class Worker:
 
 
 def _claim_device() -> None:
-    """In cells before `enable_multi_gpu()`, "cuda" means this rank's card, as it does in later cells."""
+    """Makes "cuda" mean this rank's GPU in replayed cells, as in later cells."""
     import torch
 
     if torch.accelerator.is_available():
@@ -192,7 +192,7 @@ def _claim_device() -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback that Python prints, from the frame of the cell on."""
+    """Formats the traceback from the frame of the cell on."""
     tb = error.__traceback__
     while tb is not None and not tb.tb_frame.f_code.co_filename.startswith("<ipython-input-"):
         tb = tb.tb_next
@@ -202,7 +202,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Runs this process as a worker: `sys.argv[1]` is its end of the channel."""
+    """Runs this process as a worker. `sys.argv[1]` is the file descriptor of its end of the channel."""
     from unsloth_multigpu.launch.rank import die_with_supervisor
 
     descriptor = int(sys.argv[1])
@@ -212,20 +212,20 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
-        # The log is read as UTF-8, and the kernel's own output takes any text, whatever the locale is.
+        # The kernel reads the log as UTF-8, whatever the locale is.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    told = json.loads(os.environ[ENV_NOTEBOOK])
-    os.environ[ENV_NOTEBOOK] = "read"  # Its values are the user's, and programs of the cells do not need them.
-    # Plots are drawn and shown by rank 0, and one run has one log there.
+    settings = json.loads(os.environ[ENV_NOTEBOOK])
+    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
+    # Only rank 0 draws plots and writes to W&B.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
-    sys.path[:] = told["path"]
+    sys.path[:] = settings["path"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     channel = Channel(Connection(descriptor))
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
-    shell = make_worker_shell(told["profile"], receiver, program)
+    shell = make_worker_shell(settings["profile"], receiver, program)
     SharedInput(receiver.make).open()
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
-    with done_by_rank_0(shell, receiver, RankVariables({}, told["before"])):
+    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
         Worker(channel, receiver, program, shell).run()

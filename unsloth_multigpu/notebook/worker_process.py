@@ -1,4 +1,4 @@
-"""One worker process, as the kernel sees it, and the channel between both."""
+"""The kernel's handle of a worker process, and the channel between both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.wire.child import Child
 
-# A worker that reads no message for this long is killed. Its thread reads, unless native code holds Python's lock.
+# A worker that reads no message for this long is killed: its thread always reads, unless native code holds the GIL.
 _SEND_LIMIT_S = 30.0
 _PROGRAM = "from unsloth_multigpu.notebook.worker import main; main()"
 
@@ -25,13 +25,13 @@ class WorkerProcess(Child):
     """Starts the process of a rank above 0, and keeps its messages.
 
     Args:
-        rank: Which rank.
-        log: Where its output goes.
+        rank: Its rank.
+        log: File for its output.
         environment: All of its variables.
 
     Attributes:
-        is_ready: It takes cells.
-        ended: The message with which it ended a cell, by the number of the cell. Only the last ones are kept.
+        is_ready: It accepts cells.
+        ended: Its message about the end of a cell, by the number of the cell. Only the latest are kept.
         waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
     """
 
@@ -44,7 +44,7 @@ class WorkerProcess(Child):
         self.channel = Channel(self.connection, _SEND_LIMIT_S)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message. A process that does not read it is killed."""
+        """Sends a message, and kills a process that does not read it."""
         if self.exit_code is not None:
             return
         try:
@@ -70,7 +70,7 @@ class WorkerProcess(Child):
 
 
 def died(worker: WorkerProcess) -> DistributedError:
-    """The error that tells the user that a worker has ended."""
+    """Returns the error about a worker that has ended."""
     return DistributedError(
         worker.describe_death(),
         hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the "
@@ -79,13 +79,13 @@ def died(worker: WorkerProcess) -> DistributedError:
 
 
 class Channel:
-    """One end of a pair of sockets, over which kernel and worker send each other JSON. No pickle.
+    """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
 
     Any thread may send; one thread receives.
 
     Args:
-        end: Owned from now on.
-        send_limit_s: How long a message may wait for a reader that does not read; None = no limit.
+        end: The connection, which the channel closes.
+        send_limit_s: How long sending may wait for the reader; None = no limit.
     """
 
     def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:
@@ -108,8 +108,7 @@ class Channel:
             self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Waits for a message and returns all that are there, so that the last one is known before the end of the
-        other side; None when that is gone."""
+        """Waits for a message and returns all that have arrived; None if the other side is gone."""
         messages: list[dict[str, Any]] = []
         try:
             while not messages or self._end.poll():

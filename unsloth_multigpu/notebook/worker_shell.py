@@ -1,4 +1,4 @@
-"""The IPython shell of a worker: it waits for what rank 0 does for all ranks, and its output goes to the log."""
+"""The IPython shell of a worker. Rank 0 runs commands and magics for it, and its output goes to a log."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _IPythonShell: Any = object
 
 
 class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
-    """IPython's shell with other methods. `make_worker_shell` adds IPython's class as the next base.
+    """Overrides methods of IPython's shell. `make_worker_shell` adds IPython's class as the next base.
 
-    It is a class of this package, so no attribute has to be set on a shell of another library.
+    A subclass, so that no attribute has to be set on an object of another library.
 
     Args:
         receiver: Waits for rank 0.
-        program: What the session of this process is told; `find_worker_program` reads it.
+        program: The program of this process; `find_worker_program` finds it here.
         options: Arguments of IPython's class.
 
     Attributes:
         multi_gpu_program: `program`.
-        shown_error: The error that the shell has shown last in a cell whose result does not have it.
+        shown_error: Last error shown by the shell that the result of the cell does not have.
     """
 
     multi_gpu_program: WorkerProgram
@@ -48,12 +48,12 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
         ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
         if int(os.environ["RANK"]) in ranks:
             with self._receiver.detached(is_apart=0 not in ranks):
-                self.run_cell(cell)  # `showtraceback` notes what it raises.
+                self.run_cell(cell)  # `showtraceback` records its error.
 
     def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
-        """Writes an error into the log, and records one that IPython does not return."""
-        # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell. What
-        # is shown elsewhere has ended nothing: a `_repr_html_` that failed, an error that the cell has caught.
+        """Writes an error to the log, and records one that IPython does not return."""
+        # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell.
+        # Errors shown elsewhere did not end the cell: a `_repr_html_` that failed, an error that the cell has caught.
         of_ipython = super()
         codes = {getattr(of_ipython, name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
         num_inside = sum(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
@@ -62,26 +62,26 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
         if isinstance(sys.exc_info()[1], ReplayedLineError):
             sys.stdout.write("Rank 0 has left this cell here.\n")
             return
-        traceback.print_exc()  # IPython's own takes seconds on a deep stack. The kernel shows the error to the user.
+        traceback.print_exc()  # IPython's takes seconds for a deep stack. The kernel shows the error to the user.
 
     showsyntaxerror = showindentationerror = showtraceback
 
     def enable_matplotlib(self, gui: str | None = None) -> tuple[str | None, str]:
-        """Plots are drawn and shown by rank 0."""
+        """Selects "agg", because rank 0 draws and shows plots."""
         return gui, "agg"
 
     def enable_gui(self, gui: str | None = None) -> None:
-        """There is no window."""
+        """Does nothing: there is no window."""
 
     def ask_exit(self) -> None:
-        """A worker ends with the kernel."""
+        """Does nothing: a worker ends with the kernel."""
 
 
 def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) -> WorkerShell:
-    """Makes the shell of this process.
+    """Creates the shell of this process.
 
     Args:
-        profile: The folder of the kernel's profile, where `%store` keeps values.
+        profile: Folder of the kernel's profile, which has the values of `%store`.
         receiver: See `WorkerShell`.
         program: See `WorkerShell`.
     """
@@ -96,10 +96,10 @@ def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) 
     options = {"config": settings, "profile_dir": ProfileDir.find_profile_dir(profile)}
 
     class Shell(WorkerShell, InteractiveShell):  # type: ignore[misc, unused-ignore]
-        """Has its own name, so that no section of a configuration file applies to it."""
+        """Its name is in no configuration file, so none applies to it."""
 
     shell: WorkerShell = Shell.instance(receiver, program, user_module=sys.modules["__main__"], **options)
-    shell.run_cell("%load_ext storemagic", store_history=False)  # As each application of IPython does.
+    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
     return shell
 
 
@@ -110,7 +110,7 @@ def _print_page(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:
 def _close_figures() -> None:
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
-        pyplot.close("all")  # As the front end does with those that it has shown.
+        pyplot.close("all")  # The front end does so with the figures that it has shown.
 
 
 def _stay(keep_kernel: bool = False) -> None:

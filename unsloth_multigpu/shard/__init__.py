@@ -1,1 +1,1 @@
-"""Models that do not fit one GPU: who shards them, and how much memory they need."""
+"""Does the training fit one GPU, or must the model be sharded?"""

@@ -1,7 +1,7 @@
-"""Counts the memory of a training: its first step on tensors without values, replicated or sharded.
+"""Counts the memory of a training by running its first step on fake tensors, replicated or sharded.
 
-The script's model, its Trainer's `training_step`, its optimizer and torch's `fully_shard` are the real ones. torch's
-fake process group, which sends nothing, stands in the place of other ranks.
+The model, the Trainer's `training_step`, the optimizer and torch's `fully_shard` are the real ones. torch's fake
+process group, which sends nothing, replaces the other ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from unsloth_multigpu.shard.groups import layers_of
 from unsloth_multigpu.shard.memory import MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
-_WITHOUT = "Decide without a forecast: shard='on' or shard='off'."
-# transformers sets it for accelerate, which reads it when weights are loaded.
+_WITHOUT = "Set shard='on' or shard='off', which need no forecast."
+# Set by transformers for accelerate, which reads it when weights are loaded.
 _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -36,16 +36,16 @@ class Rows:
 
     Args:
         trainer: A `transformers.Trainer` or subclass, before its `train()`.
-        training: What it would train.
+        training: The description of its training.
 
     Raises:
-        SetupError: Its step cannot be run without values.
+        SetupError: Its step cannot be run on fake tensors.
     """
 
     def __init__(self, trainer: Any, training: Training) -> None:
         if draws_completions(trainer):
             raise SetupError(
-                f"The memory of a {type(trainer).__name__} cannot be forecast: it generates its samples.",
+                f"The memory of a {type(trainer).__name__} cannot be forecast, because it generates its samples.",
                 hint=_WITHOUT,
             )
         self._trainer = trainer
@@ -53,11 +53,11 @@ class Rows:
         self._counted: dict[tuple[Any, ...], StepBytes] = {}
 
     def forecast(self, mode: Mode, num_ranks: int) -> MemoryForecast:
-        """The memory of one of `num_ranks` ranks."""
+        """Returns the memory of one of `num_ranks` ranks."""
         rows, accumulation = self._training.on_ranks(num_ranks)
         is_sharded, has_several = mode == "sharded", accumulation > 1
         num_sharing = self._training.num_sharing if num_ranks > 1 else 1
-        # One process frees gradients before each step; DDP's buckets hold them from the start.
+        # One process frees gradients before each step; DDP's buckets keep them.
         holds = not is_sharded and num_ranks > 1
         key = (rows, has_several or holds, num_ranks if is_sharded else 0, num_sharing)
         if key not in self._counted:
@@ -76,7 +76,7 @@ class Rows:
             return count_step(self._trainer, batch, **options)
         except MultiGPUError:
             raise
-        except Exception as error:  # Of any code of the script and of its libraries.
+        except Exception as error:  # From any code of the script or its libraries.
             raise SetupError(
                 f"{self._training.model}: the first step cannot be run on tensors without values: "
                 f"{type(error).__name__}: {error}",
@@ -93,14 +93,14 @@ def count_step(
     holds_gradients: bool,
     num_sharing: int = 1,
 ) -> StepBytes:
-    """Runs a step of a Trainer on tensors without values.
+    """Runs a step of a Trainer on fake tensors and counts its bytes.
 
     Args:
-        trainer: A `transformers.Trainer` or subclass, before its `train()`. It is as before afterwards.
-        batch: A micro-batch of a rank, as the script's collator has made it.
-        num_ranks: Ranks among which `fully_shard` divides the model, as accelerate does; None = it stays whole.
+        trainer: A `transformers.Trainer` or subclass, before its `train()`. Its attributes are restored.
+        batch: A micro-batch of a rank, from the script's collator.
+        num_ranks: Ranks over which `fully_shard` shards the model, as accelerate does; None = not sharded.
         has_several: A rank's step has several micro-batches.
-        holds_gradients: They are there before the backward pass, as in DDP's buckets.
+        holds_gradients: Gradients exist before the backward pass, as in DDP's buckets.
         num_sharing: Ranks that share each sample, of which this is the first.
     """
     device, is_sharded = trainer.args.device, num_ranks is not None
@@ -111,7 +111,7 @@ def count_step(
         counter = stack.enter_context(fake_memory(device))
         vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
         if trainer.args.gradient_checkpointing:
-            # train() does it.
+            # As train() does.
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
         if mesh is not None:
@@ -126,7 +126,7 @@ def count_step(
 
 
 def _count_passes(trainer: Any, batch: Any, counter: FakeByteCounter, before: StepBytes, num_passes: int) -> StepBytes:
-    """Forward and backward, of which the last counts, and the optimizer's step."""
+    """Counts the last of `num_passes` forward and backward passes, and the optimizer step."""
     optimizer, model = trainer.create_optimizer(), trainer.model_wrapped
     without_gradients = counter.now
     (batch,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
@@ -142,7 +142,7 @@ def _count_passes(trainer: Any, batch: Any, counter: FakeByteCounter, before: St
     optimizer.step()
     held = counter.now
     counter.reset_peak()
-    # Its states are there now.
+    # A second step: the states exist now.
     optimizer.step()
     update = counter.peak - held
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -163,7 +163,7 @@ def _kept_attributes(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def _alone_of(num_ranks: int) -> Iterator[None]:
-    """A process group of `num_ranks` ranks, of which only this one exists."""
+    """Creates a process group of `num_ranks` ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -175,7 +175,7 @@ def _alone_of(num_ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
-    """Lets the step be that of the first of `num_ranks` ranks that share its samples; gives this rank's batch."""
+    """Makes the step that of the first of `num_ranks` ranks that share each sample; yields this rank's batch."""
     from unsloth_multigpu.step.sequence import SharedSequence
 
     with _alone_of(num_ranks):
@@ -187,6 +187,7 @@ def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
 
 @contextmanager
 def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
+    """Creates a device mesh of `num_ranks` ranks, of which only this one exists."""
     from torch.distributed.device_mesh import init_device_mesh
 
     before = os.environ.get(_LOADS_IN_PARTS)
@@ -200,7 +201,7 @@ def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
 
 
 def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:
-    """Copies on the device of models that may be on the meta device. What is shared stays shared."""
+    """Copies models, which may be on the meta device, to fake tensors on `device`. Shared tensors stay shared."""
     made: dict[int, Any] = {}
     for model in models.values():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -215,22 +216,22 @@ def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: b
 
 
 def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) -> torch.Tensor:
-    """bitsandbytes' classes of parameters cannot hold tensors without values; its layers read the attributes alone."""
+    """Returns a fake copy of a tensor. It is not one of bitsandbytes' parameter classes, which cannot be fake."""
     kind = type(tensor).__name__
     if kind == "Params4bit":
         return _in_4_bits(tensor, device, is_sharded=is_sharded)
     if kind == "Int8Params":
         raise SetupError("The memory of 8-bit weights cannot be forecast.", hint=_WITHOUT)
-    # Not `empty_like`, whose result has values where its argument has.
+    # Not `empty_like`, which returns a real tensor for a real argument.
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _in_4_bits(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Parameter:
-    """As bitsandbytes packs it. What is sharded is stored as a floating dtype, which FSDP2 can divide."""
+    """Quantizes a fake weight by bitsandbytes. Shards are stored in a floating dtype, which FSDP2 needs."""
     from bitsandbytes.functional import quantize_4bit
 
-    # Without a state it is not packed yet, and has shape and dtype itself.
+    # Without a state it is not quantized yet.
     before = weight.quant_state or weight
     data, state = quantize_4bit(
         torch.empty(before.shape, dtype=before.dtype, device=device),
@@ -271,7 +272,7 @@ def _divide(trainer: Any, mesh: Any) -> None:
 
 
 def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn.Module) -> torch.optim.Optimizer:
-    """One of the same class with the same groups, for the model's copy."""
+    """Returns an optimizer of the same class and groups for the model's copy."""
     names = {id(parameter): name for name, parameter in before.named_parameters()}
     parameters = dict(now.named_parameters())
     groups = [

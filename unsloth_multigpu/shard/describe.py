@@ -1,4 +1,4 @@
-"""What a script's Trainer would train: the facts that a forecast prints, and a micro-batch of its longest samples."""
+"""Describes the training of a script's Trainer for a forecast, and makes a micro-batch of its longest samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unsloth_multigpu.group.shard_engine import check_versions
 from unsloth_multigpu.shard.memory import Training
 from unsloth_multigpu.shard.optimizer import trains_parts
 
-# Samples that are looked at for the longest one.
+# Samples among which the longest one is searched.
 _MAX_SAMPLES = 20_000
 _PACKED = ("Params4bit", "Int8Params")
 
@@ -26,10 +26,10 @@ def describe(
     is_offloaded: bool = False,
     num_sharing: int = 1,
 ) -> Training:
-    """What `trainer.train()` would do.
+    """Describes what `trainer.train()` would train.
 
     Args:
-        tokens: Of the longest sample; None = the longest of the data set.
+        tokens: Tokens of the longest sample; None = that of the data set.
         keeps_batch: Several ranks share the samples of one process's step.
         is_offloaded: `shard_offload=True` was given.
         num_sharing: `sequence_parallel`.
@@ -75,14 +75,14 @@ def _only_whole(optimizer: str, num_sharing: int) -> tuple[str, str]:
         return str(error.args[0]).removesuffix("."), error.hint
     if trains_parts(optimizer, with_unsloth=with_unsloth):
         return "", ""
-    hint = "Set optim='adamw_torch_fused', whose states each rank has a part of."
+    hint = "Set optim='adamw_torch_fused', whose states are sharded, too."
     return f"optim={optimizer!r} does not train sharded weights", hint
 
 
 def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:
-    """The longest sample so many times, as the script's collator makes a batch of it.
+    """Returns a batch of the script's collator with `num_rows` rows: the longest sample, repeated, and the shortest.
 
-    Where the samples of a micro-batch have different lengths, one of them is the shortest: the batch is padded.
+    The shortest sample makes the collator pad the batch.
     """
     data, collator = trainer.train_dataset, trainer.data_collator
     if hasattr(data, "column_names"):
@@ -95,20 +95,20 @@ def micro_batch(trainer: Any, training: Training, num_rows: int) -> Any:
 
 
 def _longest(trainer: Any, tokens: int | None) -> tuple[int, str]:
-    """Tokens of the longest sample, 0 = not known before it is collated; and where the number comes from."""
+    """Returns the tokens of the longest sample, 0 = not known before it is collated, and the source of the number."""
     if tokens is not None:
         return tokens, "as given"
     data = trainer.train_dataset
     longest = _num_tokens(_ends(data)[0]) if _has_numbers(data) else 0
     if not longest:
-        return 0, "the first samples, of which the collator makes tokens"
+        return 0, "the first samples, which the collator tokenizes"
     limit = getattr(trainer.args, "max_length", None) or getattr(trainer.args, "max_seq_length", None)
     of = f"the first {_MAX_SAMPLES}" if len(data) > _MAX_SAMPLES else len(data)
     return min(longest, limit or longest), f"the longest of {of} samples"
 
 
 def _has_numbers(data: Any) -> bool:
-    """True where samples can be asked for by number."""
+    """True if samples can be accessed by index."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
@@ -118,7 +118,7 @@ def _num_tokens(sample: Any) -> int:
 
 
 def _ends(data: Any) -> tuple[Any, Any]:
-    """The longest and the shortest sample, or the first two."""
+    """Returns the longest and the shortest sample, or the first two if lengths are not known."""
     if not _has_numbers(data):
         stream = iter(data)
         first = next(stream)
@@ -130,7 +130,7 @@ def _ends(data: Any) -> tuple[Any, Any]:
 
 
 def _with_tokens(sample: Any, longest: int) -> Any:
-    """The sample with so many tokens: its columns are cut or repeated."""
+    """Cuts or repeats the columns of a sample to `longest` tokens."""
     length = _num_tokens(sample)
     if not length or not longest:
         return sample
@@ -144,7 +144,7 @@ def _with_tokens(sample: Any, longest: int) -> Any:
 
 
 def _numel(parameter: Any) -> int:
-    """Elements before they were packed."""
+    """Returns the number of elements before quantization."""
     state = getattr(parameter, "quant_state", None)
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
 

@@ -1,4 +1,4 @@
-"""Runs code of torch on tensors that have shapes and no values, and counts the bytes that it would allocate."""
+"""Runs torch code on fake tensors, which have shapes but no values, and counts the bytes that it would allocate."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _ATEN = torch.ops.aten
-# Of lengths, places and masks. Single bytes hold packed weights and what is sent.
+# dtypes of lengths, indices and masks, which keep their values. Single bytes are packed weights and sent data.
 _INTEGERS = (torch.bool, torch.int16, torch.int32, torch.int64)
-# They return places of elements whose values are not there.
+# Operators that return indices which depend on missing values.
 _CHOICES = (_ATEN.topk, _ATEN.sort, _ATEN.argmax, _ATEN.argmin, _ATEN.argsort, _ATEN.multinomial, _ATEN.max, _ATEN.min)
-# They take masks as places; as many as are true are in the result.
+# Operators that accept a mask as index: the shape of the result depends on its values.
 _MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts each storage of a device once, from the operation that makes it until it is freed.
+    """Counts each storage of a device once, from the operation that allocates it until it is freed.
 
     Args:
-        device: Whose storages are counted. Those that were there before are not.
+        device: The device. Storages that existed before are not counted.
 
     Attributes:
-        now: Bytes that are there.
-        peak: The most since `reset_peak`.
+        now: Bytes that are allocated now.
+        peak: Maximum since `reset_peak`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class ByteCounter(TorchDispatchMode):
         self._device = device
         self._sizes: dict[int, int] = {}
         self._older: set[int] = set()
-        # FSDP2 keeps the storages of gathered weights, and gives their memory back without an operation.
+        # FSDP2 keeps the storages of gathered weights, and frees their memory without an operation.
         self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def reset_peak(self) -> None:
-        """Begins anew with what is there."""
+        """Sets the peak to the present value."""
         self.peak = self.now
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,7 @@ class ByteCounter(TorchDispatchMode):
         if function.namespace == "fsdp":
             self._look_at_resized((args, kwargs))
         for tensor in _tensors(result):
-            # The storage of a tensor without values is on the meta device.
+            # `tensor.device`, because the storage of a fake tensor is on the meta device.
             if tensor.device.type == self._device.type:
                 self._add(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
@@ -62,7 +62,7 @@ class ByteCounter(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _look_at_resized(self, given: Any) -> None:
-        """What FSDP2 has given back or taken again, at each of its operations: it has one for each group of weights."""
+        """Updates storages that FSDP2 has resized. Called at its operations, one per parameter group."""
         for tensor in _tensors(given):
             storage = tensor.untyped_storage()
             self._resized[storage._cdata] = weakref.ref(storage)
@@ -71,7 +71,7 @@ class ByteCounter(TorchDispatchMode):
                 self._set(key, kept.nbytes())
 
     def _leave_out(self, storage: torch.UntypedStorage) -> None:
-        """Where no operation that was seen has made it."""
+        """Excludes a storage that no counted operation has allocated."""
         key = storage._cdata
         if key not in self._sizes and key not in self._older:
             self._older.add(key)
@@ -95,11 +95,11 @@ class ByteCounter(TorchDispatchMode):
 
 
 class FakeByteCounter(ByteCounter):
-    """The same where floating-point tensors have no values.
+    """Counts the bytes of operations on fake floating-point tensors.
 
-    Integers and masks that follow from the batch keep theirs, so that code which asks for lengths, padding or tokens
-    goes the way that it goes with weights. What is chosen among values that are not there, such as the experts of a
-    token, is spread evenly.
+    Integers and masks computed from the batch keep their values, so that code that reads lengths, padding or tokens
+    takes the same branches as with real weights. Choices among missing values, such as the experts of a token, are
+    spread evenly.
     """
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class FakeByteCounter(ByteCounter):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
         if function is _ATEN._local_scalar_dense.default:
-            # Single values are for logs.
+            # Single values are only logged.
             return False if fakes[0].dtype is torch.bool else 1.0 if fakes[0].dtype.is_floating_point else 1
         if function.overloadpacket is _ATEN.masked_select:
             function, args = _ATEN.index.Tensor, (args[0], [args[1]])
@@ -124,18 +124,18 @@ class FakeByteCounter(ByteCounter):
 
 @contextmanager
 def fake_memory(device: torch.device) -> Iterator[FakeByteCounter]:
-    """While the context is open, new tensors have no values, and are counted."""
+    """Within the context, new tensors are fake and counted."""
     with FakeTensorMode(allow_non_fake_inputs=True), FakeByteCounter(device) as counter:
         yield counter
 
 
 def has_no_values(*arguments: Any) -> bool:
-    """True if one of the arguments, or of what they contain, is a tensor without values."""
+    """True if one of the arguments is or contains a fake tensor."""
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in it; of a sharded one this rank's part."""
+    """Returns all tensors in `values`; for a DTensor its local shard."""
     return [getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
@@ -154,7 +154,7 @@ def _as_places(indices: Any) -> list[Any]:
 
 
 def _num_choices(function: Any, args: Any, kwargs: Any) -> int:
-    """Elements of the dimension along which is chosen."""
+    """Returns the size of the dimension in which an operator chooses."""
     values = args[0]
     position = 2 if function.overloadpacket is _ATEN.topk else 1
     dim = kwargs.get("dim", args[position] if len(args) > position else None)
@@ -163,7 +163,7 @@ def _num_choices(function: Any, args: Any, kwargs: Any) -> int:
 
 
 def _spread(value: Any, num_choices: int) -> Any:
-    """Places among `num_choices` elements, each as often as the others."""
+    """Replaces fake indices by real ones in which each of `num_choices` elements occurs equally often."""
     if not isinstance(value, FakeTensor) or value.dtype is not torch.int64:
         return value
     with unset_fake_temporarily():

@@ -1,7 +1,7 @@
-"""Which layers accelerate's FSDP2 makes a group of, and which models it cannot divide.
+"""Finds the layers that accelerate's FSDP2 shards as a group, and refuses models that it cannot shard.
 
-accelerate (1.15, `fsdp2_prepare_model`) makes a group of each module whose class `_no_split_modules` names, of the
-input embeddings, of the last norm with the head, and of all that is left. That fits decoders, alone or behind a vision
+accelerate (1.15, `fsdp2_prepare_model`) makes one group of each module whose class is in `_no_split_modules`, of the
+input embeddings, of the last norm with the head, and of everything else. That fits decoders, with or without a vision
 tower.
 """
 
@@ -14,7 +14,7 @@ from unsloth_multigpu.group.shards import class_of
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """Of `_no_split_modules`, the classes that the model has and that contain neither its embeddings nor its head."""
+    """Returns those classes of `_no_split_modules` that the model has and that contain neither embeddings nor head."""
     ends = {id(module) for module in _ends_of(model)}
     modules = list(model.modules())
     present = {type(m).__name__ for m in modules}
@@ -24,10 +24,10 @@ def layers_of(model: nn.Module) -> list[str]:
 
 
 def check_shared(model: nn.Module) -> None:
-    """Refuses a model of which two groups may use one trainable weight: after a step each would have its own.
+    """Refuses a model in which two groups share a trainable weight: each would update a copy of its own.
 
     Raises:
-        SetupError: Other modules than input embeddings and head share one.
+        SetupError: Modules other than input embeddings and head share a weight.
     """
     ends = {id(module) for end in _ends_of(model) for module in end.modules()}
     users: dict[int, list[str]] = {}
@@ -40,18 +40,18 @@ def check_shared(model: nn.Module) -> None:
         if len(names) > 1 or key in tied:
             others = " and ".join(names[:2]) if len(names) > 1 else f"{names[0]} and the embeddings"
             raise SetupError(
-                f"{class_of(model).__name__}: {others} are one weight, of which accelerate's FSDP2 would make two: it "
-                "shards them apart.",
-                hint="Leave shard out: DDP trains it.",
+                f"{class_of(model).__name__}: {others} share one weight, of which accelerate's FSDP2 would make two, "
+                "because it shards them separately.",
+                hint="Leave shard out: DDP trains this model.",
             )
 
 
 def _ends_of(model: nn.Module) -> list[nn.Module]:
-    """The input embeddings and the head, as far as the model has them."""
+    """Returns the input embeddings and the head, if the model has them."""
     found = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             found.append(getattr(model, getter, lambda: None)())
-        except NotImplementedError:  # transformers asks each class, and many that read no tokens do not answer.
+        except NotImplementedError:  # Raised by many transformers models without token embeddings.
             continue
     return [module for module in found if isinstance(module, nn.Module)]

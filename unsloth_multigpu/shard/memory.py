@@ -1,6 +1,6 @@
-"""How much memory each rank of a training needs, replicated or sharded, and which of the two fits. Pure.
+"""Forecasts the memory per rank of a training, replicated or sharded, and decides which of the two fits. Pure.
 
-The bytes of a step are counted, see `count`; docs/memory.md says what is not.
+The bytes of a step are counted, see `count`; docs/memory.md lists what is not counted.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.words import GIB, in_gib
 
 Mode = Literal["ddp", "sharded"]
-# The share of a device's memory that has to stay free, for fragmentation and for errors of the forecast.
+# The fraction of a device's memory that must stay free, for fragmentation and errors of the forecast.
 RESERVE = 0.15
-# What a device holds outside of torch's allocator: the context with its kernels, and NCCL's buffers.
+# Memory of a device outside torch's allocator: the context with its kernels, and NCCL's buffers.
 CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
 MAX_RANKS = 4096
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a script would train.
+    """The training of a script.
 
     Args:
         model: Name of the model's class.
         num_parameters: Elements of its parameters; a shared one counts once.
-        num_trainable: Those that the optimizer changes.
-        num_quantised: Those that bitsandbytes has packed.
-        optimizer: `TrainingArguments.optim`, or the class of the script's own.
+        num_trainable: Elements of the trainable parameters.
+        num_quantised: Elements that bitsandbytes has quantized.
+        optimizer: `TrainingArguments.optim`, or the class of the script's own optimizer.
         autocast: dtype of mixed precision; "" = none.
         checkpointing: Gradient checkpointing is on.
         rows: Samples of a micro-batch.
-        tokens: Of its longest sample; 0 = not known before samples are collated.
+        tokens: Tokens of its longest sample; 0 = not known before samples are collated.
         accumulation: Micro-batches of a step of one process.
-        keeps_batch: Several ranks share the samples of one process's step; False = each takes as many.
-        offload: Where the model is sharded, a rank's part lies in the host's memory.
+        keeps_batch: Several ranks share the samples of one process's step; False = each has as many.
+        offload: Shards are kept in host memory.
         num_sharing: Ranks that share each sample, `sequence_parallel`; one process has whole ones.
-        only_whole: Why the model cannot be sharded, and what to do about it; ("", "") = it can.
-        notes: What was assumed, one sentence each.
+        only_whole: Why the model cannot be sharded, and a hint; ("", "") = it can.
+        notes: Assumptions, one sentence each.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Training:
     notes: tuple[str, ...] = ()
 
     def on_ranks(self, num_ranks: int) -> tuple[int, int]:
-        """Rows of a micro-batch and number of micro-batches for each of `num_ranks` ranks."""
+        """Returns the rows of a micro-batch and the number of micro-batches for each of `num_ranks` ranks."""
         if not self.keeps_batch:
             return self.rows, self.accumulation
         samples = -(-self.rows * self.accumulation // self.num_groups(num_ranks))
@@ -80,21 +80,21 @@ class Training:
         return max(1, num_ranks // self.num_sharing)
 
     def has_samples(self, num_ranks: int) -> bool:
-        """True if a step has a sample for each rank or group, without which the ranks refuse to train."""
+        """True if a step has a sample for each rank or group. Otherwise the ranks refuse to train."""
         return not self.keeps_batch or self.rows * self.accumulation >= self.num_groups(num_ranks)
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that a step of one rank allocates, as counted.
+    """Counted bytes of a step of one rank.
 
     Args:
         weights: Parameters and buffers.
-        divided: Those of them that are sharded.
-        gradients: After the backward pass.
-        optimizer: States that the optimizer keeps.
-        peak: The peak of forward and backward, beside weights and states.
-        update: The peak of the optimizer's step, beside weights, states and gradients.
+        divided: The sharded parameters among them.
+        gradients: Gradients after the backward pass.
+        optimizer: Optimizer states.
+        peak: Peak of forward and backward, without weights and states.
+        update: Peak of the optimizer step, without weights, states and gradients.
     """
 
     weights: int
@@ -113,11 +113,11 @@ class MemoryForecast:
         mode: "ddp" = every rank has the whole model; "sharded" = FSDP2 shards it.
         num_ranks: Ranks of the run.
         weights: Parameters and buffers.
-        gradients: Of the trainable parameters.
-        optimizer: States that the optimizer keeps.
-        activations: All else at the peak: what autograd keeps, gathered layers, or what the update needs.
-        overhead: Named: what lies outside of torch's allocator.
-        host: Of this rank in the host's memory, with `shard_offload`.
+        gradients: Gradients of the trainable parameters.
+        optimizer: Optimizer states.
+        activations: The rest at the peak: saved activations, gathered layers, or temporaries of the update.
+        overhead: Name and bytes of memory outside torch's allocator.
+        host: This rank's bytes in host memory, with `shard_offload`.
     """
 
     mode: Mode
@@ -136,12 +136,12 @@ class MemoryForecast:
 
     @property
     def total(self) -> int:
-        """What the device must have."""
+        """Bytes of the device that are needed."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.overhead_bytes
 
 
 def forecast_of(step: StepBytes, training: Training, mode: Mode, num_ranks: int) -> MemoryForecast:
-    """The memory of one of `num_ranks` ranks, by what was counted of its step."""
+    """Returns the memory of one of `num_ranks` ranks from the counted bytes of its step."""
     is_sharded = mode == "sharded"
     moves = is_sharded and training.offload
     return MemoryForecast(
@@ -160,26 +160,26 @@ def fits(wanted: MemoryForecast, device_bytes: int) -> bool:
     """True if `RESERVE` of the device stays free.
 
     Args:
-        wanted: What a rank needs.
+        wanted: Memory of a rank.
         device_bytes: Memory of the smallest device.
     """
     return wanted.total <= usable_bytes(device_bytes)
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """The memory of a device without the reserve."""
+    """Returns the memory of a device without the reserve."""
     return int(device_bytes * (1 - RESERVE))
 
 
 def decide(
     training: Training, forecasts: Sequence[MemoryForecast], num_ranks: int, device_bytes: int
 ) -> tuple[Mode, str]:
-    """Chooses DDP where it fits, else sharding.
+    """Chooses DDP if it fits, else sharding.
 
     Args:
-        training: Of the script.
-        forecasts: DDP's first; then, where that does not fit, sharded ones: on `num_ranks`, and on more ranks up to
-            the first that fits.
+        training: The training of the script.
+        forecasts: DDP first; if that does not fit, also sharded on `num_ranks`, and on more ranks up to the first
+            number that fits.
         num_ranks: Ranks of the run.
         device_bytes: Memory of the smallest device.
 
@@ -187,7 +187,7 @@ def decide(
         The mode, and one line with the figures.
 
     Raises:
-        SetupError: Neither fits; says how many devices would do.
+        SetupError: Neither fits. The hint has the number of devices that would be enough.
     """
     whole, *others = forecasts
     of = in_gib(device_bytes)
@@ -202,7 +202,7 @@ def decide(
         if fits(parts, device_bytes):
             return "sharded", f"{needs}: sharded"
     raise SetupError(
-        f"{needs}; of {of} GiB {in_gib(usable_bytes(device_bytes))} can be planned for.",
+        f"{needs}; {in_gib(usable_bytes(device_bytes))} of {of} GiB can be used, the rest is a reserve.",
         hint=f"{would_do(forecasts, device_bytes)} Fewer or shorter samples in a micro-batch, "
         "gradient_checkpointing=True, load_in_4bit=True, an 8-bit optimizer or shard_offload=True need less; "
         "shard='on' or 'off' trains without this check.",
@@ -210,9 +210,9 @@ def decide(
 
 
 def would_do(forecasts: Sequence[MemoryForecast], device_bytes: int) -> str:
-    """The first of them that fits, as a sentence."""
+    """Returns a sentence about the first forecast that fits."""
     found = next((row for row in forecasts if fits(row, device_bytes)), None)
     if found is None:
-        return "No number of GPUs of this size would do that a step has samples for."
-    gpus = f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would do"
+        return "No number of GPUs of this size up to the samples of a step is enough."
+    gpus = f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would be enough"
     return f"{gpus}, sharded." if found.mode == "sharded" else f"{gpus}."

@@ -1,6 +1,6 @@
-"""Patches of the process that is asked for its memory: models are made on the meta device, from their configuration.
+"""Patches of the process that forecasts its memory: models are created on the meta device, from their configuration.
 
-They stand in a child process that ends where the training would begin, see `probe`.
+They are applied in a child process that ends at `train()`, see `script_probe`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.versions import installed_version
 
 _TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
-_WITHOUT = "shard='on' or shard='off' decides without a forecast."
-# Arguments of from_pretrained that `_configuration` leaves to the model.
+_WITHOUT = "shard='on' or shard='off' needs no forecast."
+# Arguments of from_pretrained that concern the model and not its configuration.
 _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
-# Arguments of `_from_config`, beside those of the model's own `__init__`.
+# Arguments of `_from_config`, in addition to those of the model's `__init__`.
 _OF_MODEL = ("attn_implementation", "experts_implementation")
 
 
 def meta_patches() -> list[Patch]:
-    """What a script calls before it trains, and what would read or move weights."""
+    """Returns patches of functions that a script calls before `train()` and that would read or move weights."""
     modeling = "transformers.modeling_utils:PreTrainedModel"
     moves = [f"{modeling}.{name}" for name in ("cuda", "to")]
     return [
-        Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "No weights are read."),
-        *(Patch(target, _TRANSFORMERS, _unmoved, "There is nothing to move.") for target in moves),
+        Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "Creates the model without weights."),
+        *(Patch(target, _TRANSFORMERS, _unmoved, "Tensors without values cannot be moved.") for target in moves),
         Patch(
             f"{modeling}._init_added_embeddings_weights_with_mean",
             _TRANSFORMERS,
             functools.partial(_replaced, None),
-            "New rows of an embedding are drawn from its values, which are not there.",
+            "Draws new rows of an embedding from its values, which are missing.",
             optional=True,
         ),
         Patch(
@@ -48,14 +48,14 @@ def meta_patches() -> list[Patch]:
             "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
             "unsloth_zoo>=2026.10.7",
             functools.partial(_replaced, None),
-            "It looks for rows of an embedding that were never trained, by their values.",
+            "Finds untrained rows of an embedding by their values, which are missing.",
             optional=True,
         ),
         Patch(
             "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
             "bitsandbytes>=0.46",
             _hands_state,
-            "Its class of parameters cannot hold a tensor without values.",
+            "Its parameter class cannot hold a tensor without values.",
             optional=True,
         ),
         *(
@@ -63,24 +63,26 @@ def meta_patches() -> list[Patch]:
                 f"triton.runtime.{target}.run",
                 "triton>=3",
                 _skips_without_values,
-                "A kernel writes to tensors that it is given, and these have no memory.",
+                "A kernel writes to its arguments, and tensors without values have no memory.",
                 optional=True,
             )
             for target in ("jit:JITFunction", "autotuner:Autotuner")
         ),
-        Patch("peft.peft_model:PeftModel.to", _PEFT, _unmoved, "There is nothing to move.", optional=True),
+        Patch(
+            "peft.peft_model:PeftModel.to", _PEFT, _unmoved, "Tensors without values cannot be moved.", optional=True
+        ),
     ]
 
 
 def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
     if kwargs.get("gguf_file"):
-        raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
+        raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=_WITHOUT)
     wants_info = kwargs.pop("output_loading_info", False)
     config, kwargs = _configuration(cls, name, kwargs)
     config.name_or_path = str(name)
     quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
     dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
-    # What is left is about files and devices, which a model that is made from its configuration has not.
+    # The other arguments are about files and devices, and do not apply to a model without weights.
     taken = {*_OF_MODEL, *inspect.signature(cls.__init__).parameters}
     kwargs = {name: value for name, value in kwargs.items() if name in taken}
     model = make_model(cls, config, dtype, quantizer, **kwargs)
@@ -88,12 +90,12 @@ def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_
 
 
 def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any) -> Any:
-    """A model of the class on the meta device, quantised layers in their places.
+    """Creates a model on the meta device, with quantized layers.
 
     Args:
-        cls: Of the model.
+        cls: Class of the model.
         config: A `PretrainedConfig`.
-        dtype: Of its parameters.
+        dtype: dtype of its parameters.
         quantizer: transformers' `HfQuantizer`, or None.
     """
     import torch
@@ -109,7 +111,7 @@ def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any)
 
 
 def _configuration(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration, and the arguments that it has not taken."""
+    """Returns the model's configuration, and the arguments that are not part of it."""
     given = kwargs.pop("config", None)
     if hasattr(given, "to_dict"):
         config = copy.deepcopy(given)
@@ -122,7 +124,7 @@ def _configuration(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, di
 
 
 def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
-    """transformers' own, which knows what it replaces; None where nothing is quantised."""
+    """Returns transformers' quantizer, which replaces layers; None without quantization."""
     from transformers.quantizers import AutoHfQuantizer
 
     bits = {name: kwargs.pop(name) for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
@@ -136,13 +138,13 @@ def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
     merged = asked if stored is None else AutoHfQuantizer.merge_quantization_configs(stored, asked)
     method = str(getattr(merged.quant_method, "value", merged.quant_method))
     if "bitsandbytes" not in method:
-        raise SetupError(f"Weights that {method} has quantised cannot be forecast.", hint=_WITHOUT)
+        raise SetupError(f"The memory of weights quantized by {method} cannot be forecast.", hint=_WITHOUT)
     config.quantization_config = merged
     return AutoHfQuantizer.from_config(merged, pre_quantized=stored is not None)
 
 
 def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
-    """What from_pretrained would make of its arguments."""
+    """Returns the dtype that from_pretrained would use."""
     import torch
 
     dtype = torch_dtype if dtype is None else dtype
@@ -155,13 +157,13 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
                 hint=f"Give dtype= to from_pretrained. {_WITHOUT}",
             )
     if dtype is None and quantizer is not None:
-        dtype = quantizer.update_dtype(None)  # float16, where bitsandbytes packs the weights.
+        dtype = quantizer.update_dtype(None)  # float16 for bitsandbytes.
     dtype = torch.empty(0).dtype if dtype is None else dtype  # torch's default.
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
 def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`to` and `cuda`: devices are left out, a dtype is taken."""
+    """Replaces `to` and `cuda`: ignores devices and applies a dtype."""
     import torch
 
     if not any(p.is_meta for p in self.parameters()):
@@ -171,7 +173,7 @@ def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: A
 
 
 def _replaced(result: Any, *_: Any, **__: Any) -> Any:
-    """In place of a function that would do something: returns `result`."""
+    """Replaces a function by one that returns `result`."""
     return result
 
 

@@ -1,16 +1,16 @@
-"""Which optimizers of `TrainingArguments.optim` can train a sharded model. Pure."""
+"""Tells which optimizers of `TrainingArguments.optim` can train a sharded model. Pure."""
 
 from __future__ import annotations
 
-# Those of bitsandbytes whose names do not say so.
+# Optimizers of bitsandbytes without "bnb" in their names.
 _OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 
 
 def trains_parts(name: str, *, with_unsloth: bool) -> bool:
-    """True where the optimizer can train the shards of FSDP2.
+    """True if the optimizer can train the shards of FSDP2.
 
-    bitsandbytes' optimizers take plain tensors only; Unsloth's FSDP2 (2026.10.9) gives these to Adam and AdamW.
-    transformers' Adafactor mixes shards with whole rows and columns.
+    bitsandbytes' optimizers take plain tensors only, which Unsloth's FSDP2 (2026.10.9) passes to Adam and AdamW.
+    transformers' Adafactor would mix shards with whole rows and columns.
 
     Args:
         name: `TrainingArguments.optim`.

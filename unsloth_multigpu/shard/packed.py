@@ -1,8 +1,8 @@
-"""4-bit weights in parts from the moment they are loaded: a rank keeps the rows that FSDP2 will give it, on the host.
+"""Loads 4-bit weights as shards: each rank keeps, in host memory, only the rows that FSDP2 will assign to it.
 
-transformers hands over one weight at a time. Its whole shape stays, for FSDP2 and PEFT; the rows of other ranks are
-pages that nothing has written, which take no memory. FSDP2 then moves one layer at a time to the card, and keeps these
-rows.
+transformers loads one weight at a time. The weight keeps its whole shape, for FSDP2 and PEFT. The rows of other ranks
+are memory pages that were never written, which take no memory. FSDP2 then moves one layer at a time to the GPU and
+keeps this rank's rows.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import is_sharded, part_of
 
-# Of a `QuantState`: without these nothing computes. The others say what a weight is.
+# Attributes of a `QuantState` that any computation needs. The others describe the weight.
 _VALUES = {"absmax", "code", "offset", "state2", "as_dict"}
 
 
 class Withheld:
-    """In the place of a `QuantState` until the model is sharded: without its values, nothing uses missing rows."""
+    """Replaces a `QuantState` until the model is sharded. It refuses access to the values, which missing rows need."""
 
     def __init__(self, state: Any) -> None:
         vars(self)["state"] = state
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "state":  # Asked for by copies.
+        if name.startswith("__") or name == "state":  # `copy` looks these up.
             raise AttributeError(name)
         if name not in _VALUES:
             return getattr(self.state, name)
         raise SetupError(
-            "A rank has its part of the 4-bit weights only, and the model computes from train() on, where ranks gather "
-            "each other's.",
-            hint="Use the model after train() has begun. What needs whole 4-bit weights before it (generate(), a "
-            "merge, adapters that start from the weights, a second 4-bit model) needs shard='off'.",
+            "Each rank has a shard of the 4-bit weights, and the model can compute only from train() on, where ranks "
+            "gather the shards.",
+            hint="Use the model after train() has begun. generate(), a merge, adapters that are initialized from the "
+            "weights, or a second 4-bit model before it need whole weights: set shard='off'.",
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -44,14 +44,14 @@ class Withheld:
 
 
 def keep_rows(weight: Any, storage: torch.dtype, device: torch.device, rank: int, num_ranks: int) -> Any:
-    """Leaves a quantised weight this rank's rows, on the host.
+    """Reduces a quantized weight to this rank's rows, in host memory.
 
     Args:
-        weight: A `Params4bit`, whole, on any device. Changed.
-        storage: Type that packed values lie in where theirs is an integer, which FSDP2 does not shard.
-        device: The rank's own, where the constants of quantisation go.
-        rank: This one.
-        num_ranks: That share the model.
+        weight: A whole `Params4bit` on any device. Changed in place.
+        storage: dtype for the packed values if theirs is an integer dtype, which FSDP2 does not shard.
+        device: The rank's device, for the quantization constants.
+        rank: This rank.
+        num_ranks: Ranks that share the model.
 
     Returns:
         The weight.
@@ -60,7 +60,7 @@ def keep_rows(weight: Any, storage: torch.dtype, device: torch.device, rank: int
     if not packed.is_floating_point():
         packed = packed.reshape(-1).view(storage).reshape(-1, 1)
         weight.quant_storage = storage
-    # Pages of its own, not what malloc has from earlier.
+    # mmap returns new pages; memory of malloc may be resident already.
     pages = mmap.mmap(-1, packed.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     part = torch.frombuffer(pages, dtype=packed.dtype).view(packed.shape)
     rows = _rows(len(packed), rank, num_ranks)
@@ -73,42 +73,42 @@ def keep_rows(weight: Any, storage: torch.dtype, device: torch.device, rank: int
 
 
 def _rows(num_rows: int, rank: int, num_ranks: int) -> slice:
-    """Those that FSDP2 gives to a rank: as `torch.chunk` divides."""
+    """Returns the rows that FSDP2 assigns to a rank, as `torch.chunk` divides them."""
     size = -(-num_rows // num_ranks)
     return slice(min(rank * size, num_rows), min((rank + 1) * size, num_rows))
 
 
 def in_parts(model: nn.Module) -> list[Any]:
-    """The layers whose weights were left to this rank's rows and are not sharded yet."""
+    """Returns the layers whose weights were reduced to this rank's rows and are not sharded yet."""
     return [module for module in model.modules() if isinstance(vars(module).get("quant_state"), Withheld)]
 
 
 def give_back(layers: Iterable[Any]) -> None:
-    """Lets layers compute again, which are about to be sharded."""
+    """Restores the `QuantState` of layers that are about to be sharded."""
     for layer in layers:
         layer.quant_state = layer.weight.quant_state = layer.quant_state.state
 
 
 def check_parts(layers: Iterable[Any], rank: int, num_ranks: int) -> None:
-    """Refuses to train with rows that this rank does not have.
+    """Refuses a training in which FSDP2 has assigned other rows to this rank than it has loaded.
 
     Args:
-        layers: Of `in_parts`, after the model was sharded.
-        rank: This one.
-        num_ranks: That share the model.
+        layers: The result of `in_parts`, after the model was sharded.
+        rank: This rank.
+        num_ranks: Ranks that share the model.
 
     Raises:
-        SetupError: An engine has not divided one as it was loaded, by rows over all ranks.
+        SetupError: A weight was not sharded by rows over all ranks.
     """
     for layer in layers:
         rows = _rows(layer.weight.shape[0], rank, num_ranks)
         if not is_sharded(layer.weight) or len(part_of(layer.weight)) != rows.stop - rows.start:
             raise SetupError(
-                "4-bit weights were loaded in parts for FSDP2 over all ranks, and were not sharded so.",
-                hint="Leave ignored modules and a parallelism_config of your own out, or set shard='off'.",
+                "4-bit weights were loaded as shards of all ranks, but FSDP2 has sharded them differently.",
+                hint="Leave out ignored modules and a parallelism_config of your own, or set shard='off'.",
             )
 
 
 def on_device(values: Any, device: torch.device) -> Iterator[torch.Tensor]:
-    """Tensors as transformers collects them, one or a list, on a device."""
+    """Moves transformers' collected tensors, one or a list, to a device."""
     yield from (value.to(device) for value in (values if isinstance(values, list) else [values]))

@@ -1,7 +1,8 @@
-"""Asks a script how much memory its training needs, without loading weights: in a child that ends at `train()`.
+"""Forecasts the memory of a script's training without loading weights, in a child process that ends at `train()`.
 
-The child runs the user's own command. One variable names the tool below; with it the line starts no ranks, models are
-made on the meta device, and `Trainer.train` counts the first step, writes the forecasts and ends the process.
+The child runs the user's own command. An environment variable names the tool below. With it `enable_multi_gpu()` starts
+no ranks, models are created on the meta device, and `Trainer.train` counts the first step, writes the forecasts and
+ends the process.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from unsloth_multigpu.words import how_ended
 DEFAULT_LIMIT_S = 600.0
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
-_WITHOUT = "shard='on' or shard='off' decides without a forecast."
+_WITHOUT = "shard='on' or shard='off' needs no forecast."
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be counted.
+    """The forecasts that are wanted.
 
     Args:
-        rows: Modes and numbers of ranks. Sharded ones are left out where the optimizer cannot train shards.
-        tokens: Of the longest sample; None = the longest of the data set.
-        device_bytes: Memory of one device; None = of the smallest one of this machine.
-        otherwise_bytes: That, where this machine has no device; None = not known.
-        is_choice: The first row that fits is enough.
+        rows: Modes and numbers of ranks. Sharded ones are left out if the optimizer cannot train shards.
+        tokens: Tokens of the longest sample; None = that of the data set.
+        device_bytes: Memory of one device; None = that of the smallest one of this machine.
+        otherwise_bytes: The same for a machine without a device; None = not known.
+        is_choice: Stop at the first row that fits.
     """
 
     rows: tuple[tuple[Mode, int], ...]
@@ -56,11 +57,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a script says of its training.
+    """The forecasts of a script.
 
     Args:
-        training: What it would train.
-        forecasts: Of the rows that were asked for; where none fits, of more ranks, up to the first that does.
+        training: The training of the script.
+        forecasts: Forecasts of the rows; if none fits, also of more ranks, up to the first number that fits.
         devices: Total bytes of each accelerator of this machine.
         device_bytes: Memory of one device; None = not known.
     """
@@ -78,16 +79,16 @@ def ask(
     *,
     limit_s: float = DEFAULT_LIMIT_S,
 ) -> Answer:
-    """Runs a script up to its first `train()` and returns what it would need. Its output is not shown.
+    """Runs a script up to its first `train()` and returns its forecasts. Its output is not shown.
 
     Args:
-        command: What starts it.
+        command: Command line of the script.
         environment: All of its variables.
-        question: What is to be counted.
-        limit_s: It is ended after so many seconds.
+        question: The forecasts that are wanted.
+        limit_s: Time limit.
 
     Raises:
-        SetupError: The script does not come to a `train()`, or its step cannot be counted.
+        SetupError: The script does not reach `train()`, or its step cannot be counted.
         RankTimeoutError: It took longer than `limit_s`.
     """
     with exit_on_signal(), private_dir() as folder:
@@ -106,7 +107,7 @@ def ask(
             )
         if code is None:
             raise RankTimeoutError(
-                f"The script did not come to train() within {limit_s:g} seconds.", hint=f"Raise it. {_WITHOUT}"
+                f"The script did not reach train() within {limit_s:g} seconds.", hint=f"Raise the limit. {_WITHOUT}"
             )
         if not outcome.exists():
             raise _no_answer(code, log)
@@ -127,18 +128,17 @@ def _answer(values: Mapping[str, Any]) -> Answer:
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
-    """The script has ended before `train()`: its last lines say why."""
+    """Returns the error about a script that has ended before `train()`, with its last lines."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
     hint = (
-        "A forecast loads no weights, so the script cannot read them before train(). enable_multi_gpu() must come "
+        "A forecast loads no weights, so the script must not read them before train(). enable_multi_gpu() must come "
         "before transformers is imported."
     )
     if code == -signal.SIGKILL:
-        hint = "What the script builds other than by from_pretrained lies in this machine's memory."
+        hint = "Models that the script builds without from_pretrained are in this machine's memory."
     return SetupError(
-        f"The script {how_ended(code)} before a train() of a transformers Trainer; its memory cannot be "
-        f"forecast.{shown}",
+        f"The script {how_ended(code)} before train() of a transformers Trainer; its memory cannot be forecast.{shown}",
         hint=f"{hint} {_WITHOUT}",
     )
 
@@ -147,11 +147,11 @@ class Probe(Tool):
     """Writes the forecasts of the first training and ends the process.
 
     Args:
-        file: Where they go, as JSON.
+        file: Path for the forecasts, as JSON.
         question: Fields of a `Question`.
     """
 
-    # The script may call enable_multi_gpu() itself, and nothing of the run is kept.
+    # Nothing of the run is saved.
     is_comparison = True
 
     def __init__(self, file: str, question: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ class Probe(Tool):
             values = dataclasses.asdict(self._answered(trainer))
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
-        # Renamed when complete, so that a process that is ended while it writes leaves no half of a file.
+        # Renamed when complete, so that a killed process leaves no partial file.
         partial = self._file.with_suffix(".part")
         partial.write_text(json.dumps(values), encoding="utf-8")
         partial.replace(self._file)
@@ -227,7 +227,7 @@ class Probe(Tool):
 
 
 def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
-    """Where no row fits: one device, then twice as many ranks, and again, as far as a step has samples for them."""
+    """Returns further rows to try if none fits: one device, then twice as many ranks, up to the samples of a step."""
     rows: list[tuple[Mode, int]] = [("ddp", 1)]
     can_shard = not training.only_whole[0]
     while can_shard and (num_ranks := num_ranks * 2) <= MAX_RANKS and training.has_samples(num_ranks):
@@ -236,7 +236,7 @@ def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:
 
 
 def _devices() -> tuple[int, ...]:
-    """Total bytes of each accelerator that torch sees in this process."""
+    """Returns the total bytes of each accelerator that torch sees in this process."""
     import torch
 
     kind = next((k for k in KINDS if hasattr(torch, k) and getattr(torch, k).is_available()), None)
@@ -245,7 +245,7 @@ def _devices() -> tuple[int, ...]:
 
 
 def _leave() -> NoReturn:
-    """Ends the process before the script's next line. No SystemExit, which a script may catch."""
+    """Ends the process, not by SystemExit, which the script may catch."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""shard="auto": the process that starts the ranks decides once, by the memory that the script's step needs."""
+"""Decides shard="auto" in the supervisor, by the memory that a step of the script needs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ logger = get_logger(__name__)
 
 
 def choose(command: Sequence[str], environment: Mapping[str, str], config: MultiGPUConfig, num_ranks: int) -> str:
-    """Runs the script up to its first `train()` without weights, and chooses DDP where it fits, else sharding.
+    """Runs the script up to its first `train()` without weights, and chooses DDP if it fits, else sharding.
 
     Args:
-        command: What a rank executes.
+        command: Command line of a rank.
         environment: All of its variables.
         config: The run's options.
         num_ranks: Ranks of this machine.
 
     Returns:
-        What `shard` becomes, "on" or "off".
+        The value of `shard`: "on" or "off".
 
     Raises:
-        SetupError: Neither fits, the step cannot be counted, or several nodes would each choose.
-        RankTimeoutError: The script does not come to `train()`.
+        SetupError: Neither fits, the memory of the step cannot be counted, or the run has several nodes.
+        RankTimeoutError: The script does not reach `train()` in time.
     """
     if num_nodes(config.nnodes) != 1:
         raise SetupError(

@@ -1,4 +1,4 @@
-"""One training of a sharded model: what an engine does not check, or leaves to the one who starts the ranks."""
+"""The training of a sharded model: checks and work that the sharding engine (Unsloth, accelerate) leaves to us."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ logger = get_logger(__name__)
 
 
 class Sharding(GradientExchange):
-    """Takes DDP's place where the weights are sharded: the engine's reduce-scatter sums the gradients.
+    """Replaces DDP if the weights are sharded: the engine's reduce-scatter sums the gradients.
 
     Args:
-        engine: Who shards the model.
-        steps: Decides how samples are dealt once the model is there.
+        engine: The library that shards the model.
+        steps: Decides how samples are divided after the model is sharded.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine, steps: StepFeed) -> None:
@@ -44,20 +44,20 @@ class Sharding(GradientExchange):
         self._steps = steps
         # Parameter groups of an optimizer that has trained shards already.
         self._groups: list[list[nn.Parameter]] = []
-        # Layers in 4 bit of which this rank has loaded its rows.
+        # 4-bit layers of which this rank has loaded only its rows.
         self._packed: list[Any] = []
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Gives all ranks rank 0's weights before accelerate shards them. Collective.
+        """Broadcasts rank 0's weights before accelerate shards them. Collective.
 
         Raises:
-            SetupError: An optimizer, hooks or shared weights that a sharded training does not support.
+            SetupError: The optimizer, hooks or shared weights are not supported in a sharded training.
         """
         model = self._trainer.model
         is_sharded_already = has_shards(model)
         if is_sharded_already:
-            # An evaluation may have left whole weights, and the Trainer asks for its class.
+            # An evaluation may have left weights gathered. The Trainer checks the model's class.
             reshard(model)
             named_as_before(model)
         self._check_named_optimizer()
@@ -66,7 +66,7 @@ class Sharding(GradientExchange):
             if not is_sharded_already and model is not None:
                 check_no_hooks(model)
                 check_shared(model)
-                # Frozen ones too, as DDP does: a rank may have made them by random numbers.
+                # Frozen weights, too, as in DDP: they may be initialized randomly.
                 self._packed = in_parts(model)
                 packed = {id(layer.weight) for layer in self._packed}
                 self._manager.broadcast_tensors(p for p in model.parameters() if id(p) not in packed)
@@ -82,7 +82,7 @@ class Sharding(GradientExchange):
         return cast(Any, self._trainer.accelerator).state.fsdp_plugin
 
     def _sum_in_32_bits(self) -> None:
-        """accelerate sums bf16 gradients over ranks in bf16; DDP sums them in the dtype of the weights, fp32."""
+        """Makes accelerate sum gradients over ranks in fp32, as DDP does, and not in bf16 or fp16."""
         plugin = self._plugin
         policy = plugin.mixed_precision_policy
         if policy is not None and policy.reduce_dtype in (torch.bfloat16, torch.float16):
@@ -93,17 +93,17 @@ class Sharding(GradientExchange):
         return {"_save_checkpoint": self._save}
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """`Trainer._save_checkpoint`: what is saved belongs to the optimizer's shards, also after an evaluation."""
+        """Overrides `Trainer._save_checkpoint`: reshards first, as an evaluation may have left weights gathered."""
         reshard(self._trainer.model)
         original(*args, **kwargs)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Checks that the model is sharded, and that the optimizer trains the shards.
+        """Checks that the model is sharded and that the optimizer trains the shards.
 
         Raises:
-            SetupError: It is not, or a trainable weight would never change.
+            SetupError: The model is not sharded, or the optimizer lacks a trainable weight.
         """
-        # accelerate prepares it again, and knows shards by their address, which all empty shards of a rank have.
+        # accelerate prepares the optimizer again and identifies shards by address, which empty shards share.
         for group, parameters in zip(self._trainer.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters
         model = self._trainer.model
@@ -111,7 +111,7 @@ class Sharding(GradientExchange):
         check_parts(self._packed, self._manager.identity.rank, self._manager.identity.world_size)
         named_as_before(model)
         if _reshard_without_gradient not in model._forward_hooks.values():
-            # Also after the training: what is left whole is another tensor than the one that is saved.
+            # Stays after the training: gathered weights are other tensors than the ones that are saved.
             model.register_forward_hook(_reshard_without_gradient)
         self._check_optimizer(model)
         self._steps.decide()
@@ -125,24 +125,24 @@ class Sharding(GradientExchange):
         )
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """A forward pass without a backward, of an evaluation say, leaves whole weights on some modules."""
+        """Reshards: a forward pass without a backward pass, as in an evaluation, leaves weights gathered."""
         reshard(self._trainer.model)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         reshard(self._trainer.model)
 
     def _check_named_optimizer(self) -> None:
-        """Refuses an optimizer that fails in the first step with an error of torch that does not name it.
+        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it.
 
         Raises:
-            SetupError: It cannot train shards.
+            SetupError: The optimizer cannot train shards.
         """
         named = self._trainer.args.optim
         name = str(getattr(named, "value", named))
         if self._trainer.optimizer is None and not trains_parts(name, with_unsloth=self._engine is Engine.UNSLOTH):
             raise SetupError(
-                f"optim={name!r} does not train weights that FSDP2 of {self._engine.value} has sharded.",
-                hint="Set optim='adamw_torch_fused': each rank has only its part of the states.",
+                f"optim={name!r} cannot train weights that are sharded by FSDP2 of {self._engine.value}.",
+                hint="Set optim='adamw_torch_fused', whose states are sharded, too.",
             )
 
     def _check_optimizer(self, model: nn.Module) -> None:
@@ -150,56 +150,56 @@ class Sharding(GradientExchange):
         missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
         if missing:
             raise SetupError(
-                f"The optimizer does not train {listed(missing)}, which require a gradient: it was made of other "
+                f"The optimizer does not train {listed(missing)}, which require a gradient: it was created with other "
                 "tensors than the shards of the model.",
-                hint="Let the Trainer make the optimizer, and freeze what is not to be trained.",
+                hint="Let the Trainer create the optimizer, and freeze weights that are not to be trained.",
             )
 
 
 def _reshard_without_gradient(model: nn.Module, inputs: Any, output: Any) -> None:
-    """Frees what a forward pass leaves whole for a backward pass, where there will be none."""
+    """Forward hook: reshards after a forward pass without gradients, after which no backward pass will do so."""
     if not torch.is_grad_enabled():
         reshard(model)
 
 
 def check_no_hooks(model: nn.Module) -> None:
-    """Refuses the script's hooks on gradients, which no engine calls: it adds gradients up without autograd.
+    """Refuses gradient hooks of the script: engines do not call them, because they accumulate without autograd.
 
     Raises:
-        SetupError: A trainable parameter has one.
+        SetupError: A trainable parameter has a hook.
     """
     name = next(hooked(model), None)
     if name is None:
         return
     raise SetupError(
-        f"The script's hook on the gradient of {name} is never called where the model is sharded.",
+        f"The script's hook on the gradient of {name} is never called in a sharded training.",
         hint="Change gradients in a callback's on_pre_optimizer_step, by model.named_parameters(), or leave shard out.",
     )
 
 
 def check_options(config: MultiGPUConfig, engine: Engine) -> None:
-    """Refuses what is possible for DDP only, where the script itself has asked for FSDP2.
+    """Refuses options that need DDP, if the script itself asks for FSDP2.
 
     Raises:
-        SetupError: Such an option was given, transformers has sharded the model, or a library is older than any with
-            which the engine was run.
+        SetupError: Such an option was given, transformers has sharded the model, or a library is older than the engine
+            needs.
     """
     if engine is Engine.TRANSFORMERS:
         raise SetupError(
-            "distributed_config has sharded the model when it was loaded, and a Trainer saves rank 0's part alone.",
+            "distributed_config has sharded the model during loading, and a Trainer would save only rank 0's shard.",
             hint="Leave it out, and call enable_multi_gpu(shard='on').",
         )
     if config.strategy != DDP():
         raise SetupError(
-            f"strategy={str(config.strategy)!r} is not possible where FSDP2 of {engine.value} shards the model and "
-            "exchanges the gradients.",
+            f"strategy={str(config.strategy)!r} is not possible if FSDP2 of {engine.value} shards the model and "
+            "synchronizes the gradients.",
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
 
 
 def check_is_sharded(model: nn.Module | None) -> None:
-    """Refuses a model of which every rank holds everything.
+    """Refuses a model that is not sharded.
 
     Raises:
         SetupError: No parameter is sharded.
@@ -211,6 +211,6 @@ def check_is_sharded(model: nn.Module | None) -> None:
     if model is None:
         hint = "Give the Trainer a model in place of model_init, or leave shard out."
     elif next(model.parameters()).device.type == "cpu" and "unsloth" not in sys.modules:
-        hint = "accelerate's FSDP2 does not shard CPU ranks: leave shard out. Unsloth's does."
+        hint = "accelerate's FSDP2 does not shard on CPU ranks: leave shard out. Unsloth's does."
     name = "the model" if model is None else class_of(model).__name__
-    raise SetupError(f"shard='on', but no weight of {name} is sharded: every rank holds all of it.", hint=hint)
+    raise SetupError(f"shard='on', but no weight of {name} is sharded: every rank has the whole model.", hint=hint)

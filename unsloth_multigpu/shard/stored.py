@@ -1,4 +1,4 @@
-"""How much memory a model's weights take at least, by its files: what one device cannot hold is not loaded there."""
+"""Estimates the memory of a model's weights from the sizes of its files, to refuse loading what cannot fit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def least_bytes(name: Any, options: Mapping[str, Any]) -> int:
-    """The least that the weights of a model take once they are loaded; 0 = not known.
+    """Returns a lower bound of the memory of a model's weights after loading; 0 = not known.
 
     Args:
-        name: A folder, or a repository of which the hub's cache has the files.
+        name: A folder, or a repository whose files are in the hub's cache.
         options: The arguments of `from_pretrained`.
     """
     config = _read(name, "config.json", options)
@@ -27,7 +27,7 @@ def least_bytes(name: Any, options: Mapping[str, Any]) -> int:
 
 
 def _wanted_bits(options: Mapping[str, Any]) -> int:
-    """Bits of a weight as it is asked for; 0 = as stored."""
+    """Returns the bits of a weight that the arguments ask for; 0 = as stored."""
     quantization = options.get("quantization_config")
     for bits in (4, 8):
         name = f"load_in_{bits}bit"
@@ -49,7 +49,7 @@ def _read(name: Any, file: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _path(name: Any, file: str, options: Mapping[str, Any]) -> Path | None:
-    """Where a file of the model lies on this machine, if it does."""
+    """Returns the local path of a file of the model; None if it is not on this machine."""
     file = str(Path(options.get("subfolder") or "", file))
     if Path(name, file).is_file():
         return Path(name, file)
@@ -58,6 +58,6 @@ def _path(name: Any, file: str, options: Mapping[str, Any]) -> Path | None:
     try:
         options = {key: options.get(key) for key in ("cache_dir", "revision")}
         found = huggingface_hub.try_to_load_from_cache(str(name), file, **options)
-    except huggingface_hub.errors.HFValidationError:  # The path of a folder that has no such file.
+    except huggingface_hub.errors.HFValidationError:  # `name` is a folder without this file.
         return None
     return Path(found) if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Probe: ranks started as for a training add up a tensor, and compare the sum with what it must be."""
+"""Probe: ranks that are started as for a training all-reduce a tensor and check the sum."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MODULUS = 65521
 
 
 def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float]:
-    """Adds up a tensor of 32-bit integers over all ranks, several times. Collective.
+    """All-reduces a tensor of 32-bit integers several times. Collective.
 
     Returns:
-        Elements of this rank that were wrong in any round, and the median seconds of a round.
+        The largest number of wrong elements of this rank in a round, and the median seconds of a round.
     """
     import torch
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def _measure_in_rank() -> None:
     from unsloth_multigpu.group.manager import DDPManager, local_device
     from unsloth_multigpu.launch.rank import enter_rank
 
-    # Without enable_multi_gpu(): a wrong version of a library is another row, and not a fault of the network.
+    # Without enable_multi_gpu(): an unsupported library is another row of the result, not a fault of the network.
     config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
     enter_rank(identity, RunContext.read(os.environ))
     device = local_device(identity, config)
@@ -70,7 +70,7 @@ def _measure_in_rank() -> None:
     manager.open_group()
     num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
     mine = time_all_reduce(num_elements, device)
-    # Over the store: the result must not travel over the network that is tested.
+    # By the store: the result must not use the collectives that are tested.
     manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
     if identity.rank == 0:
         limit_s = manager.config.timeout_s
@@ -92,7 +92,7 @@ def _measure_in_rank() -> None:
 
 
 def _supervise_ranks() -> dict[str, Any]:
-    """Starts the ranks; returns only by an error, else this process ends with their exit code."""
+    """Starts the ranks and exits with their exit code. Returns only by an error."""
     from unsloth_multigpu.start import ranks_to_start, supervise, visible_accelerators
 
     config = MultiGPUConfig.resolve({})
@@ -104,7 +104,7 @@ def _supervise_ranks() -> dict[str, Any]:
 
 
 def wait_for(*devices: torch.device) -> None:
-    """Waits until the devices have done what they were asked for."""
+    """Waits until all queued work of the devices is done."""
     import torch
 
     for device in devices:
@@ -113,7 +113,7 @@ def wait_for(*devices: torch.device) -> None:
 
 
 def main() -> None:
-    """`python -m unsloth_multigpu.tools.allreduce OUTCOME.json`; the ranks have `rank` as a second argument."""
+    """`python -m unsloth_multigpu.tools.allreduce OUTCOME.json`; ranks have a second argument, `rank`."""
     from unsloth_multigpu.tools.probe import leave_outcome
 
     if sys.argv[2:] == ["rank"]:

@@ -1,4 +1,4 @@
-"""Which samples does a micro-batch hold? Told by hashes of their tokens, whatever the padding and the order."""
+"""Identifies the samples of a micro-batch by hashes of their tokens, independent of padding and order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def fingerprints(inputs: Any) -> Counter[str]:
     """Counts the samples of a micro-batch by their hash.
 
     Args:
-        inputs: What `Trainer.training_step` gets: usually a mapping with `input_ids` of shape (rows, length), else the
-            first tensor counts. Without `attention_mask`, a row is parted where its `position_ids` begin again
-            (padding-free and packed batches). Other texts count only where there is no `input_ids`: KTO puts one more
-            into a row, which need not belong to it.
+        inputs: The inputs of `Trainer.training_step`: usually a mapping with `input_ids` of shape (rows, length), else
+            the first tensor counts. Without `attention_mask`, a row is split where its `position_ids` begin again
+            (padding-free and packed batches). Other `*input_ids` count only without `input_ids`: KTO adds one to a row
+            that need not belong to it.
     """
-    if not isinstance(inputs, Mapping):  # Trainers that generate their samples get rows as the data set has them.
+    if not isinstance(inputs, Mapping):  # Trainers that generate completions get rows of the data set.
         return Counter(_hash([repr(row).encode()]) for row in inputs)
     tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     tokens = {n: v for n, v in tensors.items() if n.endswith("input_ids") and v.dim() == 2}
@@ -31,14 +31,14 @@ def fingerprints(inputs: Any) -> Counter[str]:
         tokens = {"input_ids": tokens["input_ids"]}
     if not tokens:
         return Counter(_hash([_bytes(row)]) for row in next(iter(tensors.values()), ()))
-    # Preference data has several texts in a row, each with a mask of its own.
+    # Preference data has several texts per row, each with its own mask.
     masks = {name: tensors.get(name.removesuffix("input_ids") + "attention_mask") for name in tokens}
     texts = [_unpadded(rows, masks[name]) for name, rows in tokens.items()]
     return Counter(_hash(row) for row in zip(*texts, strict=True))
 
 
 def _unpadded(rows: torch.Tensor, mask: torch.Tensor | None) -> list[bytes]:
-    # A mask with more dimensions says which token sees which, not where a row ends.
+    # A mask with more dimensions is an attention pattern, not padding.
     has_mask = mask is not None and mask.shape == rows.shape
     return [_bytes(row[mask[i].bool()] if has_mask and mask is not None else row) for i, row in enumerate(rows)]
 
@@ -47,7 +47,7 @@ def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     parts = []
     for row, places in zip(tokens, positions, strict=True):
         starts = [start for start in (places == 0).nonzero().flatten().tolist() if start > 0]
-        # The part before the first 0 counts as well: the rest of a sample that was cut.
+        # The part before the first 0 is the rest of a truncated sample, and counts, too.
         parts += [row[start:end] for start, end in pairwise([0, *starts, len(row)])]
     return parts
 

@@ -1,4 +1,4 @@
-"""Runs of a script's first steps: nothing of the training is saved, and its process ends before the next line."""
+"""Base of tools that run the first steps of a script: nothing is saved, and the process ends after `train()`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
-# Nothing of such a run may land in the user's folders or accounts.
+# Methods that do nothing in such a run, which must not write to the user's folders or accounts.
 _SAVERS = (
     "save_model",
     "save_state",
@@ -41,13 +41,13 @@ _TRACKERS = "transformers.integrations"
 
 @dataclass(frozen=True)
 class StepsRequest:
-    """What a tool asks of a run.
+    """Settings of a tool for a run.
 
     Args:
-        folder: Where every rank leaves `rank_N.json`.
+        folder: Folder for `rank_N.json` of every rank.
         num_steps: Optimizer steps after which the run ends.
-        num_gpus: Ranks of this run; wins over the script's own number.
-        dropout: False = it is switched off.
+        num_gpus: Ranks of this run; overrides the script's own number.
+        dropout: False = dropout is switched off.
     """
 
     folder: str
@@ -56,18 +56,18 @@ class StepsRequest:
     dropout: bool = True
 
     def variables(self, tool: str) -> dict[str, str]:
-        """The environment that carries this request to a `FirstSteps`, "module:class"."""
+        """Returns the environment variables of this request for a subclass of `FirstSteps`, "module:class"."""
         return ToolRequest(tool, dataclasses.asdict(self)).variables()
 
 
 class FirstSteps(Part, Tool):
-    """What every tool does to a run of which it follows the first steps: nothing is saved, and they end it.
+    """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
 
     Args:
-        request: The values of a `StepsRequest`.
+        request: The fields of a `StepsRequest`.
 
     Attributes:
-        name: Of the command.
+        name: Name of the command.
     """
 
     is_comparison = True
@@ -90,25 +90,24 @@ class FirstSteps(Part, Tool):
         self.leave_process()
 
     def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
-        """The options of a run on this machine, from the start.
+        """Returns the options of a run on this machine without restarts and resume.
 
         Args:
-            config: Of the script.
-            **changes: Options that the tool itself changes.
+            config: Options of the script.
+            **changes: Further options that the tool changes.
 
         Raises:
-            SetupError: The script asks for the legacy path.
+            SetupError: The script uses the legacy path or generators.
         """
         if not config.enable_ddp:
             raise SetupError(
-                f"{self.name} compares one process with several ranks; enable_ddp=False, the legacy path, is one "
-                "process.",
+                f"{self.name} compares one process with several ranks, but enable_ddp=False runs in one process.",
                 hint="Leave enable_ddp out for this comparison.",
             )
         if config.generators:
             raise SetupError(
-                f"{self.name} compares the same samples on one process and on several ranks, and generators="
-                f"{config.generators} draws others each time.",
+                f"{self.name} needs the same samples on one process and on several ranks, but generators="
+                f"{config.generators} generates others each time.",
                 hint=f"Leave generators out for {self.name}.",
             )
         given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": self.request.num_gpus}
@@ -116,9 +115,9 @@ class FirstSteps(Part, Tool):
         return dataclasses.replace(config, **given, **changes)
 
     def check_variables(self, others: list[str]) -> None:
-        if others:  # Otherwise the training would not end after the steps that were asked for.
+        if others:  # Otherwise the training would not end after the requested steps.
             raise SetupError(
-                f"{self.name} knows ranks that have all weights, or shards of them; {others[0]} is set.",
+                f"{others[0]} is set, which {self.name} does not support.",
                 hint=f"Unset it for {self.name}.",
             )
 
@@ -128,13 +127,13 @@ class FirstSteps(Part, Tool):
         self._new_folders += tuple(path for path in (folder, *folder.parents) if not path.exists())
 
     def leave_process(self) -> NoReturn:
-        """Ends this process well, before the script's next line, which may save over the user's model.
+        """Exits with 0 before the script's next line, which may overwrite the user's model.
 
-        No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
-        multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
+        Not by SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers are
+        called: they close the process group and end data loading workers.
         """
         for path in self._new_folders:
-            with suppress(OSError):  # The Trainer makes its output folder; another rank may have removed it.
+            with suppress(OSError):  # Another rank may have removed it.
                 path.rmdir()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -143,7 +142,7 @@ class FirstSteps(Part, Tool):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Nothing is saved, uploaded or sent to trackers."""
+        """Turns off saving, uploads and trackers."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         for name, value in _SETTINGS.items():
             setattr(trainer.args, name, value)
@@ -155,21 +154,21 @@ class FirstSteps(Part, Tool):
             yield
 
     def record(self) -> dict[str, Any]:
-        """What was recorded, as JSON values."""
+        """Returns the record as JSON values."""
         raise NotImplementedError
 
     def write(self) -> None:
-        """Leaves what was recorded in the request's folder."""
+        """Writes the record to the request's folder."""
         file = Path(self.request.folder, f"rank_{self._rank}.json")
         file.write_text(json.dumps(self.record()), encoding="utf-8")
 
     def _step(self) -> int:
-        """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
+        """Returns the optimizer steps since the training began or resumed."""
         return int(self._trainer.state.global_step) - self._first_step
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._first_step = int(state.global_step)
-        # A resumed run sets it, and the Trainer would load that checkpoint at the end.
+        # Set after a resume: the Trainer would load that checkpoint at the end.
         state.best_model_checkpoint = None
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -179,7 +178,7 @@ class FirstSteps(Part, Tool):
         self._steer(control)
 
     def _steer(self, control: ControlLike) -> None:
-        """Nothing is saved or evaluated, and the last step ends the training."""
+        """Prevents saving and evaluation, and ends the training after the last step."""
         control.should_save = control.should_evaluate = False
         if self._step() >= self.request.num_steps:
             control.should_training_stop = True
@@ -190,4 +189,4 @@ def _is_tracker(callback: Any) -> bool:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces what saves or uploads."""
+    """Replaces methods that save or upload."""

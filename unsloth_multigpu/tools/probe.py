@@ -1,4 +1,4 @@
-"""A check in a process of its own: what crashes, hangs or prints there becomes one fact here."""
+"""Runs a check in a child process: a crash, a hang or output there becomes one result here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LOG_LINES = 15
 
 
 class Probe:
-    """Runs `python -m <module> FILE`, which leaves its outcome as JSON in FILE.
+    """Runs `python -m <module> FILE`, which writes its outcome as JSON to FILE.
 
     Args:
         module: A module whose main function is `leave_outcome`.
-        folder: Where its outcome and its output go; it also works there, since libraries leave caches behind.
-        limit_s: It is ended this many seconds after its start.
-        environment: Variables in addition to this process's.
+        folder: Folder for its outcome and output, and its working folder, because libraries write caches.
+        limit_s: Time limit in seconds.
+        environment: Additional variables.
     """
 
     def __init__(self, module: str, folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
@@ -36,7 +36,7 @@ class Probe:
         self._outcome = folder / f"{module}.json"
         self._log = folder / f"{module}.log"
         self._limit_s = limit_s
-        # It works in another folder.
+        # As an absolute path, because it has another working folder.
         file = os.environ.get(ENV_CONFIG, "").strip()
         told = {ENV_PROBE: str(self._outcome), **({ENV_CONFIG: os.path.abspath(file)} if file else {})}
         self._environment = {**os.environ, **(environment or {}), **told}
@@ -45,7 +45,7 @@ class Probe:
         self._deadline = time.monotonic() + self._limit_s
         command = [sys.executable, "-m", self._module, str(self._outcome)]
         with self._log.open("wb") as log:
-            # A group of its own: Ctrl-C reaches this process, which then ends the probe and what the probe started.
+            # A session of its own: Ctrl-C reaches only this process, which then ends the probe and its children.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -60,13 +60,13 @@ class Probe:
         self._end()
 
     def outcome(self) -> dict[str, Any]:
-        """Waits for the end and returns what the check found; `error`, `hint` and `log` where it found nothing."""
+        """Waits for the end and returns the outcome; after a failure `error`, `log` and perhaps `hint`."""
         try:
             self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._end()
             return self._failure(f"no result within {self._limit_s:g} s")
-        # A crash after the result is a fault, too.
+        # A crash after the outcome was written is a failure, too.
         if self._process.returncode != 0 or not self._outcome.exists():
             return self._failure(how_ended(self._process.returncode))
         outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
@@ -74,25 +74,25 @@ class Probe:
 
     def _failure(self, what: str) -> dict[str, Any]:
         lines = shown_lines(self._log.read_text(encoding="utf-8", errors="replace"))
-        # The launcher names the rank that failed first; elsewhere the last line is the exception.
+        # The launcher's line about the rank that failed first, else the last line, which is the exception.
         named = [line for line in lines if re.match(r"unsloth_multigpu: rank \d", line)]
         reason = (named or lines[-1:] or ["it printed nothing"])[0]
         return {"error": f"{what}: {reason}", "log": lines[-_LOG_LINES:]}
 
     def _end(self) -> None:
-        # The launcher ends its ranks on SIGTERM; they also die with it.
+        # The launcher ends its ranks after SIGTERM, and they die with it.
         end_command(self._process, str(self._outcome), _TERMINATE_LIMIT_S)
 
 
 def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:
-    """The main function of a probe: writes what `measure` returns, or its error, to the file named on the command."""
+    """The main function of a probe: writes the result of `measure`, or its error, to the file in `sys.argv[1]`."""
     file = Path(sys.argv[1])
     os.chdir(file.parent)
     try:
         outcome = measure()
     except MultiGPUError as error:
         outcome = {"error": str(error.args[0]), "hint": error.hint}
-    # Renamed when complete, so that a process killed while it writes leaves no half of a file.
+    # Renamed when complete, so that a killed process leaves no partial file.
     partial = file.with_suffix(".part")
     partial.write_text(json.dumps(outcome), encoding="utf-8")
     partial.replace(file)

@@ -1,4 +1,4 @@
-"""How a tool runs the user's script: with which ranks, devices and variables, and for how long at most."""
+"""Runs the user's script for a tool: ranks, devices, variables and time limit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DEFAULT_LIMIT_S = 3600.0
 _RANK_MODULE = "unsloth_multigpu.cli.script_runner"
 # The supervisor gives its ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
-# Of what a run has printed, where it fails.
+# Lines of the output that are shown after a failure.
 _NUM_LINES = 40
 
 
 def command_of(program: Sequence[str]) -> list[str]:
-    """What starts a program as `unsloth-multigpu run` does.
+    """Returns the command that starts a program as `unsloth-multigpu run` does.
 
     Args:
         program: The script and its arguments, or `-m`, a module and its arguments.
     """
-    # An absolute path: the script may change its working directory before it starts the ranks.
+    # An absolute path, because the script may change its working folder before it starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
     return [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
 
@@ -45,29 +45,29 @@ def run_first_steps(
     variables: Mapping[str, str],
     limit_s: float,
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """Runs the first steps of a program, with the class of `<name>_recorder` that follows them.
+    """Runs the first steps of a program with the recorder class in `<name>_recorder`.
 
     Args:
-        name: Of the command.
+        name: Name of the command.
         program: See `command_of`.
-        request: What it is asked. Its folder is made here; it is private, since the processes are found by its path.
-        device: "cpu" shows the run no accelerator.
-        variables: Options of a run, and others, for this run.
-        limit_s: After which it is ended.
+        request: The settings. Its folder is created here; its path also identifies the processes of the run.
+        device: "cpu" hides accelerators from the run.
+        variables: Options of the run, and other variables.
+        limit_s: Time limit in seconds.
 
     Returns:
-        Its exit code as a shell shows it; what each rank has recorded, rank 0 first; the end of what it has printed.
+        Exit code as in a shell; the record of each rank, rank 0 first; the last lines of the output.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
-        SetupError: It has ended well and recorded nothing.
+        SetupError: It exited with 0 and recorded nothing.
     """
     folder = Path(request.folder)
     folder.mkdir()
     environment = {
-        # The logs of a training are not overwritten, unless the user names a folder.
+        # Not the folder of the user's trainings, unless the user has set it.
         variable("log_dir"): str(folder / "logs"),
-        # The order of a set of strings may decide the order of samples.
+        # The iteration order of a set of strings may decide the order of samples.
         "PYTHONHASHSEED": "0",
         **os.environ,
         variable("max_restarts"): "0",
@@ -82,7 +82,7 @@ def run_first_steps(
             command_of(program),
             environment,
             output,
-            # The request has the folder in it, as JSON, which writes only ASCII as it is.
+            # The variables contain the folder as JSON, which escapes characters other than ASCII.
             marker=f"{folder.parent.name}/{folder.name}",
             limit_s=limit_s,
             terminate_limit_s=_TERMINATE_LIMIT_S,
@@ -91,29 +91,29 @@ def run_first_steps(
     if code is None:
         raise RankTimeoutError(
             f"The run did not reach its end within timeout_s={limit_s:g} seconds. The end of its output:\n{tail}",
-            hint="Ask for fewer --steps, or raise --timeout-s where it only takes long.",
+            hint="Set fewer --steps, or a higher --timeout-s.",
         )
     records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
     if code == 0 and not records:
         raise SetupError(
-            f"{' '.join(program)} ended without a training that {name} could follow. The end of its output:\n{tail}",
-            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
+            f"{' '.join(program)} ended without a training that {name} could record. The end of its output:\n{tail}",
+            hint="It must call train() of a transformers Trainer, after enable_multi_gpu() if it has that call.",
         )
     return 128 - code if code < 0 else code, sorted(records, key=lambda record: int(record["rank"])), tail
 
 
 def check_is_no_rank(name: str) -> None:
-    """Raises SetupError in a rank: the command starts its ranks itself."""
+    """Raises SetupError in a rank, because the command starts ranks itself."""
     if read_identity(os.environ) is not None:
         raise SetupError(f"{name} starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
 
 
 def device_variables(device: str, num_gpus: int) -> dict[str, str]:
-    """The variables that show a run its devices: none, or one to one process, which would use DataParallel for more."""
+    """Returns variables that hide all devices, or all but one from a single process, which would use DataParallel."""
     from unsloth_multigpu.start import visible_accelerators
 
     if device == "cpu":
-        # Set here and not by the run: a library may count the cards before the script asks for the CPU.
+        # Set for the whole process: a library may count the GPUs before the script selects the CPU.
         return {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
     kind, num_devices = visible_accelerators()
     if num_gpus > 1 or num_devices < 2:
@@ -122,7 +122,7 @@ def device_variables(device: str, num_gpus: int) -> dict[str, str]:
 
 
 def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
-    """On the CPU, one process is given the threads of a rank that it is compared with, unless the user has set them."""
+    """Returns the variable that gives one CPU process as many threads as a rank, unless the user has set it."""
     from unsloth_multigpu.start import visible_accelerators
 
     if device != "cpu" and visible_accelerators()[1] > 0:
@@ -131,10 +131,10 @@ def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
 
 
 def parse_numbers(name: str, text: str) -> list[int]:
-    """ "1,2,8" as numbers of GPUs, smallest first.
+    """Parses numbers of GPUs such as "1,2,8". Returns them in ascending order.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The text has another form.
     """
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise ConfigError(

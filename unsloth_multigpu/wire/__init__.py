@@ -1,1 +1,1 @@
-"""What do the supervisor and its ranks tell each other?"""
+"""How do the supervisor and its ranks communicate?"""

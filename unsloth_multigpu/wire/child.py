@@ -1,4 +1,4 @@
-"""A Python process that this one starts, ends and speaks to over a pair of sockets. No name, no port."""
+"""A Python child process with which this process communicates over a socket pair."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from unsloth_multigpu.wire.wait import is_readable
 from unsloth_multigpu.words import how_ended
 
 _TAIL_LINES = 25
-# It becomes the program. A debugger that is attached to this process goes into each Python that it sees being started,
-# and lets it wait for a client of its own, which VS Code and JupyterLab never send; a shell it leaves alone.
+# Starts Python by way of a shell. A debugger that is attached to this process would patch a Python child, which would
+# then wait for a client that VS Code and JupyterLab never connect.
 _BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
 
 
 class Child:
-    """Starts the process, and holds what is known of it.
+    """Starts and ends the process.
 
     Args:
-        name: What a user calls it, like "rank 1".
-        program: What it runs by `python -c`, and not by `-m`, since its `__main__` is the user's. `sys.argv[1]` is the
-            number of its end of the pair.
+        name: Its name in messages, such as "rank 1".
+        program: Code for `python -c`. Not `-m`, because its `__main__` belongs to the user. `sys.argv[1]` is the file
+            descriptor of its end of the socket pair.
         arguments: The rest of its `sys.argv`.
-        log: Where its output goes.
+        log: File for its output.
         environment: All of its variables.
 
     Attributes:
-        connection: This process's end of the pair, for the caller to own.
-        exit_code: None while it lives; negative = the signal that ended it.
+        connection: This process's end of the socket pair, which the caller has to close.
+        exit_code: None while it lives; -N = ended by signal N.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Child:
         self.connection, theirs = multiprocessing.Pipe()
         with ExitStack() as stack:
             stack.callback(self.connection.close)
-            if not log.exists():  # The folder was removed while processes were running.
+            if not log.exists():  # The folder was removed meanwhile.
                 make_log(log)
             with log.open("ab") as output, theirs:
                 self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class Child:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=dict(environment),
-                    # Ctrl-C and Jupyter's Stop go to the process group; a child is told by this process.
+                    # Keeps away Ctrl-C and Jupyter's Stop, which go to the process group.
                     start_new_session=True,
                 )
             self.pid = self._process.pid
@@ -69,49 +69,49 @@ class Child:
             stack.pop_all()
 
     def kill(self, because: str = "") -> None:
-        """SIGKILL to the process and what it has started; `because` is shown to the user."""
+        """Kills the process and its process group. `because` is shown to the user."""
         self._killed_because = self._killed_because or because
         kill_rank(self.pid)
 
     def has_ended(self, limit_s: float = 0.0) -> bool:
-        """Waits for its end."""
+        """Waits for its end; False if it has not ended within `limit_s`."""
         return is_readable(self.pid_descriptor, limit_s)
 
     def collect(self) -> None:
-        """Takes the exit code of a process that has ended, and ends what it leaves behind."""
-        # Before it is collected: until then no other process can have its number.
+        """Collects the exit code of a process that has ended, and kills what is left of its process group."""
+        # Kill first: once it is collected, another process may get its id.
         kill_rank(self.pid)
         wait_after_kill(self._process)
         self.exit_code = -signal.SIGKILL if self._process.returncode is None else self._process.returncode
 
     def is_mine(self) -> bool:
-        """True in the process that has started it, and not in a forked one."""
+        """True in the process that has started it, False in a forked child."""
         return os.getpid() == self._started_by
 
     def describe_death(self) -> str:
-        """How it ended, with the end of its log."""
+        """Describes its end, with the last lines of its log."""
         return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
 
     def describe_end(self) -> str:
-        """How it ended, in one line without a full stop."""
+        """Describes its end in one line without a full stop."""
         how = "has not ended" if self.exit_code is None else how_ended(self.exit_code)
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"
         return f"{self.name} (pid {self.pid}) {how}"
 
     def shown_log(self) -> Path:
-        """Path of its log, relative to the current folder if it is below it."""
+        """Returns the path of its log, relative to the current folder if it is below it."""
         with suppress(ValueError, FileNotFoundError):
             return self.log.relative_to(Path.cwd())
         return self.log
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
-        """The last lines of its log."""
+        """Returns the last lines of its log."""
         return read_tail(self.log, num_lines)
 
 
 def read_tail(log: Path, num_lines: int = _TAIL_LINES) -> str:
-    """The last lines of a log; "" where there is none."""
+    """Returns the last lines of a log; "" if it cannot be read."""
     with suppress(OSError):
         return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
     return ""

@@ -1,4 +1,4 @@
-"""What a process of a run is told by the one that started it. The only reader of the variables that carry it."""
+"""The facts that a supervisor hands to its ranks, in environment variables. Only this module reads these."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from unsloth_multigpu.options import (
     ENV_TOOL,
 )
 
-# What a supervisor tells all attempts of its ranks.
+# Facts that are equal for all attempts.
 _OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port")
 
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """A tool that takes part in a run, see `tool.Tool`.
+    """The tool of a run, see `tool.Tool`.
 
     Args:
-        name: Where its class is, as "module:class".
-        values: What it is made from, as JSON values.
+        name: Its class as "module:class".
+        values: Arguments of the class, as JSON values.
     """
 
     name: str
     values: Mapping[str, object]
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries this request."""
+        """Returns the environment variables of this request."""
         return {ENV_TOOL: json.dumps([self.name, self.values])}
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a supervisor tells its ranks. Without a supervisor of ours only `tool` may be set.
+    """Facts from a supervisor for its ranks. Without a supervisor of ours only `tool` may be set.
 
     Args:
         run_dir: The run's private folder: heartbeats, events, sockets.
         supervisor_pid: Process id of the supervisor of this node.
         log_dir: Folder of rank_N.log.
-        seed: For generators that a script does not seed, the same on all ranks.
-        draws: Digests of the supervisor's random generators at the line, see `launch.seeding`.
-        run_id: Of this run, the same for all its attempts.
-        server_port: Where the server that generates will listen; the next port is for weights. None = there is none.
+        seed: Seed for random generators that the script does not seed, equal on all ranks.
+        draws: Digests of the supervisor's random generators in `enable_multi_gpu()`, see `launch.seeding`.
+        run_id: Name of the run, equal for all its attempts.
+        server_port: Port of the generation server; the next port is for weights. None = no server.
         attempt: How often the ranks were started before.
-        tool: Takes part in the run.
-        shard_choice: What `shard="auto"` has become, "on" or "off".
-        launcher: "notebook" or "unsloth_multigpu" in ranks of ours, else None.
+        tool: The tool that started the run.
+        shard_choice: The choice of `shard="auto"`: "on" or "off".
+        launcher: "notebook" or "unsloth_multigpu" in ranks that this package has started, else None.
     """
 
     run_dir: str | None = None
@@ -68,8 +68,7 @@ class RunContext:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
-        """The context that `environment` carries."""
-
+        """Reads the context from environment variables."""
         tool = environment.get(ENV_TOOL)
         launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
@@ -82,12 +81,12 @@ class RunContext:
         )
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries this context, except for the attempt, which the supervisor counts."""
-        told = {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN})}
+        """Returns the environment variables of this context, except for the attempt."""
+        of_run = {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN})}
         of_dir = {} if self.run_dir is None else {ENV_RUN_DIR: self.run_dir}
-        return {**told, **of_dir, **({} if self.tool is None else self.tool.variables())}
+        return {**of_run, **of_dir, **({} if self.tool is None else self.tool.variables())}
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:
-    """Tells ranks that are about to start how often they were started before."""
+    """Returns the environment variable with the number of earlier starts of the ranks."""
     return {ENV_ATTEMPT: str(attempt)}

@@ -1,4 +1,4 @@
-"""What a rank says of itself, as JSON lines in the run's folder."""
+"""Events of ranks, as JSON lines in the run's folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank says of itself: started, meeting (it waits for others to open a group), met, training,
-    trained, stopping, stopped, interrupted, exception or exiting.
+    """An event of a rank.
 
     Args:
-        time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and which is never set.
+        kind: "started", "meeting" (waits for the others to open a process group), "met", "training", "trained",
+            "stopping", "stopped", "interrupted", "exception" or "exiting".
+        time_s: Time of `time.monotonic`, which all processes of a machine share.
         step: Last finished optimizer step, -1 before the first training.
-        facts: What else belongs to the kind: pid, exit_code, error, traceback.
+        facts: Further values of the kind: pid, exit_code, error, traceback.
     """
 
     kind: str
@@ -38,7 +39,7 @@ class EventWriter:
     Args:
         run_dir: The run's private folder.
         attempt: How often the ranks were started before.
-        beat: This rank's page, which knows the step.
+        beat: This rank's heartbeat page, which has the step.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: HeartbeatPage) -> None:
@@ -54,19 +55,23 @@ class EventWriter:
         return self._beat.step
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Adds an event; raises OSError, with the file's name, where the folder is gone or the disk is full."""
+        """Adds an event.
+
+        Raises:
+            OSError: The folder is gone or the disk is full. It has the file's name.
+        """
         line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self._beat.step, facts])
         try:
             with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
-                # The first newline ends a line that a full disk has cut.
+                # The first newline ends a line that a full disk has truncated.
                 file.write(f"\n{line}\n")
         except OSError as error:
-            error.filename = str(self._path)  # A write that fails does not say where.
+            error.filename = str(self._path)  # An error of `write` has no file name.
             raise
 
 
 def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
-    """All ranks' events of one attempt, oldest first. Lines that are incomplete (yet) are left out."""
+    """Returns all ranks' events of one attempt, oldest first. Incomplete lines are ignored."""
     events = []
     for path in Path(run_dir).glob("events_rank_*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):

@@ -20,17 +20,17 @@ _PREFIX = "unsloth_multigpu_"
 
 @contextmanager
 def private_dir() -> Iterator[Path]:
-    """A folder that only this user can read, removed at the end. First removes those of killed supervisors.
+    """Creates a folder that only this user can read, and removes it at the end. Also removes folders of killed runs.
 
-    Its name has the process id and the scope of that id: a supervisor of another container may live where this process
-    cannot see it.
+    Its name has the process id and `pid_scope()`: a supervisor in another container may run although this process does
+    not see it.
 
     Raises:
         LaunchError: The folder for temporary files cannot be written, or is full.
     """
     for old in find_private_dirs():
         pid = old.name.removeprefix(_PREFIX).split("_")[0]
-        with suppress(FileNotFoundError):  # Another job that starts now has removed it.
+        with suppress(FileNotFoundError):  # Another starting run has removed it.
             if pid.isdigit() and not is_alive(int(pid)) and old.lstat().st_uid == os.getuid():
                 shutil.rmtree(old, ignore_errors=True)
     try:
@@ -47,28 +47,28 @@ def private_dir() -> Iterator[Path]:
 
 
 def find_private_dirs() -> list[Path]:
-    """The private folders whose process ids are valid here."""
+    """Returns the private folders whose process ids are valid here."""
     return [path for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if is_from_here(path)]
 
 
 def is_from_here(run_dir: Path) -> bool:
-    """True for the private folder of a process that this one would see if it lived."""
+    """True if the process id in the name of a private folder belongs to this machine and PID namespace."""
     return run_dir.name.removeprefix(_PREFIX).split("_")[1:2] == [pid_scope()]
 
 
 @contextmanager
 def exclusive_log_dir(log_dir: Path, num_ranks: int = 0) -> Iterator[Path]:
-    """Makes `log_dir`, readable by this user only; a second job at the same time gets a folder of its own in it.
+    """Creates `log_dir`, readable by this user only. A second job at the same time gets a subfolder of its own.
 
-    A folder that exists keeps its mode. Others may be allowed to write in it: a link in the place of a log is replaced
-    and not followed.
+    An existing folder keeps its mode. Other users may have write access to it, so a link with the name of a log is
+    replaced, not followed.
 
     Args:
-        log_dir: Where the logs go.
-        num_ranks: Ranks above 0 get an empty log each. Stacks of an earlier run are removed.
+        log_dir: Folder for the logs.
+        num_ranks: Each rank above 0 gets an empty log. Stacks of an earlier run are removed.
 
     Raises:
-        LaunchError: It cannot be written.
+        LaunchError: The folder cannot be written.
     """
     try:
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int = 0) -> Iterator[Path]:
 
 
 def make_log(log: Path) -> None:
-    """Makes an empty log, readable by this user only, and replaces an old one."""
+    """Creates an empty log that only this user can read, in place of an old one."""
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))

@@ -1,4 +1,4 @@
-"""Heartbeats: one page of shared memory per rank, which the rank writes and its supervisor reads. No system call."""
+"""Heartbeats: a page of shared memory per rank. The rank writes it without a system call; its supervisor reads it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Phase(enum.IntEnum):
 
     SCRIPT = 0  # The user's own code, outside `train()`.
     SETUP = 1  # From the call of `train()` to its first step.
-    DATA = 2  # Getting the samples of the next step.
+    DATA = 2  # Loading the samples of the next step.
     COMPUTE = 3  # Forward and backward passes.
     UPDATE = 4  # Optimizer, callbacks and logging after the last backward pass of a step.
     EVALUATE = 5
     SAVE = 6
-    COMPILE = 7  # torch.compile at work.
+    COMPILE = 7  # torch.compile compiles.
     ENDED = 8  # No more batches, or after the last step.
-    GENERATE = 9  # Making samples to train on, as GRPO does.
-    WARM_UP = 10  # Computing in the first step: kernels are compiled and memory is laid out.
+    GENERATE = 9  # Generating completions, as in GRPO.
+    WARM_UP = 10  # COMPUTE in the first step, which compiles kernels and allocates memory.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
-    AGREE = 12  # Asking the other ranks after a step whether to stop, to save, to evaluate.
+    AGREE = 12  # Agreeing with the other ranks, after a step, whether to stop, save or evaluate.
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a rank's training has done up to its last finished step. None = it is not known.
+    """Figures of a rank's training up to its last finished step. None = not known.
 
     Args:
-        max_steps: Of the training, with those before the checkpoint that it resumed from.
+        max_steps: Steps of the training, including those before a resumed checkpoint.
         num_steps: Optimizer steps of this call of `train()`.
-        num_samples: Samples whose gradient counted.
+        num_samples: Samples that contributed to a gradient.
         num_tokens: See `train.figures.TokenCount`.
-        num_padding_tokens: Places of a micro-batch that hold none of these tokens.
-        waiting_s: Seconds in which this rank waited for other ranks, see `group.waits`.
-        peak_bytes: Most memory so far: of the accelerator's allocator, or of the process on the CPU.
+        num_padding_tokens: Padding tokens of the micro-batches.
+        waiting_s: Seconds of waiting for other ranks, see `group.waits`.
+        peak_bytes: Peak memory: of the accelerator's allocator, on the CPU of the process.
         held_bytes: That memory now.
         step_s: Median seconds of a step.
         loop_s: Seconds from the begin of the first step to the end of the last one.
@@ -63,7 +63,7 @@ class Figures:
     setup_s: float | None = None
 
     def since(self, before: Figures) -> dict[str, Any]:
-        """What has come since an earlier look, by the names of the fields that add up; None = it is not known."""
+        """Returns the increments since `before` of the fields that are sums; None = not known."""
         names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
         pairs = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
@@ -71,23 +71,23 @@ class Figures:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One look at a page.
+    """The content of a page.
 
     Args:
         step: Last finished optimizer step, -1 before the first training.
         phase: What the main thread is doing.
         micro_batch: Forward-backward passes finished in the current step.
-        progress_s: When the main thread last said something, on `time.monotonic`'s clock.
-        alive_s: When the rank's pulse thread last ran, on the same clock; 0.0 before its first time.
-        collective: Number of the last collective that this rank began; -1 where it is not known.
-        operation: The collective that the rank waits in, "" where it waits in none or not for long.
-        longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all
-            that the device had still to do when the main thread waited for it. 0.0 before the first step.
-        figures: Of the training.
-        pid: Of the rank's process.
-        device: Name of the device on which it trains, "" before its first training.
-        device_id: By which the driver knows that device; "" where it has none, as the CPU.
-        first_step: What the comparison of the first step with one process has found, in short; "" before it.
+        progress_s: Last report of the main thread, on `time.monotonic`'s clock.
+        alive_s: Last report of the pulse thread, on the same clock; 0.0 before the first one.
+        collective: Number of the last collective that this rank began; -1 if not known.
+        operation: The collective in which the rank has waited for long; "" if it has not.
+        longest_s: Longest time between two reports of the main thread within the work of a step: a micro-batch, or all
+            of the device's queued work when the main thread waited for it. 0.0 before the first step.
+        figures: Figures of the training.
+        pid: Process id of the rank.
+        device: Name of the device of the training, "" before the first training.
+        device_id: The driver's id of that device; "" without one, as for the CPU.
+        first_step: Short result of the comparison of the first step with one process; "" before it.
     """
 
     step: int = -1
@@ -105,24 +105,24 @@ class Heartbeat:
     first_step: str = ""
 
 
-# Written by the main thread at every mark: step, phase, micro-batch, time, longest time.
+# Written by the main thread in `mark`: step, phase, micro-batch, time, longest time.
 _MAIN = struct.Struct("@qqqdd")
 # Written by the pulse thread: time, number of the collective, its name.
 _PULSE = struct.Struct("@dq112s")
-# Written by the main thread once a step: a `Figures` in its order, -1 for None; process, device, its id, first step.
+# Written by the main thread once a step: the fields of `Figures`, -1 for None; process id, device, its id, first step.
 _TRAINING = struct.Struct("@qqqqqdqqddd q64s48s64s")
 _PULSE_OFFSET, _TRAINING_OFFSET, _SIZE = 64, 192, 512
-# In these the main thread launches work, or waits for the device.
+# Phases in which the main thread launches work or waits for the device.
 _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
-# The time of the first step, in which kernels are compiled, is forgotten after this many more steps.
+# The time of the first step, in which kernels are compiled, is ignored after this many more steps.
 _NUM_STEPS_TO_FORGET = 4
 
 
 class HeartbeatPage:
-    """The writing side, in a rank.
+    """The writer of a rank's page.
 
     Args:
-        run_dir: The run's private folder. None = nobody reads, and the page is not shared.
+        run_dir: The run's private folder. None = no reader, and the page is not shared.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None, rank: int) -> None:
@@ -136,7 +136,7 @@ class HeartbeatPage:
         self._longest_s = {"first step": 0.0, "later": 0.0}
         self._figures = Figures()
         self._texts = [b"", b"", b""]  # Device, its id, first step.
-        # A restarted rank must not look like the one before it.
+        # Clear the page of an earlier attempt.
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
         self.note(Figures())
         self.mark(Phase.SCRIPT)
@@ -155,7 +155,7 @@ class HeartbeatPage:
             phase: What the main thread does from here on.
             step: Last finished optimizer step.
             micro_batch: Forward-backward passes finished in the current step.
-            is_done: The work of a step is done: callbacks follow until a phase is marked.
+            is_done: The work of a step is done; callbacks follow until the next phase.
         """
         now_s = time.monotonic()
         if self._is_working:
@@ -176,24 +176,24 @@ class HeartbeatPage:
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, longest_s))
 
     def note(self, figures: Figures) -> None:
-        """Shows the figures of the training. Called by the main thread once a step; takes some microseconds."""
+        """Writes the figures of the training. Called by the main thread once a step; takes some microseconds."""
         self._figures = figures
         values = (-1 if value is None else value for value in vars(figures).values())
         self._put(_TRAINING_OFFSET, _TRAINING.pack(*values, os.getpid(), *self._texts))
 
     def name_device(self, name: str, device_id: str) -> None:
-        """Shows on which device this rank trains; see `Heartbeat`."""
+        """Writes the device of this rank; see `Heartbeat`."""
         self._texts[:2] = name.encode("ascii", "replace"), device_id.encode("ascii", "replace")
         self.note(self._figures)
 
     def tell_first_step(self, text: str) -> None:
-        """Shows the result of the comparison of the first step, at most 64 characters; see `Heartbeat`."""
+        """Writes the result of the comparison of the first step, at most 64 characters; see `Heartbeat`."""
         self._texts[2] = text.encode("ascii", "replace")
         self.note(self._figures)
 
     @contextmanager
     def within(self, phase: Phase | None) -> Iterator[None]:
-        """Marks a phase, None = the current one, and at the end the current one again."""
+        """Marks `phase` within the context, None = the current one, and the earlier phase at its end."""
         before = self.phase
         self.mark(phase)
         try:
@@ -202,20 +202,20 @@ class HeartbeatPage:
             self.mark(before)
 
     def pulse(self, collective: int, operation: str) -> None:
-        """Called by the pulse thread alone; see `Heartbeat`."""
+        """Called only by the pulse thread; see `Heartbeat`."""
         self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, operation.encode("ascii", "replace")))
 
     def _put(self, offset: int, data: bytes) -> None:
-        # `pack_into` would first write zeros: a reader in between would see a rank that never made progress.
+        # Not `pack_into`, which first writes zeros that a reader could see.
         self._memory[offset : offset + len(data)] = data
 
 
 def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Heartbeat]:
-    """The latest heartbeat of every rank that has made its page, in order of ranks. A page outlives its rank."""
+    """Returns the latest heartbeat of every rank that has created its page, in order. Pages outlive their ranks."""
     found = {}
     for path in Path(run_dir).glob("beat_rank_*"):
         data = path.read_bytes()
-        if len(data) == _SIZE:  # Shorter: the rank is just making it, or the disk is full.
+        if len(data) == _SIZE:  # A shorter page is just being created, or the disk is full.
             found[int(path.name.rpartition("_")[2])] = _parse(data)
     return dict(sorted(found.items()))
 
@@ -234,7 +234,7 @@ def _parse(data: bytes) -> Heartbeat:
 def _map(path: Path) -> mmap.mmap:
     file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        # Allocated now: writing to a page of a full disk later would end the rank by SIGBUS.
+        # Allocates the page now: on a full disk, writing to it later would kill the rank by SIGBUS.
         os.posix_fallocate(file, 0, _SIZE)
         return mmap.mmap(file, _SIZE)
     finally:

@@ -1,4 +1,4 @@
-"""Who am I? Reads the variables by which launchers identify ranks: ours, torchrun's (also accelerate), SLURM's srun."""
+"""Reads the identity of a rank from the variables of its launcher: ours, torchrun (also accelerate) or SLURM's srun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_MASTER_PORT = 29500
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The place of this process among all ranks of the run.
+    """This process among all ranks of the run.
 
     Args:
         rank: 0 .. world_size - 1 over all nodes.
@@ -41,7 +41,7 @@ class RankIdentity:
             )
 
     def variables(self) -> dict[str, str]:
-        """The variables by which torch, accelerate and Unsloth know the rank."""
+        """Returns the variables from which torch, accelerate and Unsloth read the rank."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -56,15 +56,12 @@ SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_si
 
 
 def read_identity(environment: Mapping[str, str], *, is_kernel: bool = False) -> RankIdentity | None:
-    """Finds out whether a launcher started this process as one of its ranks.
+    """Returns the identity of this rank, or None if no launcher started this process.
 
     Args:
         environment: The variables of the process.
         is_kernel: The process is a notebook's kernel. jupyter-distributed sets the variables of a rank in a single
-            kernel as well, which may start ranks like any other.
-
-    Returns:
-        The rank's place, or None if no launcher started this process.
+            kernel, too, which may start ranks like any other.
 
     Raises:
         LaunchError: The variables contradict each other or are incomplete.
@@ -73,14 +70,14 @@ def read_identity(environment: Mapping[str, str], *, is_kernel: bool = False) ->
     is_alone = environment.get("WORLD_SIZE") == "1" and (is_kernel or "LOCAL_RANK" not in environment)
     if "RANK" in environment and "WORLD_SIZE" in environment and not is_alone:
         return _from_torchrun(environment)
-    # In a batch script, but outside srun, SLURM sets SLURM_NTASKS and no step size: that process is no rank.
+    # In a batch script outside srun, SLURM sets SLURM_NTASKS but no step size: that process is not a rank.
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _from_slurm(environment)
     return None
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a SLURM node list: "gpu[03-05,09],cpu1" -> "gpu03"."""
+    """Returns the first host of a SLURM node list: "gpu[03-05,09],cpu1" -> "gpu03"."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
     if match is None:
         raise LaunchError(
@@ -118,7 +115,7 @@ def _from_slurm(env: Mapping[str, str]) -> RankIdentity:
     node = _number(env, "SLURM_NODEID", 0)
     world_size = _number(env, "SLURM_STEP_NUM_TASKS")
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    # Two jobs of one user on one host need two ports: SLURM's job ids differ.
+    # Derived from the job id, because two jobs on one host need different ports.
     port = 15000 + _number(env, "SLURM_JOB_ID", 0) % 10000
     return RankIdentity(
         rank=_number(env, "SLURM_PROCID"),

@@ -1,4 +1,4 @@
-"""Processes: whether they live, who ends them, and how many the kernel killed for lack of memory. Linux."""
+"""Starts, ends and inspects processes. Linux."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = get_logger(__name__)
 
 _P = ParamSpec("_P")
 _POLL_S = 0.01
-# From SIGKILL until a process is gone; a driver may hold it longer.
+# Limit from SIGKILL until a process is gone. A driver may hold it longer.
 KILL_LIMIT_S = 5.0
-# What file systems without flock answer, as some network ones and mounts of object stores.
+# Errors of file systems without flock, such as some network file systems and mounted object stores.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def threads_of_each(num_processes: int) -> int:
-    """CPU threads for each of several processes: an equal part of the cores that this process may use."""
+    """Returns the number of CPU threads per process: an equal share of the cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
 def pid_scope() -> str:
-    """A short name of the scope of process ids: this host and PID namespace. Elsewhere an id means another process."""
+    """Returns a digest of host and PID namespace. Process ids of another scope are not valid here."""
     parts = [os.uname().nodename]
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -46,11 +46,11 @@ def pid_scope() -> str:
 
 
 def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | None = None) -> Callable[_P, None]:
-    """For handlers of atexit and `sys.excepthook`, which a forked child inherits.
+    """Wraps a handler of atexit or `sys.excepthook`, which forked children inherit, to run in this process only.
 
     Args:
-        function: What this process does.
-        otherwise: What its forked children do; None = nothing.
+        function: Called in this process.
+        otherwise: Called in its forked children; None = nothing.
     """
     pid = os.getpid()
 
@@ -64,12 +64,12 @@ def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | 
 
 
 def is_alive(pid: int) -> bool:
-    """True if the process exists and is no zombie."""
+    """True if the process exists and is not a zombie."""
     return read_state(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def read_state(pid: int) -> str:
-    """One of psutil's `STATUS_...`; `STATUS_DEAD` also for a process that is gone."""
+    """Returns one of psutil's `STATUS_...`; `STATUS_DEAD` also for a process that is gone."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -77,7 +77,7 @@ def read_state(pid: int) -> str:
 
 
 def read_begin_ticks(pid: int) -> int | None:
-    """Start of a process in kernel ticks since boot; None if it is gone. psutil's changes when the clock is set."""
+    """Returns the start of a process in kernel ticks since boot; None if it is gone. Not affected by the clock."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -87,7 +87,7 @@ def read_begin_ticks(pid: int) -> int | None:
 
 
 def read_peak_bytes() -> int:
-    """Peak resident memory of this process."""
+    """Returns the peak resident memory of this process."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -96,7 +96,7 @@ def read_peak_bytes() -> int:
 
 
 def count_memory_kills() -> int:
-    """Processes that the kernel has killed for lack of memory on this machine since boot."""
+    """Returns the number of processes that the kernel has killed for lack of memory since boot."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -105,13 +105,13 @@ def count_memory_kills() -> int:
 
 
 def send_signal(pid: int, signal_number: signal.Signals) -> None:
-    """Sends a signal. A process that has already ended is no error."""
+    """Sends a signal. A process that has already ended is not an error."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal_number)
 
 
 def send_to_main_thread(pid: int, signal_number: signal.Signals) -> None:
-    """Sends a signal that only the main thread can receive: a stopped process then handles it before it continues."""
+    """Sends a signal to the main thread. A stopped process handles it before it continues."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # In glibc since 2.30.
     if tgkill is None:
         send_signal(pid, signal_number)
@@ -120,11 +120,11 @@ def send_to_main_thread(pid: int, signal_number: signal.Signals) -> None:
 
 
 def kill_rank(pid: int) -> None:
-    """SIGKILL to a rank and its process group: children of a rank may hold its device."""
+    """Kills a rank and its process group, because children of a rank may hold its device."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
-        send_signal(pid, signal.SIGKILL)  # It leads no group.
+        send_signal(pid, signal.SIGKILL)  # It does not lead a group.
 
 
 def run_to_end(
@@ -137,7 +137,7 @@ def run_to_end(
     terminate_limit_s: float,
     cwd: Path | None = None,
 ) -> int | None:
-    """Runs a command in a session of its own, which Ctrl-C does not reach, and leaves none of its processes behind.
+    """Runs a command in a new session, which Ctrl-C does not reach, and ends all of its processes.
 
     Args:
         command: The program and its arguments. Its standard input is empty.
@@ -149,7 +149,7 @@ def run_to_end(
         cwd: Working directory; None = that of this process.
 
     Returns:
-        The exit code, negative = the signal that ended it; None if it took longer than `limit_s`.
+        The exit code, -N = ended by signal N; None if it took longer than `limit_s`.
     """
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(list(command), cwd=cwd, env=dict(environment), start_new_session=True, **streams)
@@ -163,14 +163,14 @@ def run_to_end(
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks end what this process has started.
+    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks run.
 
     Ignored signals stay ignored, as under nohup. Has no effect outside the main thread.
     """
     received: list[int] = []
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
-        # A closed terminal and its shell both send SIGHUP. The second one must not interrupt the clean-up.
+        # A closed terminal and its shell both send SIGHUP: the second one must not interrupt the clean-up.
         if not received:
             received.append(signal_number)
             raise SystemExit(128 + signal_number)
@@ -186,11 +186,11 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
-    """Ends a command by SIGTERM, after `limit_s` by SIGKILL, and then all processes that it has left.
+    """Ends a command by SIGTERM, after `limit_s` by SIGKILL, and then kills all processes that it has left.
 
     Args:
-        process: Leads a session of its own.
-        marker: Text in the environment of this command alone. The process group is not enough: launchers give each
+        process: The command, the leader of its own session.
+        marker: Text that only the environment of this command contains. It finds the processes: launchers give each
             rank a session of its own.
         limit_s: Time between the two signals.
     """
@@ -198,7 +198,7 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
-    with suppress(ProcessLookupError):  # The usual case: no process is left in the group.
+    with suppress(ProcessLookupError):  # Usually no process is left in the group.
         os.killpg(process.pid, signal.SIGKILL)
     wait_after_kill(process)
     if left := kill_marked(marker):
@@ -206,13 +206,13 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 
 
 def wait_after_kill(process: subprocess.Popen[Any]) -> None:
-    """Collects a process after SIGKILL. If a driver holds it, it is left to init."""
+    """Collects a process after SIGKILL. One that a driver holds is left to init."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(KILL_LIMIT_S)
 
 
 def find_marked(marker: str) -> list[int]:
-    """Living processes with `marker` in one of their environment variables, whoever their parent is."""
+    """Returns the ids of all processes with `marker` in one of their environment variables."""
     found = []
     for process in psutil.process_iter():
         # It may have ended meanwhile, or belong to another user.
@@ -223,14 +223,14 @@ def find_marked(marker: str) -> list[int]:
 
 
 def kill_marked(marker: str) -> list[int]:
-    """SIGKILL to all that `find_marked` finds until it finds none; returns those that did not end."""
+    """Kills the processes of `find_marked` until there are none. Returns those that did not end in time."""
     end_s = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while True:
         found = find_marked(marker)
         for pid in found:
             send_signal(pid, signal.SIGKILL)
-        # The environment of a process goes before its files and devices.
+        # An ending process loses its environment before its files and devices.
         seen = {pid for pid in seen.union(found) if is_alive(pid)}
         if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)
@@ -238,7 +238,7 @@ def kill_marked(marker: str) -> list[int]:
 
 
 def try_lock(descriptor: int) -> Literal["locked", "held", "no locks"]:
-    """Locks an open file for this process alone, until it ends, without waiting; "held" = another process has it.
+    """Locks an open file exclusively until this process ends, without waiting. "held" = another process has it.
 
     Raises:
         OSError: The file system fails.

@@ -1,4 +1,4 @@
-"""The runs of this user that exist now: what a supervisor writes about itself into its private folder."""
+"""Lists the running jobs of this user. Each supervisor describes its run in a file of its private folder."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _SCRIPT_MODULE = "unsloth_multigpu.cli.script_runner"
 
 @dataclass(frozen=True)
 class Run:
-    """A run of this machine.
+    """A run on this machine.
 
     Args:
-        pid: Of its supervisor, which in a notebook is the kernel.
+        pid: Process id of its supervisor, in a notebook of the kernel.
         pid_begin_ticks: Start time of that process, see `read_begin_ticks`: process ids are reused.
         begin_s: When the ranks were started, in seconds since 1970.
-        job: Short name: of the script, or "notebook".
-        command: As the user has typed it.
-        num_ranks: Of this machine.
+        job: Name of the script, or "notebook".
+        command: The command as the user has typed it.
+        num_ranks: Ranks on this machine.
         log_dir: Folder of rank_N.log.
         folder: The run's private folder.
     """
@@ -49,11 +49,11 @@ class Run:
     folder: str
 
     def is_here(self) -> bool:
-        """False for a run of another machine or container: nothing is known of its processes."""
+        """False for a run of another machine or container, whose processes are not visible."""
         return is_from_here(Path(self.folder))
 
     def state(self) -> State:
-        """State of the supervisor: "stopped" by a signal, "over" if it is gone. Only for a run that is here."""
+        """Returns the state of the supervisor: "stopped" by a signal, "over" if it is gone. Requires `is_here()`."""
         status = read_state(self.pid)
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or read_begin_ticks(self.pid) != self.pid_begin_ticks:
             return "over"
@@ -61,10 +61,10 @@ class Run:
 
 
 def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
-    """Lets others see this run. Called by its supervisor, in the folder that only this user can read."""
+    """Writes the description of this run into its private folder. Called by the supervisor."""
     pid = os.getpid()
     run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
-    # Renamed when it is complete: a reader may look at any time.
+    # Renamed when complete, because other processes may read it at any time.
     part = run_dir / f".{_FILE}"
     part.touch(mode=0o600)
     part.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
@@ -73,13 +73,13 @@ def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Pa
 
 
 def job_of(command: Sequence[str]) -> str:
-    """The short name of a command of ranks: that of the script, or of the module."""
+    """Returns the name of the script or module in a command of ranks."""
     words = _program(command)
     return words[1] if words[:1] == ["-m"] and len(words) > 1 else os.path.basename((words or ["python"])[0])
 
 
 def shown_command(command: Sequence[str]) -> str:
-    """The command of ranks as the user has typed it."""
+    """Returns the command of ranks in the form in which the user has typed it."""
     return shlex.join(["python", *_program(command)])
 
 
@@ -90,17 +90,17 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def find_runs() -> list[Run]:
-    """All runs of this user, of this machine and container, whose supervisor lives, the newest first."""
+    """Returns this user's runs on this machine or container whose supervisor is alive, the newest first."""
     runs = [read_run(path) for path in find_private_dirs()]
     alive = [run for run in runs if run is not None and run.state() != "over"]
     return sorted({run.pid: run for run in alive}.values(), key=lambda run: run.begin_s, reverse=True)
 
 
 def read_run(folder: Path) -> Run | None:
-    """The run of a private folder; None where there is none, or where others can read the folder."""
+    """Reads the run of a private folder; None if there is none, or if other users can read the folder."""
     try:
         found = folder.lstat()
         is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077 and found.st_uid == os.getuid()
         return Run(**json.loads((folder / _FILE).read_text(encoding="utf-8"))) if is_private else None
     except (OSError, ValueError, TypeError):
-        return None  # It is being made or removed.
+        return None  # It is being created or removed.

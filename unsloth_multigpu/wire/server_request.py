@@ -1,16 +1,16 @@
-"""Rank 0 asks its supervisor for the server that generates, by an event; a file says that it answers."""
+"""Requests the generation server: rank 0 writes an event, and the supervisor creates a file when the server answers."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# The event. Its facts: "port", where the server is to listen, and "arguments" of TRL's command, from the Trainer.
+# Kind of the event. Its facts: "port" of the server, and "arguments" of TRL's command, from the Trainer.
 SERVER_WANTED = "server wanted"
 
 
 def say_ready(run_dir: str | os.PathLike[str], attempt: int) -> None:
-    """The server of this attempt answers. Called by the supervisor."""
+    """Reports that the server of this attempt answers. Called by the supervisor."""
     _path(run_dir, attempt).touch(mode=0o600)
 
 

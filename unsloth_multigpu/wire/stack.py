@@ -1,4 +1,4 @@
-"""Stacks of the ranks' threads, as `faulthandler` writes them when it is asked by a signal."""
+"""Parses the stacks of a rank's threads that `faulthandler` writes after a signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-# A cell of a notebook, as IPython names what it runs.
+# IPython's file name of a notebook cell.
 _CELL = re.compile(r"^<ipython-input-(\d+)-\w+>$")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _PACKAGE, "<")
@@ -17,12 +17,12 @@ _SITES = ("/site-packages/", "/dist-packages/")
 
 
 def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
-    """The file in the run's folder that a rank's stacks are written to."""
+    """Returns the file for a rank's stacks in the run's folder."""
     return Path(run_dir) / f"stack_rank_{rank}.txt"
 
 
 def main_frames(text: str) -> list[str]:
-    """Lines of the main thread's frames, innermost first. faulthandler begins with the youngest thread."""
+    """Returns the lines of the main thread's frames, innermost first. faulthandler writes the main thread last."""
     frames: list[str] = []
     is_thread = False
     for line in text.splitlines():
@@ -36,12 +36,12 @@ def main_frames(text: str) -> list[str]:
 
 
 def is_written(text: str) -> bool:
-    """True once the main thread's stack is there, which faulthandler writes last, where that thread got the signal."""
+    """True once the main thread's stack, the last one, is complete, if that thread has received the signal."""
     return bool(main_frames(text)) and "Current thread 0x" in text
 
 
 def place_of(frames: list[str]) -> str:
-    """The innermost frame of the user's own code: "train.py:41 in collate"; "" where there is none."""
+    """Returns the innermost frame of the user's own code, such as "train.py:41 in collate"; "" without one."""
     for line in frames:
         frame = _FRAME.match(line)
         if frame is not None and not _is_library(frame["file"]):

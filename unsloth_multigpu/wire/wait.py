@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, with a limit."""
+"""Waits for other processes, with a time limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# A look at a page or at the store takes microseconds to a millisecond.
+# Reading a page or the store takes microseconds to a millisecond.
 POLL_S = 0.02
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, poll_s: float = POLL_S) -> bool:
-    """Polls until `condition()`. False where it does not hold by the deadline.
+    """Polls until `condition()` is true. Returns False if it is not by the deadline.
 
     Args:
-        condition: May raise, which ends the wait.
-        deadline_s: On the clock of `time.monotonic`.
-        poll_s: Seconds between two looks.
+        condition: Called repeatedly. An error ends the wait.
+        deadline_s: Time on the clock of `time.monotonic`.
+        poll_s: Seconds between two calls.
     """
     while not condition():
         if time.monotonic() > deadline_s:
@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, poll_s: float =
 
 
 def is_readable(file: Any, limit_s: float = 0.0) -> bool:
-    """Waits until a file or socket can be read; False where it cannot after `limit_s`."""
+    """Waits until a file or socket is readable. Returns False if it is not within `limit_s`."""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(limit_s * 1000))

@@ -5,14 +5,14 @@ import sys
 
 from unsloth_multigpu.launch.launcher import DDPLauncher
 
-_tell_failure = DDPLauncher._tell_failure
+_report_failure = DDPLauncher._report_failure
 
 
 def _tell_with_exit_code(launcher, attempt, cause, events):
-    code = _tell_failure(launcher, attempt, cause, events)
+    code = _report_failure(launcher, attempt, cause, events)
     if code is None:
         sys.stderr.write(f"[exit code {cause.exit_code}]\n")
     return code
 
 
-DDPLauncher._tell_failure = _tell_with_exit_code
+DDPLauncher._report_failure = _tell_with_exit_code

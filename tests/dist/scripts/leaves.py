@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 import unsloth_multigpu.session
 
 # Not so long that a test waits, but a slow rank 1 is no rank 1 that stays.
-unsloth_multigpu.session._FAILED_STAY_S = 30.0
+unsloth_multigpu.session._SERVE_AFTER_FAILURE_S = 30.0
 rank, way = int(os.environ["RANK"]), sys.argv[1]
 
 

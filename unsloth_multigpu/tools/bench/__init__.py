@@ -1,4 +1,4 @@
-"""How fast is it?"""
+"""How fast is a training on several ranks?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ COMMAND = Command(
     "bench",
     "measure one process, this package, torchrun and others side by side",
     "Trains a random Llama in several ways, one after the other, and compares speed, waiting, memory, gradients "
-    "and what is sent. Exit code 0 = measured, 1 = an arm failed.",
+    "and bytes sent. Exit code 0 = measured, 1 = an arm failed.",
     "unsloth_multigpu.tools.bench.bench_command",
 )

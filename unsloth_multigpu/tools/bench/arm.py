@@ -1,4 +1,4 @@
-"""The arms of a benchmark, as data: who starts the training script, with which line and which arguments."""
+"""The arms of a benchmark, as data: launcher, arguments of `enable_multi_gpu()` and of the training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _python(num_ranks: int) -> list[str]:
 
 
 def _torchrun(num_ranks: int) -> list[str]:
-    # The address is given because torch would look up this machine's name, which not every network knows.
+    # With an address, because torch would resolve this machine's name, which not every network can.
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
     return [sys.executable, "-m", "torch.distributed.run", *options, "-m", WORKER]
 
@@ -33,13 +33,13 @@ class Arm:
     """One way to train the same model on the same samples.
 
     Args:
-        name: What `--arms` calls it.
-        text: What it is, in a few words.
-        line: Arguments of `enable_multi_gpu()`; None = the script has no such line.
+        name: Name in `--arms`.
+        text: Short description.
+        line: Arguments of `enable_multi_gpu()`; None = the script does not call it.
         has_one_process: Only one process trains.
-        launcher: Number of ranks -> the command, without the file of settings that follows it.
-        training: What it adds to `TrainingArguments`.
-        note: What a reader must know to compare it.
+        launcher: Returns the command for a number of ranks, without the file of settings.
+        training: Additional `TrainingArguments`.
+        note: A remark for the comparison.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Arm:
 
     @property
     def uses_all_devices(self) -> bool:
-        """False if one device computes; the legacy path is one process on the devices of all ranks."""
+        """False if only one device computes. The legacy path uses the devices of all ranks in one process."""
         return not self.has_one_process or not self._config.enable_ddp
 
     @property
@@ -65,31 +65,31 @@ class Arm:
         return MultiGPUConfig.resolve(self.line or {}, {})
 
     def num_processes(self, options: BenchOptions) -> int:
-        """How many processes train."""
+        """Returns the number of processes."""
         return 1 if self.has_one_process else options.ranks
 
     def num_devices(self, options: BenchOptions) -> int:
-        """On how many devices they train."""
+        """Returns the number of devices."""
         return options.ranks if self.uses_all_devices else 1
 
     def num_accumulated(self, options: BenchOptions) -> int:
-        """`gradient_accumulation_steps` of the script: every arm's step then has the same samples."""
+        """Returns `gradient_accumulation_steps` of the script, with which each arm's step has the same samples."""
         is_one_gpu_script = self.has_one_process or self.line is not None
         return options.accumulation * (options.ranks if is_one_gpu_script else 1)
 
     def command(self, options: BenchOptions) -> list[str]:
-        """The command that trains; the file of settings follows it."""
-        # Our launcher refuses more ranks than cards; ranks that another one started may share.
+        """Returns the command, without the file of settings."""
+        # Our launcher refuses more ranks than GPUs; ranks of torchrun may share one.
         is_shared = options.is_card_shared and self.line is not None and not self.has_one_process
         return (_torchrun if is_shared else self.launcher)(options.ranks)
 
 
 def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
-    # With samples dealt in order, each micro-batch has the same rows as without the line.
+    # balance="off", so that each micro-batch has the same rows as without enable_multi_gpu().
     return Arm(name, text, {"balance": "off", **options}, has_one_process, note=note)
 
 
-_MEETINGS = "ranks meet every 4 steps"
+_MEETINGS = "ranks synchronize every 4 steps"
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
@@ -98,8 +98,8 @@ ARMS: Mapping[str, Arm] = {
             "ours",
             "one line: enable_multi_gpu()",
             {"balance": "auto"},
-            note="DDP does not search for unused parameters, as it does by default in a Trainer without the line; the "
-            "first step is not compared with one process",
+            note="DDP does not search for unused parameters, unlike in a Trainer without enable_multi_gpu(); the first "
+            "step is not compared with one process",
         ),
         Arm("ours_off", 'one line, balance="off"', {"balance": "off"}),
         Arm(TORCHRUN, "torchrun + Trainer", launcher=_torchrun),
@@ -110,11 +110,11 @@ ARMS: Mapping[str, Arm] = {
             training={"train_sampling_strategy": "batch_rebalance"},
         ),
         Arm("ours_one", 'one line, one process, balance="tokens"', {"balance": "tokens"}, True),
-        Arm("line_one", "one line, one process: what it costs there", {}, True),
-        # With one process the line changes nothing unless a guard is asked for.
+        Arm("line_one", "one line, one process: its overhead", {}, True),
+        # In one process enable_multi_gpu() changes nothing unless an option such as on_nan needs it.
         Arm(
             "guarded_one",
-            "one line, one process, guarded and fed as a rank is",
+            "one line, one process, steered like a rank",
             {"on_nan": "skip", "balance": "off"},
             True,
         ),
@@ -122,20 +122,20 @@ ARMS: Mapping[str, Arm] = {
             "legacy",
             "one process, a replica per device, one after the other",
             has_one_process=True,
-            note="what it sends are gradients to the CPU and back, and weights to the replicas",
+            note="sends gradients to the CPU and back, and weights to the replicas",
             enable_ddp=False,
         ),
         _strategy(DDP, "all-reduce during backward", strategy="ddp"),
         _strategy("allreduce", "all-reduce in buckets, after backward", strategy="allreduce"),
-        _strategy("parameter_server", "rank 0 steps, the others get its weights", strategy="parameter_server"),
+        _strategy("parameter_server", "rank 0 steps and sends its weights", strategy="parameter_server"),
         _strategy(
             "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy="local_sgd:every_steps=4"
         ),
-        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=4"),
+        _strategy("diloco", "local_sgd with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=4"),
     )
 }
 
-# Variables that a launcher sets for its ranks: an arm must get them from its own launcher only.
+# Prefixes of variables that launchers set for their ranks: an arm must get them only from its own launcher.
 _OF_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
     *("SLURM_", "OMPI_", "PMI_", "PMIX_"),
@@ -143,10 +143,10 @@ _OF_LAUNCHERS = (
 
 
 def choose_names(text: str) -> list[str]:
-    """The names in `text`, with commas between them.
+    """Splits names of arms at commas.
 
     Raises:
-        ConfigError: A name that is none, or one given twice.
+        ConfigError: An unknown name, or one given twice.
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
@@ -158,10 +158,10 @@ def choose_names(text: str) -> list[str]:
 
 
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an arm: this process's, without what a launcher told it, and the same threads for every rank.
+    """Returns the variables of an arm: those of this process without those of launchers, and one thread per rank.
 
     Args:
-        folder: Takes temporary files and caches, so that nothing of the user's is read or left.
+        folder: Folder for temporary files and caches, so that the user's are not used.
     """
     variables = {
         name: value
@@ -174,18 +174,18 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     if options.device == "cpu":
         variables |= HIDDEN
     elif arm.num_devices(options) == 1:
-        # A Trainer alone would spread its batches over all visible cards.
+        # A Trainer in one process would use DataParallel over all visible GPUs.
         variables |= only("cuda", 0, inherited)
     if options.library == UNSLOTH:
-        # Rows are tokens already: no processes to prepare them.
+        # Rows are tokens already, so no processes are needed to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
         if not options.padding_free:
-            # Otherwise Unsloth packs rows end to end where it expects that to be faster, and always on several ranks.
+            # Otherwise Unsloth concatenates rows if it expects that to be faster, and always on several ranks.
             variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"
         if options.model_folder is not None:
-            # What is compiled for one arm need not be compiled again for the next.
+            # Shared by all arms, so that code is compiled once.
             variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(options.model_folder).parent / "inductor"))
     if options.is_card_shared:
-        # accelerate would give DDP the local rank as device; there is only card 0.
+        # accelerate would give DDP the local rank as device, but there is only GPU 0.
         variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     return variables

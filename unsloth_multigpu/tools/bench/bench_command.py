@@ -1,4 +1,4 @@
-"""`unsloth-multigpu bench`: the same training in several ways, side by side on this machine."""
+"""`unsloth-multigpu bench`: measures the same training in several ways on this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Options = BenchOptions
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Runs every arm in every round, and prints those in which none failed.
+    """Runs every arm in every round, and prints the result of the complete rounds.
 
     Returns:
         0, or 1 if an arm failed.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
-        SetupError: This machine lacks what was asked for.
+        ConfigError: An option has an invalid value.
+        SetupError: This machine does not have the requested devices.
     """
     names = choose_names(own.arms)
     options = on_device(own)
@@ -46,7 +46,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, list[list[Record]]]) -> None:
-    """Prints the table, or all figures."""
+    """Prints the table, or all figures as JSON."""
     from unsloth_multigpu.tools.bench.bench_result import summarize
     from unsloth_multigpu.tools.bench.bench_table import conditions, show_results
 
@@ -67,10 +67,10 @@ def _publish(options: BenchOptions, remarks: Sequence[str], runs: Mapping[str, l
 
 
 def on_device(options: BenchOptions) -> BenchOptions:
-    """Turns "auto" into what this machine has, and finds out whether ranks must share a card.
+    """Resolves device="auto", and sets whether ranks share a GPU.
 
     Raises:
-        SetupError: This machine lacks what was asked for.
+        SetupError: This machine does not have the requested devices.
     """
     from unsloth_multigpu.start import visible_accelerators
 
@@ -80,12 +80,12 @@ def on_device(options: BenchOptions) -> BenchOptions:
     if kind != "cuda" or not count:
         raise SetupError(
             f"--device {options.device}: bench measures CUDA devices and CPUs, and this machine has {count} of {kind}.",
-            hint="Give --device cpu, or check the driver and the installed torch.",
+            hint="Set --device cpu, or check the driver and the installed torch.",
         )
     if 1 < count < options.ranks:
         raise SetupError(
             f"--ranks {options.ranks}, but {count} GPUs are visible.",
-            hint=f"Give --ranks {count}; or CUDA_VISIBLE_DEVICES=0, for ranks that share one card.",
+            hint=f"Set --ranks {count}; or CUDA_VISIBLE_DEVICES=0, for ranks that share one GPU.",
         )
     warmup = NUM_WARMUP_ON_DEVICE if options.warmup is None else options.warmup
     is_shared = count == 1 and options.ranks > 1

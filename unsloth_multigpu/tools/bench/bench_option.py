@@ -1,4 +1,4 @@
-"""What a benchmark runs: the options of `unsloth-multigpu bench`, checked, as plain data that travels to the ranks."""
+"""The options of `unsloth-multigpu bench`, as plain data that is passed to the ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
     "1b": (2048, 16, 32000),
 }
 HEAD_SIZE = 64
-# This many standard deviations are between median and maximum. With lognormal:150:1024, 60 % of what random batches of
-# 8 compute is padding, as in instruction data.
+# The maximum is this many standard deviations above the median. With lognormal:150:1024, 60 % of random batches of 8 is
+# padding, as in instruction data.
 _MAX_AT = 2.1
-# A causal loss predicts the second.
+# A causal loss needs a second token to predict.
 _FEWEST_TOKENS = 2
 # A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
 NUM_WARMUP_ON_DEVICE = 20
@@ -44,7 +44,7 @@ def _check_model_size(name: str, value: str) -> str:
 
 
 def _shape_of(size: str) -> tuple[int, int, int]:
-    """Hidden size, layers and vocabulary; zeros where the text is no size."""
+    """Returns hidden size, layers and vocabulary; zeros for an invalid text."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", size)
     return MODEL_SIZES.get(size) or ((int(match[1]), int(match[2]), int(match[3] or 2000)) if match else (0, 0, 0))
 
@@ -64,30 +64,30 @@ class BenchOptions(Arguments):
     """One benchmark.
 
     Args:
-        arms: Names of what is compared, in the order in which they run.
-        ranks: Ranks of arms that have several.
-        device: Where they train.
+        arms: Names of the arms, in the order in which they run.
+        ranks: Ranks of the arms with several ranks.
+        device: Device of the training.
         model_size: Hidden x layers, vocabulary: tiny = 64 x 2, 1000, small = 256 x 6, 2000, medium = 768 x 12, 16000,
             1b = 2048 x 16, 32000.
         dtype: bf16 = autocast; with lora the frozen weights are bf16, too.
-        gradient_checkpointing: Activations are computed again in the backward pass.
-        train: What is trained.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        train: Train all weights, or LoRA adapters.
         library: unsloth = FastLanguageModel and its SFTTrainer in every arm, on the same rows.
         four_bit: With --library unsloth: frozen weights in 4 bits.
-        optim: Of TrainingArguments.
+        optim: `TrainingArguments.optim`.
         lengths: lognormal:MEDIAN:MAX or fixed:N in tokens.
-        padding_free: Rows lie end to end in every arm, as with TRL's padding_free, and as Unsloth lays them on several
+        padding_free: Concatenate rows without padding in every arm, as TRL's padding_free does, and Unsloth on several
             ranks.
         batch_size: Samples of a micro-batch per device.
         accumulation: Micro-batches of a step per rank.
-        seed: Of weights, lengths and tokens.
+        seed: Seed of weights, lengths and tokens.
         steps: Timed optimizer steps.
         warmup: First steps, which are not timed.
         repeats: Rounds, each of which runs every arm once.
         timeout_s: Limit of one run.
         json: Print one JSON object with all figures.
-        model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
-        is_card_shared: All ranks use the one visible card, over gloo.
+        model_folder: Folder of the model that Unsloth loads, which the benchmark creates. None = not yet.
+        is_card_shared: All ranks use the one visible GPU, over gloo.
     """
 
     arms: Annotated[str, Option(_WHAT, shown="A,B")] = "one_process,ours,torchrun"
@@ -121,12 +121,12 @@ class BenchOptions(Arguments):
         if self.four_bit and (self.library, self.train) != (UNSLOTH, "lora"):
             raise ConfigError(
                 f"four_bit with library={self.library!r} and train={self.train!r}; expected 'unsloth' and 'lora'.",
-                hint="Give --library unsloth --train lora.",
+                hint="Set --library unsloth --train lora.",
             )
 
     @classmethod
     def table(cls) -> dict[str, Option]:
-        """With the arms and what each is."""
+        """Returns the options, with the list of arms as help of `arms`."""
         from unsloth_multigpu.tools.bench.arm import ARMS
 
         table = super().table()
@@ -135,7 +135,7 @@ class BenchOptions(Arguments):
 
     @property
     def num_warmup(self) -> int:
-        """The steps that are not timed."""
+        """Number of steps that are not timed."""
         # The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas.
         return 2 if self.warmup is None else self.warmup
 
@@ -146,7 +146,7 @@ class BenchOptions(Arguments):
 
     @property
     def num_samples_per_step(self) -> int:
-        """Samples of an optimizer step over all ranks: the same number in every arm."""
+        """Samples of an optimizer step over all ranks, equal in every arm."""
         return self.batch_size * self.accumulation * self.ranks
 
     @property
@@ -155,7 +155,7 @@ class BenchOptions(Arguments):
         return self.num_samples_per_step * (self.steps + self.num_warmup)
 
     def rows(self) -> list[list[int]]:
-        """Rows of token ids, the same on every rank of every arm."""
+        """Returns rows of token ids, equal on every rank of every arm."""
         draw = random.Random(self.seed)
         kind, *numbers = self.lengths.split(":")
         longest = int(numbers[-1])

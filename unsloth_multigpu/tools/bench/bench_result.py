@@ -1,12 +1,12 @@
-"""What a benchmark found: the figures that are made of what the ranks wrote. Pure.
+"""Computes the figures of a benchmark from the records of the ranks. Pure.
 
-The record of a rank, as JSON, has `steps`; `gradient_norms`, one of each step, none where each rank has gradients of
-its own; `peak_bytes`, the most memory that it held; `sent_bytes`, for gradients and weights in the whole training, null
-where that is not known; `planner`, what our planner had measured at the end; `rank` and `device`.
+The record of a rank, as JSON, has `steps`; `gradient_norms`, one per step, none if each rank has gradients of its own;
+`peak_bytes`, its peak memory; `sent_bytes` of gradients and weights in the whole training, null if not known;
+`planner`, the planner's measurements; `rank` and `device`.
 
-A step has `wall_s`, from the end of the one before to its own; `cpu_s` of the process in the same span; `compute_s` in
-forward and backward, without waiting for other ranks; `micro_batches`, of each its rows, the longest row and the tokens
-that are no padding; `samples`, the hashes of the rows (`fingerprint`).
+A step has `wall_s`, from the end of the step before; `cpu_s` of the process in the same time; `compute_s` of forward
+and backward, without waiting for other ranks; `micro_batches` as (rows, longest row, tokens without padding);
+`samples`, the hashes of the rows (`fingerprint`).
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """At least one value is needed."""
+        """Summarizes one value or more."""
         ordered = sorted(values)
         return cls(median(ordered), ordered[0], ordered[-1])
 
 
 @dataclass(frozen=True)
 class ArmResult:
-    """An arm over all rounds, over its timed steps.
+    """Figures of an arm over the timed steps of all rounds.
 
     Args:
-        tokens_per_s: Tokens that are no padding, of all ranks, per second.
-        times: Name of another arm, one of `BASELINES` -> tokens per second divided by its in the same round.
-        padding_share: Part of the computed tokens that is padding.
-        waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
-        cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
-        peak_bytes: The most memory of one rank.
-        norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None where that
-            was not run, where the samples are others, since the gradients are then, too, and where each rank has its
-            own.
-        has_same_samples: Every step has the samples that it has in one process, over all ranks; None = not known.
-        sent_bytes_per_step: Of the rank that sends most; None = not known.
+        tokens_per_s: Tokens without padding, of all ranks, per second.
+        times: For each other arm of `BASELINES`: tokens per second divided by those of that arm in the same round.
+        padding_share: Fraction of the computed tokens that is padding.
+        waiting_share: Fraction of the ranks' time spent waiting for the slowest one; see `waiting_share`.
+        cpu_s: CPU time of the slowest rank of each step, summed: the time of the run on an idle machine.
+        peak_bytes: Peak memory of a rank.
+        norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None without
+            that run, if the samples differ, or if each rank has gradients of its own.
+        has_same_samples: Every step has the same samples as in one process, over all ranks; None = not known.
+        sent_bytes_per_step: Bytes of the rank that sends most; None = not known.
     """
 
     name: str
@@ -71,7 +70,7 @@ class ArmResult:
 
 
 def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
-    """One result per arm, in the order of `runs`."""
+    """Returns one result per arm, in the order of `runs`."""
     measures = {name: [measure_run(ranks, options) for ranks in rounds] for name, rounds in runs.items()}
     speeds = {name: [measure["tokens_per_s"] for measure in rounds] for name, rounds in measures.items()}
     results = []
@@ -92,12 +91,12 @@ def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
 
 
 def measure_run(ranks: Sequence[Record], options: BenchOptions) -> dict[str, float]:
-    """Figures of one run, without its warm-up; see `ArmResult`."""
+    """Returns the figures of one run without its warm-up; see `ArmResult`."""
     timed = [rank["steps"][options.num_warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in timed for step in rank for size in step["micro_batches"]]
     num_tokens = sum(tokens for _, _, tokens in sizes)
-    # Of the whole run: who is late in one step may be early in the next.
+    # Over the whole run, because ranks may be late in one step and early in the next.
     wall_s = max(sum(step["wall_s"] for step in rank) for rank in timed)
     return {
         "tokens_per_s": num_tokens / wall_s,
@@ -108,7 +107,7 @@ def measure_run(ranks: Sequence[Record], options: BenchOptions) -> dict[str, flo
 
 
 def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
-    """Part of the ranks' time that they wait for the slowest: sum(max - mean) / sum(max) over the steps.
+    """Returns the fraction of the ranks' time spent waiting for the slowest: sum(max - mean) / sum(max) over steps.
 
     Args:
         compute_s: `compute_s[step][rank]` in seconds.
@@ -118,12 +117,12 @@ def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
 
 
 def ratios(mine: Sequence[float], other: Sequence[float]) -> Spread:
-    """Spread of the ratios within each round: what slows a whole round down cancels out."""
+    """Returns the spread of the ratios within each round, in which a slow round cancels out."""
     return Spread.of(m / o for m, o in zip(mine, other, strict=True))
 
 
 def _compared(rounds: Sequence[Sequence[Record]], reference: Sequence[Sequence[Record]] | None) -> dict[str, Any]:
-    """Samples and gradients against those of one process."""
+    """Compares samples and gradient norms with those of one process."""
     if reference is None:
         return {"has_same_samples": None, "norm_difference": None}
     pairs = list(zip(rounds, reference, strict=True))
@@ -137,14 +136,14 @@ def _compared(rounds: Sequence[Sequence[Record]], reference: Sequence[Sequence[R
 
 
 def _samples_of_steps(ranks: Sequence[Record]) -> list[list[str]]:
-    """The samples of each step over all ranks, sorted: how often each was computed."""
+    """Returns the samples of each step over all ranks, sorted, with repetitions."""
     return [
         sorted(s for rank in step for s in rank["samples"]) for step in zip(*(r["steps"] for r in ranks), strict=True)
     ]
 
 
 def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
-    """Largest relative difference over the steps; infinite where a norm is no number."""
+    """Returns the largest relative difference over the steps; infinity if a norm is NaN or infinite."""
     differences = [abs(m - o) / abs(o) if o else abs(m) for m, o in zip(mine, other, strict=True)]
     return max(d if math.isfinite(d) else math.inf for d in differences)
 

@@ -1,4 +1,4 @@
-"""Runs the arms of a benchmark: each in a process group of its own, with a limit, that leaves nothing behind."""
+"""Runs the arms of a benchmark, each in processes of its own and with a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unsloth_multigpu.tools.bench.bench_result import Record
 from unsloth_multigpu.wire.process import run_to_end
 from unsloth_multigpu.words import how_ended, last_lines
 
-# torchrun waits up to 30 s for ranks that it has told to end.
+# torchrun waits up to 30 s for ranks after SIGTERM.
 _TERMINATE_LIMIT_S = 35.0
 
 
@@ -26,18 +26,18 @@ def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, lis
     """Runs every arm in every round.
 
     Returns:
-        `records[arm][round][rank]` of the rounds in which every arm ran to its end, and what ended the last one early.
+        `records[arm][round][rank]` of the complete rounds, and the error that ended the last round, or None.
     """
     names = options.arms.split(",")
     records: dict[str, list[list[Record]]] = {name: [] for name in names}
     numbers = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(options.repeats):
-            # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
+            # Each round starts with another arm, because a run after a pause, or after a large run, is slower.
             first = number % len(names)
             done = {}
             for name in [*names[first:], *names[:first]]:
-                # Processes that an arm leaves behind are found by its path, which is not a prefix of another arm's.
+                # ".arm", so that no path is a prefix of another: paths identify the processes of an arm.
                 folder = Path(root, str(number + 1), f"{name}.arm")
                 folder.mkdir(parents=True)
                 label = f"round {number + 1}/{options.repeats}, {name}"
@@ -55,10 +55,10 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[Record]:
     """Trains once and returns the records of its ranks, rank 0 first.
 
     Args:
-        folder: An empty folder, where it works: its environment names it, and what it leaves behind is found by that.
+        folder: An empty folder for the run. Its path, in the environment, identifies the processes of the run.
 
     Raises:
-        LaunchError: It failed, or did not end within `options.timeout_s`; the message has the end of its output.
+        LaunchError: The run failed, or did not end within `options.timeout_s`. The message has its last lines.
     """
     file, log, limit_s = folder / "settings.json", folder / "output.log", options.timeout_s
     file.write_text(json.dumps({"arm": arm.name, "options": dataclasses.asdict(options)}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The result of a benchmark as rows of text."""
+"""Prints the result of a benchmark as a table."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _COLUMNS: Mapping[str, Callable[[ArmResult], str]] = {
     "MB sent/step": lambda r: "-" if r.sent_bytes_per_step is None else f"{r.sent_bytes_per_step / 1e6:.2f}",
 }
 _LEGEND = (
-    "tokens/s: tokens that are no padding, of all ranks. Medians of the rounds with (smallest-largest);",
-    "the ratios are taken within each round.",
-    "padding: part of the computed tokens. waiting: part of the ranks' time for the slowest one.",
-    "CPU s: CPU time of the slowest rank of each step, summed: what counts where other programs disturb.",
+    "tokens/s: tokens without padding, of all ranks. Medians of the rounds with (smallest-largest);",
+    "ratios are computed within each round.",
+    "padding: fraction of the computed tokens. waiting: fraction of the ranks' time spent waiting for the slowest one.",
+    "CPU s: CPU time of the slowest rank of each step, summed: less affected by other programs than tokens/s.",
     "peak memory: of one rank.",
-    f"norm difference: of the gradient from {REFERENCE}, relative, the largest of all steps.",
-    f"samples: whether each step has the samples that {REFERENCE} has there.",
-    "MB sent/step: of the rank that sends most, in the algorithms that are usual, the first broadcast of the weights",
-    "included; - where it is not counted, as under torchrun.",
+    f"norm difference: relative difference of the gradient norm from {REFERENCE}, the largest of all steps.",
+    f"samples: whether each step has the same samples as in {REFERENCE}.",
+    "MB sent/step: of the rank that sends most, for the usual algorithms of collectives, including the first broadcast",
+    "of the weights; - if it is not counted, as under torchrun.",
 )
 
 
 def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResult]) -> None:
-    """Prints the conditions and the table with what explains its columns."""
+    """Prints the conditions, the table and its legend."""
     for line in lines:
         screen.line(line)
     rows = [result_row(result) for result in results]
@@ -55,7 +55,7 @@ def show_results(screen: Screen, lines: Sequence[str], results: Sequence[ArmResu
 
 
 def bars(results: Sequence[ArmResult]) -> list[str]:
-    """The ratios of the medians as a picture in lines; [] where nothing is compared with a baseline."""
+    """Returns a bar chart of the ratios of the medians; [] without a baseline."""
     base = next((name for name in reversed(BASELINES) if all(name in r.times for r in results)), None)
     if base is None or len(results) < 2:
         return []
@@ -67,7 +67,7 @@ def bars(results: Sequence[ArmResult]) -> list[str]:
 
 
 def result_row(r: ArmResult) -> Row:
-    """What an arm's row shows."""
+    """Returns the cells of an arm's row by column."""
     return {
         "arm": r.name,
         "tokens/s": spread_text(r.tokens_per_s, "{:,.0f}".format),
@@ -77,16 +77,16 @@ def result_row(r: ArmResult) -> Row:
 
 
 def spread_text(spread: Spread, number: Callable[[float], str]) -> str:
-    """Median (smallest-largest), without what cannot be told apart."""
+    """Formats "median (smallest-largest)", or the median alone if both look the same."""
     median, low, high = (number(value) for value in (spread.median, spread.low, spread.high))
     return median if low == high else f"{median} ({low}-{high})"
 
 
 def conditions(options: BenchOptions, device: str) -> list[str]:
-    """What was measured and where, in lines."""
+    """Describes machine, versions, options and samples, one per line."""
     given = {name: value for name, value in asdict(options).items() if name not in _NOT_SHOWN}
     notes = [f"{name}: {ARMS[name].note}" for name in options.arms.split(",") if ARMS[name].note]
-    # Options of ours in the environment change the arms that have the line.
+    # Options in variables affect the arms that call enable_multi_gpu().
     mine = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX))
     return [
         f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores; 1 thread in every rank of every arm",

@@ -1,4 +1,4 @@
-"""The training script that every arm of a benchmark runs: a plain Trainer, and for some arms the one line before it."""
+"""The training script of every arm of a benchmark: a plain Trainer, in some arms after `enable_multi_gpu()`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LORA: dict[str, Any] = {
 
 
 def main(settings_file: str) -> None:
-    """Trains as the file of settings says, and leaves `rank_R.json` next to it."""
+    """Trains with the settings in a file, and writes `rank_R.json` beside it."""
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
     arm, options = ARMS[settings["arm"]], BenchOptions(**settings["options"])
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
-        # What the comparison of the first step computes would be counted as samples of that step.
+        # The comparison of the first step would count as samples of that step.
         given = {"check_first_step": "off", **arm.line, "device": options.device}
         enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
@@ -42,12 +42,12 @@ def main(settings_file: str) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        dist.destroy_process_group()  # Left to the interpreter's end its threads abort a process now and then.
+        dist.destroy_process_group()  # At the interpreter's end its threads may abort the process.
 
 
 def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
-        importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
+        importlib.import_module(UNSLOTH)  # First, as in users' scripts.
     import torch
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -71,7 +71,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
 
-    # Samplers that need lengths find them here without reading the rows.
+    # With lengths, so that samplers need not read the rows.
     data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})
     values = training_values(arm, options)
     if options.library == UNSLOTH:
@@ -98,7 +98,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
 
 
 def make_model(options: BenchOptions, max_length: int) -> Any:
-    """A Llama with weights drawn from the seed, with an adapter where that is asked for."""
+    """Creates a Llama with random weights from the seed, with an adapter if `train` is "lora"."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -126,7 +126,7 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
 
 
 def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
-    """Arguments of `TrainingArguments`."""
+    """Returns the arguments of `TrainingArguments`."""
     return {
         "output_dir": "output",
         "per_device_train_batch_size": options.batch_size,
@@ -164,7 +164,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Lays rows one after the other: input_ids, position_ids and labels, each 1 x tokens. A first token is no label."""
+    """Concatenates rows: input_ids, position_ids and labels, each 1 x tokens. The first token of a row is no label."""
     import torch
 
     ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])

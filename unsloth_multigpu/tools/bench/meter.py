@@ -1,7 +1,7 @@
-"""The instrument of every arm: what a rank computed in each step, for how long, and on which samples.
+"""Measures every arm: compute time and samples of each step of a rank.
 
-Compute time of a micro-batch runs from the start of forward to the moment at which the first trainable parameter, the
-last to get one, has its gradient. What follows is waiting for other ranks. Nothing is read from a GPU before the end.
+The compute time of a micro-batch ends when the first trainable parameter gets its gradient, the last of all. The time
+after that is waiting for other ranks. Nothing is read from a GPU before the end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ _Mark = tuple[float, float, int]
 
 
 class _MicroBatch(NamedTuple):
-    """What a model was given.
+    """The inputs of a forward pass.
 
     Args:
-        inputs: Its tokens, with what tells the rows and their padding apart: `input_ids`, and `position_ids` where rows
-            lie end to end, else `attention_mask`.
-        is_sample: Of each row; False = it fills the micro-batch of a rank that has no sample.
-        begin: When it began.
+        inputs: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`.
+        is_sample: For each row; False = filler in the micro-batch of a rank without a sample.
+        begin: Time of the begin.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -37,10 +36,10 @@ class _MicroBatch(NamedTuple):
 
 
 class Meter:
-    """Watches one model. Made before any other hook is put on it.
+    """Measures one model by hooks. Created before any other hook is registered.
 
     Args:
-        model: The model that the Trainer gets.
+        model: The model of the Trainer.
         is_cuda: It computes on a GPU.
     """
 
@@ -54,21 +53,21 @@ class Meter:
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def __deepcopy__(self, memo: Any) -> Meter:
-        """Itself: copies of the model, which the legacy path makes for further devices, have its hooks."""
+        """Returns itself: copies of the model, which the legacy path makes for further devices, share its hooks."""
         return self
 
     def mark_begin(self) -> None:
-        """An epoch begins. What came before it belongs to no step."""
+        """Called at the begin of an epoch: the time before it belongs to no step."""
         self._begin = self._mark()
 
     def mark_step(self) -> None:
-        """The step so far is whole."""
+        """Called at the end of a step."""
         end = self._mark()
         self._steps.append((self._begin, end))
         self._begin = end
 
     def steps(self) -> list[dict[str, Any]]:
-        """One record per step, see `bench_result`."""
+        """Returns one record per step, see `bench_result`."""
         return [
             {
                 "wall_s": after[0] - before[0],
@@ -82,7 +81,7 @@ class Meter:
         if self._is_cuda:
             import torch
 
-            torch.cuda.synchronize()  # Logging the loss, which most arms do in each step, waits as well.
+            torch.cuda.synchronize()  # Most arms synchronize in each step in any case, when they log the loss.
         return time.perf_counter(), time.process_time(), len(self._micro_batches)
 
     def _watch_end(self, model: torch.nn.Module) -> None:
@@ -95,9 +94,9 @@ class Meter:
 
         self._pending = None
         if not (model.training and torch.is_grad_enabled()):
-            return  # Not a training step: the model is only tried.
+            return  # Not a training step.
         if id(model) not in self._watched:
-            self._watch_end(model)  # A copy: torch copies the hooks of modules and not those of parameters.
+            self._watch_end(model)  # A copy of the model has no hooks on parameters.
         ids = kwargs["input_ids"]
         more = "position_ids" if "position_ids" in kwargs else "attention_mask"
         inputs = {name: kwargs[name].clone() for name in ("input_ids", more)}
@@ -110,7 +109,7 @@ class Meter:
 
 
 def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
-    """What these micro-batches were, as a step of `bench_result` has it."""
+    """Returns compute time, sizes and samples of micro-batches, see `bench_result`."""
     samples: list[str] = []
     sizes = []
     for (inputs, is_sample, _), _ in micro_batches:
@@ -123,7 +122,7 @@ def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
 
 
 def peak_bytes(is_cuda: bool) -> int:
-    """Most memory that this process has held: what torch allocated, GPU by GPU added up, else resident memory."""
+    """Returns the peak memory of this process: torch's allocations summed over GPUs, on the CPU resident memory."""
     if is_cuda:
         import torch
 

@@ -1,4 +1,4 @@
-"""Unsloth in a benchmark: `--library unsloth` trains with FastLanguageModel and SFTTrainer, as its users do."""
+"""`--library unsloth`: a benchmark with FastLanguageModel and SFTTrainer, as Unsloth's users write it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unsloth_multigpu.tools.bench.bench_option import UNSLOTH, BenchOptions
 
 @contextlib.contextmanager
 def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
-    """The options with the folder of the model that Unsloth loads, which is removed behind the benchmark.
+    """Creates the model that Unsloth loads, and removes it at the end. Yields the options with its folder.
 
     Raises:
-        SetupError: Unsloth is not installed, or cannot do it here.
+        SetupError: Unsloth is not installed, or does not support the options on this machine.
     """
     if options.library != UNSLOTH:
         yield options
@@ -37,7 +37,7 @@ def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
 
 
 def _write_model(options: BenchOptions, folder: Path) -> None:
-    """Writes the model of `worker.make_model`, without an adapter, and a tokenizer of as many tokens."""
+    """Saves the model of `bench_worker.make_model`, without an adapter, and a tokenizer with its vocabulary size."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -58,10 +58,10 @@ def _write_model(options: BenchOptions, folder: Path) -> None:
 
 
 def load_model(options: BenchOptions, max_length: int, lora: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Model and tokenizer as a user of Unsloth has them.
+    """Loads model and tokenizer by Unsloth.
 
     Args:
-        lora: Options of the adapter that `get_peft_model` of Unsloth and `LoraConfig` have in common.
+        lora: Options of the adapter that Unsloth's `get_peft_model` and `LoraConfig` have in common.
     """
     import torch
     from unsloth import FastLanguageModel
@@ -92,21 +92,21 @@ def make_trainer(
     rows: Any,
     callbacks: Sequence[Any],
 ) -> Any:
-    """TRL's SFTTrainer, which Unsloth has replaced, with its own collator.
+    """Creates TRL's SFTTrainer, which Unsloth has replaced, with its own collator.
 
     Args:
-        values: Of `TrainingArguments`.
-        rows: A data set with tokens.
+        values: Arguments of `TrainingArguments`.
+        rows: A data set of tokens.
 
     Raises:
-        SetupError: Unsloth has decided otherwise about padding.
+        SetupError: Unsloth has overridden padding_free.
     """
     from trl import SFTConfig, SFTTrainer
 
-    # Unsloth's checkpointing was turned on at the model.
+    # Unsloth's checkpointing was turned on when the model was loaded.
     values = {name: value for name, value in values.items() if not name.startswith("gradient_checkpointing")}
     if not options.gradient_checkpointing:
-        values["gradient_checkpointing"] = False  # SFTTrainer's own default is to turn it on.
+        values["gradient_checkpointing"] = False  # SFTTrainer's default is True.
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
@@ -116,7 +116,7 @@ def make_trainer(
     )
     if bool(trainer.args.padding_free) != options.padding_free:
         raise SetupError(
-            f"padding_free={options.padding_free} was asked for, and Unsloth trains with {trainer.args.padding_free}.",
-            hint="Leave --padding-free out." if options.padding_free else "Give --padding-free.",
+            f"padding_free={options.padding_free} was set, but Unsloth trains with {trainer.args.padding_free}.",
+            hint="Leave --padding-free out." if options.padding_free else "Set --padding-free.",
         )
     return trainer

@@ -1,4 +1,4 @@
-"""`unsloth-multigpu chaos`: what does a script's training do when a rank dies, hangs, or is asked to stop?"""
+"""`unsloth-multigpu chaos`: injects faults into a script's training and checks how it ends or continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from unsloth_multigpu.words import duration, last_lines
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options that a run does not have.
+    """Options of `unsloth-multigpu chaos` in addition to those of a run.
 
     Args:
         faults: "all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8.
@@ -48,21 +48,21 @@ class Options(Arguments):
     limit_s: Annotated[float, Option(least=1, shown="SECONDS")] = 600.0
 
 
-# With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
-# hangs is short to save time.
+# balance="off", because the planner's measurements differ between runs, and weights would differ by rounding. The limit
+# for hangs is short to save time.
 DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What runs with faults are compared with.
+    """Compares runs with faults to the run without faults.
 
     Args:
-        folder: Of the command, private.
-        scene: Of the run without faults.
-        whole: What that run did.
+        folder: The command's private folder.
+        scene: The run without faults.
+        whole: Its records.
         cold_s: Seconds from its start to its first step.
-        options: Of every run.
+        options: Options of every run.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Judge:
     options: Mapping[str, Any]
 
     def try_out(self, fault: Fault) -> FaultRow:
-        """Runs the script with a fault, and again without, and judges what came of it."""
+        """Runs the script with a fault, resumes it without, and evaluates the result."""
         limit_of_runs_s = self.scene.limit_s * (1 + int(self.options["max_restarts"]))
         scene = replace(self.scene, folder=self.folder / "fault", limit_s=limit_of_runs_s)
         shutil.rmtree(scene.folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class Judge:
         row = FaultRow(str(fault), ended.told, None, ended.code, ended.num_orphans)
         if not trace.of("planted"):
             if ended.code == 0:
-                row.note = "not met: the training has no such phase behind that step"
+                row.note = "not injected: the training has no such phase after that step"
             else:
                 row.reasons.append(f"ended with {ended.code} before the fault\n{last_lines(ended.output)}")
             return row
@@ -124,35 +124,34 @@ class Judge:
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Runs `program` once without faults and once with each, and prints what came of it.
+    """Runs `program` once without faults and once with each, and prints the results.
 
     Args:
         own: Options of the command.
-        given: Those of a run; None = not given.
+        given: Options of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
-        0 where every run ended or went on as it should, 1 where one did not, the script's own exit code where it fails
-        without a fault.
+        0 if every run ended or continued as it should, else 1; the script's own exit code if it fails without a fault.
 
     Raises:
-        ConfigError: An option or a fault that cannot be used.
-        SetupError: Started in a rank, or the script trained nothing that could be followed.
+        ConfigError: An invalid option or fault.
+        SetupError: Started in a rank, or the script has no training that can be recorded.
     """
     check_is_no_rank("chaos")
     run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     num_ranks = MultiGPUConfig.resolve(run_options).num_gpus or 0
     if num_ranks < 2:
-        raise ConfigError("chaos needs at least 2 ranks.", hint="Give --num-gpus 2.")
+        raise ConfigError("chaos needs at least 2 ranks.", hint="Set --num-gpus 2.")
     named = None if own.faults == "all" else [parse_fault(text) for text in own.faults.split(",")]
     if named and max(fault.rank for fault in named) >= num_ranks:
         raise ConfigError(f"faults={own.faults!r}: there are {num_ranks} ranks.", hint="Count them from 0.")
-    # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
+    # Shell scripts ignore SIGINT in background jobs, which the runs would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
         scene = Scene(folder / "whole", program, environment, own.limit_s)
-        progress.say(f"the run without faults, at most {scene.limit_s:g} s, which tells how long the others take")
+        progress.say(f"the run without faults, at most {scene.limit_s:g} s, to estimate the time of the others")
         progress.show("the run without faults")
         ended = scene.run((), run_options)
         progress.clear()
@@ -170,28 +169,28 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
     first_s = whole.first_step_s(ended.start_s)
     if first_s is None:
         raise SetupError(
-            "The script ended without a training that chaos could follow.",
+            "The script ended without a training that chaos could record.",
             hint="It must call train() of a transformers Trainer on every rank.",
         )
     begun = whole.of("begin")[0]
     for name, value in run_options.items():
         if begun["config"][name] != value:
             raise ConfigError(
-                f"chaos asks for {name}={value!r}, but the script's enable_multi_gpu() says {begun['config'][name]!r}.",
-                hint="Leave it out of the script's line while its faults are tried.",
+                f"chaos sets {name}={value!r}, but the script's enable_multi_gpu() sets {begun['config'][name]!r}.",
+                hint="Leave it out of the script's call for chaos.",
             )
     if not Path(begun["output_dir"]).is_relative_to(scene.work.resolve()):
         raise ConfigError(
-            f"The script saves in {begun['output_dir']}, where runs would find each other's checkpoints.",
-            hint="Its Trainer must take it from TrainingArguments; or write {run} for it in the script's arguments.",
+            f"The script saves to {begun['output_dir']}, where runs would find each other's checkpoints.",
+            hint="Its Trainer must take the folder from TrainingArguments; or write {run} in the script's arguments.",
         )
     return Judge(folder, scene, whole, first_s - ended.start_s, run_options)
 
 
 def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
-    """Tries every fault, and says before how long that takes."""
+    """Tries every fault, after an estimate of the time."""
     run_s = ended.end_s - ended.start_s
-    # The way to the fault is as long as a run at most, and behind it comes another.
+    # Twice the time of a run: one with the fault, and one that resumes.
     progress.say(
         f"it took {run_s:.1f} s, {judge.cold_s:.1f} s of that to the end of the first step; "
         f"{len(faults)} more with faults take about {duration(2 * run_s * len(faults))}"
@@ -215,6 +214,6 @@ def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
         return 1 if bad else 0
     show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
-    told = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should."
-    screen.line(told, "bold red" if bad else "bold green")
+    result_line = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or continued as it should."
+    screen.line(result_line, "bold red" if bad else "bold green")
     return 1 if bad else 0

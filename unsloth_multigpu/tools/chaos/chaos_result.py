@@ -1,4 +1,4 @@
-"""What `unsloth-multigpu chaos` finds in the records of a run, and the table that it makes of it."""
+"""Evaluates the records of a run for `unsloth-multigpu chaos`, and prints the table."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
 
-# Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
+# Largest difference of a weight, relative to the largest weight, that fp32 rounding explains.
 ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
 class RunTrace:
-    """What all ranks of a row wrote down, over all starts.
+    """Records of all ranks of a row, over all starts.
 
     Args:
-        records: Of all ranks, oldest first; each with its rank.
+        records: Records with their ranks, oldest first.
     """
 
     records: Sequence[dict[str, Any]]
@@ -34,7 +34,7 @@ class RunTrace:
         return cls(sorted(found, key=lambda r: float(r["time_s"])))
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """Records of one event."""
+        """Returns the records of one event."""
         return [record for record in self.records if record["event"] == event]
 
     @property
@@ -43,12 +43,12 @@ class RunTrace:
         return max((r["step"] for r in self.of("step") if r["training"] == 0), default=0)
 
     def first_step_s(self, since_s: float) -> float | None:
-        """When the first step ended in a process that began to train after `since_s`; None if there is none."""
+        """Returns the end of the first step of processes that began to train after `since_s`; None without one."""
         before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
         return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
 
     def samples(self) -> dict[tuple[int, int], Counter[str]]:
-        """Samples of each (training, step) over all ranks. A step that was made again counts as it was made last."""
+        """Returns the samples of each (training, step) over all ranks. Of a repeated step, the last time counts."""
         latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
         steps: dict[tuple[int, int], Counter[str]] = {}
         for (training, step, _), samples in latest.items():
@@ -57,7 +57,7 @@ class RunTrace:
 
 
 def compare_samples(whole: RunTrace, other: RunTrace) -> tuple[int, int]:
-    """Number of samples that are missing and of samples that are repeated, compared step by step with the whole run."""
+    """Returns the numbers of missing and of repeated samples, compared step by step with the run without faults."""
     expected, found = whole.samples(), other.samples()
     keys = expected.keys() | found.keys()
     lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
@@ -65,11 +65,11 @@ def compare_samples(whole: RunTrace, other: RunTrace) -> tuple[int, int]:
 
 
 def compare_weights(whole: Path, other: Path) -> float | None:
-    """Largest difference of a weight of any training, relative to the largest weight; None where weights are missing.
+    """Returns the largest difference of a weight, relative to the largest weight; None if weights are missing.
 
     Args:
         whole: Folder of the records of the run without faults.
-        other: The same of another run.
+        other: Folder of the records of another run.
     """
     import torch
     from safetensors.torch import load_file
@@ -87,18 +87,18 @@ def compare_weights(whole: Path, other: Path) -> float | None:
 
 @dataclass
 class FaultRow:
-    """One fault, and what came of it.
+    """One fault and its result.
 
     Args:
-        told: What the user reads.
-        ended_s: Seconds from the fault until the last process was gone; None where the run was restarted or continued.
-        code: Exit code of the run that met the fault.
-        from_step: The finished step from which the training went on; None where it was not restarted.
+        told: The launcher's message.
+        ended_s: Seconds from the fault until the last process was gone; None if the run was restarted or continued.
+        code: Exit code of the run with the fault.
+        from_step: The finished step from which the training resumed; None if it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost, repeated: Samples that did not count, and that counted once too often, against the run without faults.
+        lost, repeated: Samples that are missing or repeated, compared with the run without faults.
         difference: See `compare_weights`.
-        reasons: Why the row is not as it should be.
-        note: Why the fault could not be planted.
+        reasons: Deviations from the expected result.
+        note: Why the fault could not be injected.
     """
 
     fault: str
@@ -115,7 +115,7 @@ class FaultRow:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """The row of the table."""
+        """Returns the row of the table by column."""
         cells = {
             "fault": self.fault,
             "ended after s": "-" if self.ended_s is None else f"{self.ended_s:.1f}",
@@ -130,7 +130,7 @@ class FaultRow:
 
 
 def show(rows: Sequence[FaultRow], screen: Screen) -> None:
-    """The table; what the user reads, which is too long for a column, is below it."""
+    """Prints the table, and below it the messages, which are too long for a column."""
     cells = [row.cells() for row in rows]
     screen.table(list(cells[0]), [list(row.values()) for row in cells], num_left=1)
     for row in rows:

@@ -1,4 +1,4 @@
-"""One run of the user's script for `unsloth-multigpu chaos`: started, waited for, and what it leaves behind."""
+"""Runs the user's script once for `unsloth-multigpu chaos`, and counts the processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from unsloth_multigpu.cli.script_runner import has_own_line
+from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
 from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill
 
 _POLL_S = 0.05
-# Processes that outlive the command by more than this were left behind.
+# Processes that outlive the command by more than this count as orphans.
 _ORPHAN_LIMIT_S = 5.0
-# The launcher's words on why a run ended. Facts that are logged on the way begin the same.
+# The launcher's message about the end of a run. Other log lines have the same prefix.
 _TOLD = re.compile(r"unsloth_multigpu: (.*(?:The other ranks were stopped|Starting all ranks again|stopped by|SIG).*)")
 
 
@@ -30,12 +30,12 @@ class Ended:
     """How a run ended.
 
     Args:
-        code: Exit code, negative = signal, None = it was ended because it took too long.
-        start_s: When it was started, on the clock of `time.monotonic`.
-        end_s: When its last process was gone.
+        code: Exit code, -N = ended by signal N, None = it exceeded the time limit.
+        start_s: Time of the start, on the clock of `time.monotonic`.
+        end_s: Time when its last process was gone.
         num_orphans: Processes that it left behind.
-        told: The last line in which it said why it ended, or began again.
-        output: All that it printed.
+        told: The launcher's last message about the end or restart.
+        output: Its whole output.
     """
 
     code: int | None
@@ -48,13 +48,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where the runs of one row take place.
+    """The runs of one row of the table.
 
     Args:
-        folder: Of this row alone: records, and what the script saves.
+        folder: Folder of this row, for records and the script's files.
         program: The script and its arguments, or `-m`, a module and its arguments.
         environment: Variables of every run.
-        limit_s: A run is ended this many seconds after its start.
+        limit_s: Time limit of a run.
     """
 
     folder: Path
@@ -64,20 +64,20 @@ class Scene:
 
     @property
     def records(self) -> Path:
-        """Where the ranks write down what they do. The variables of this row's processes have it, and no others."""
+        """Folder of the ranks' records. Only the variables of this row's processes contain its path."""
         return self.folder / "records"
 
     @property
     def work(self) -> Path:
-        """Where the script's checkpoints and logs go, and what `{run}` stands for in its arguments."""
+        """Folder for the script's checkpoints and logs, which replaces `{run}` in its arguments."""
         return self.folder / "work"
 
     def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
         """Runs the script to its end.
 
         Args:
-            faults: To be planted.
-            options: Of `enable_multi_gpu`, for this run.
+            faults: The faults to inject.
+            options: Options of `enable_multi_gpu` for this run.
         """
         for place in (self.records, self.work):
             place.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class Scene:
             self._command(),
             env={**self.environment, **variables, **request.variables()},
             stdin=subprocess.DEVNULL,
-            # A pipe: a limit on the size of files, which imitates a full disk, must not meet what is printed.
+            # A pipe, because a limit on the size of files, which simulates a full disk, must not affect the output.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -110,9 +110,9 @@ class Scene:
             wait_after_kill(process)
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
-        # What is turned aside keeps the path that it has in the user's folder.
-        for turned in (f"{self.work}/output{Path().resolve()}", str(self.work)):
-            output = output.replace(turned, ".")
+        # Show redirected paths as those in the user's folder.
+        for redirected in (f"{self.work}/output{Path().resolve()}", str(self.work)):
+            output = output.replace(redirected, ".")
         told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
         return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output)
 
@@ -120,5 +120,5 @@ class Scene:
         program = [argument.replace("{run}", str(self.work)) for argument in self.program]
         if program[0] != "-m":
             program[0] = os.path.abspath(program[0])
-        own = [] if has_own_line(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
+        own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
         return [sys.executable, *own, *program]

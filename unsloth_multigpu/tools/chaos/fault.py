@@ -1,4 +1,4 @@
-"""Faults to plant into a run, as plain data: what, where, when, and how soon the run has to be over."""
+"""Faults to inject into a run, as plain data: kind, rank, step, and how soon the run must end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.wire.context import ToolRequest
 
 _PHASES = ("train", "save", "evaluate")
-# In place of a rank: all ranks.
+# Rank that means all ranks.
 ALL_RANKS = -1
 _DEATHS, _HANGS, _ERRORS = (
     ("kill", "kill_supervisor", "corrupt"),
@@ -17,7 +17,7 @@ _DEATHS, _HANGS, _ERRORS = (
     ("raise", "exit", "memory", "nan", "disk_full"),
 )
 KINDS = (*_ERRORS, *_DEATHS, *_HANGS, "sigterm")
-# Where all faults are planted, as rank or rank:phase; of the others on the highest rank.
+# Ranks of each kind in `all_faults`, as rank or rank:phase. The other kinds are injected on the highest rank.
 _PLACES: dict[str, tuple[str, ...]] = {
     "raise": ("0", "last"),
     "kill": ("0", "last", "0:save"),
@@ -27,13 +27,13 @@ _PLACES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("kill_supervisor", "corrupt"), ("0",)),
 }
 _DEATH_LIMIT_S = 2.0
-# The supervisor knows at once, but a rank that fails has up to 6 seconds for Python's teardown (launch.watch).
+# The supervisor reacts at once, but a failed rank has up to 6 seconds for Python's teardown (launch.watch).
 _ERROR_LIMIT_S = _DEATH_LIMIT_S + 6.0
 _HANG_SLACK_S = 5.0
 
 
 def limit_s(kind: str, *, hang_timeout_s: float, grace_s: float) -> float | None:
-    """Seconds from a fault to the end of a run that is not started again; None = no limit of its own."""
+    """Returns the limit from a fault to the end of a run without restarts, in seconds; None = no limit."""
     if kind in _HANGS:
         return hang_timeout_s + _HANG_SLACK_S if hang_timeout_s else None
     return grace_s if kind == "sigterm" else _DEATH_LIMIT_S if kind in _DEATHS else _ERROR_LIMIT_S
@@ -41,14 +41,14 @@ def limit_s(kind: str, *, hang_timeout_s: float, grace_s: float) -> float | None
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, planted once.
+    """One fault, injected once.
 
     Args:
         kind: One of `KINDS`.
-        rank: Where; `ALL_RANKS` = on every rank.
-        step: In this optimizer step, counted from 1, or in the first one after it that has the phase.
-        attempt: In which start of the ranks, counted from 0.
-        phase: "train"; "save" = between the model's file and those that follow it; "evaluate" = after its first batch.
+        rank: The rank; `ALL_RANKS` = every rank.
+        step: Optimizer step, from 1. If it does not have the phase, the next step that has it.
+        attempt: Number of the start of the ranks, from 0.
+        phase: "train"; "save" = after the model's file, before the other files; "evaluate" = after the first batch.
     """
 
     kind: str
@@ -71,23 +71,24 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Reads `kind@rank:step` or `kind@rank:step:phase`, where `all` is every rank.
+    """Parses `kind@rank:step` or `kind@rank:step:phase`; rank may be `all`.
 
     Raises:
-        ConfigError: It is written in another way.
+        ConfigError: The text has another form.
     """
     kind, _, place = text.strip().partition("@")
     rank, _, when = place.partition(":")
     step, _, phase = when.partition(":")
     if not (rank.isdigit() or rank == "all") or not step.isdigit():
         raise ConfigError(
-            f"{text!r} is no fault.", hint="Write kind@rank:step or kind@rank:step:phase, as in kill@1:5 or stop@0:3."
+            f"{text!r} is not a fault.",
+            hint="Write kind@rank:step or kind@rank:step:phase, as in kill@1:5 or stop@0:3.",
         )
     return Fault(kind, ALL_RANKS if rank == "all" else int(rank), int(step), phase=phase or "train")
 
 
 def all_faults(num_steps: int, num_ranks: int) -> list[Fault]:
-    """Every kind of fault, in the middle of a training of so many optimizer steps."""
+    """Returns every kind of fault, in the middle of a training of `num_steps` optimizer steps."""
     # After the first checkpoints of most trainings, with steps left.
     step = max(1, round(num_steps * 0.6))
     places = [(kind, *place.split(":")) for kind in KINDS for place in _PLACES.get(kind, ("last",))]
@@ -96,12 +97,12 @@ def all_faults(num_steps: int, num_ranks: int) -> list[Fault]:
 
 @dataclass(frozen=True)
 class ChaosRequest:
-    """What `unsloth-multigpu chaos` asks of a run.
+    """Settings of `unsloth-multigpu chaos` for a run.
 
     Args:
-        folder: Where each rank leaves `rank_N.jsonl`, and rank 0 the weights at the end of each training.
-        faults: To be planted.
-        work: Where the script's checkpoints and logs go; None = where the script says.
+        folder: Folder for `rank_N.jsonl` of each rank, and the final weights of each training.
+        faults: The faults to inject.
+        work: Folder for the script's checkpoints and logs; None = the script's own.
     """
 
     folder: str
@@ -109,6 +110,6 @@ class ChaosRequest:
     work: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """The environment that carries this request."""
+        """Returns the environment variables of this request."""
         values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults], "work": self.work}
         return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()

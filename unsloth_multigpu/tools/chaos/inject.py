@@ -1,4 +1,4 @@
-"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests."""
+"""Injects faults into a training and records its steps, for `unsloth-multigpu chaos` and the tests."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 
-# Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
+# File size that the simulated full disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 _MEMORY_LEFT_BYTES = 2**26
 _MEMORY_ASKED_BYTES = 2**31
-# Kinds that are no action, where they are met.
+# (phase, kind) of the faults that are not in `_ACTIONS`.
 _OF_STEPS = (("train", "memory"), ("train", "nan"))
-# The supervisor looks for signals ten times a second.
+# The supervisor checks for signals ten times a second.
 _LOOK_S = 0.5
 
 
 class Chaos(Tool):
-    """Plants faults into a run; see `ChaosRequest`."""
+    """Injects faults into a run; see `ChaosRequest`."""
 
     draws_alike = True
 
@@ -51,35 +51,35 @@ class Chaos(Tool):
         return config if work is None else dataclasses.replace(config, log_dir=str(Path(work, "logs")))
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
-        """Nothing that a Trainer writes or uploads by itself may land in the user's folders or accounts."""
+        """Redirects what a Trainer writes, and turns off its uploads."""
         if self.request.work is None:
             return
         args.push_to_hub = False
-        args.output_dir = self._aside(args.output_dir or DEFAULT_OUTPUT)
+        args.output_dir = self._redirected(args.output_dir or DEFAULT_OUTPUT)
         curves = getattr(args, "logging_dir", None)
         if curves is not None:
-            vars(args)["logging_dir"] = self._aside(curves)
+            vars(args)["logging_dir"] = self._redirected(curves)
 
-    def _aside(self, folder: str | os.PathLike[str]) -> str:
-        """The place of a folder in the run's own one; the same for the same folder, in every start of the ranks."""
+    def _redirected(self, folder: str | os.PathLike[str]) -> str:
+        """Returns the path of a folder within the run's own folder, equal in every start of the ranks."""
         work, path = Path(self.request.work or "").resolve(), Path(folder).resolve()
         return str(path if path.is_relative_to(work) else work.joinpath("output", *path.parts[1:]))
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         if steps is None:
             return None
-        self.adjust_arguments(trainer.args)  # Where a script changes them once more.
+        self.adjust_arguments(trainer.args)  # Again, because the script may have changed them.
         return Injector(trainer, self.request, session, steps)
 
 
 class Injector(Part):
-    """Plants the faults of one training of one rank.
+    """Injects the faults of one training of one rank.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        request: What to plant.
-        session: Of this rank: who it is, its options, which attempt this is, and whom a signal goes to.
-        steps: Its `current` micro-batch may be a filler, which is no sample.
+        request: The faults.
+        session: The session of this rank.
+        steps: The feed of the training. Its filler micro-batches do not count as samples.
     """
 
     place = "faults"
@@ -93,7 +93,7 @@ class Injector(Part):
         self._attempt = session.context.attempt
         self._folder = Path(request.folder)
         mine = [f for f in request.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
-        # A script may train several times; each fault is planted in one of them.
+        # A script may train several times; each fault is injected in one training.
         written = read_records(self._folder, self._rank)
         done = [r["fault"] for r in written if r["event"] == "planted" and r["attempt"] == self._attempt]
         self._faults = [fault for fault in mine if str(fault) not in done]
@@ -130,14 +130,14 @@ class Injector(Part):
         return (result[0] * torch.nan, *result[1:]) if isinstance(result, tuple) else result * torch.nan
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Python ignores SIGXFSZ, so that a write beyond the limit is an OSError as on a full disk.
+        # Python ignores SIGXFSZ, so a write beyond the limit raises OSError, as on a full disk.
         is_full = self._take("save", "disk_full") is not None
         with _limited(resource.RLIMIT_FSIZE, _DISK_LEFT_BYTES) if is_full else nullcontext():
             return original(*args, **kwargs)
 
     def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        # Set by the Trainer where it makes a checkpoint: other files of it are still to be written.
+        # Set by the Trainer in a checkpoint, whose other files follow.
         if kwargs.get("_internal_call"):
             self._act(self._take("save"))
         return result
@@ -146,7 +146,7 @@ class Injector(Part):
         self._act(self._take("evaluate"))
 
     def _take(self, phase: str, kind: str | None = None) -> Fault | None:
-        """The fault that is due now; each is given once. A full disk is met at the begin of a checkpoint alone."""
+        """Returns the fault that is due now, each once. `kind` selects "disk_full", which begins with a checkpoint."""
         finished = int(self._trainer.state.global_step)
         # A checkpoint and an evaluation belong to the step that has just been finished.
         step = finished + 1 if phase == "train" else finished
@@ -155,8 +155,8 @@ class Injector(Part):
                 is_here = fault.phase == phase and (fault.kind in _ACTIONS or (phase, fault.kind) in _OF_STEPS)
             else:
                 is_here = fault.kind == kind
-            has_prey = fault.kind != "corrupt" or newest_checkpoint(self._trainer.args.output_dir) is not None
-            if is_here and step >= fault.step and has_prey:
+            can_act = fault.kind != "corrupt" or newest_checkpoint(self._trainer.args.output_dir) is not None
+            if is_here and step >= fault.step and can_act:
                 self._faults.remove(fault)
                 self.write("planted", fault=str(fault), kind=fault.kind, step=step)
                 return fault
@@ -167,7 +167,7 @@ class Injector(Part):
             _ACTIONS[fault.kind](self._supervisor_pid, self._trainer.args.output_dir)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""
+        """Adds a line to this rank's file, with the time of `time.monotonic`, which all processes share."""
         place = {"pid": os.getpid(), "attempt": self._attempt, "training": self._training}
         line = {"event": event, "time_s": time.monotonic(), **place, **facts}
         with (self._folder / f"rank_{self._rank}.jsonl").open("a", encoding="utf-8") as file:
@@ -189,7 +189,7 @@ class Injector(Part):
         from safetensors.torch import save_file
 
         model = self._trainer.model
-        if self._rank == 0 or has_shards(model):  # All ranks hold a part of what is sharded.
+        if self._rank == 0 or has_shards(model):  # Gathering shards needs all ranks.
             reshard(model)
             trained = ((name, whole_of(p.detach())) for name, p in model.named_parameters() if p.requires_grad)
             weights = {name: value.cpu().clone().contiguous() for name, value in trained}
@@ -199,14 +199,14 @@ class Injector(Part):
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """What a rank has written so far, oldest first; a line that was cut by its death is left out."""
+    """Returns the records of a rank, oldest first, without an incomplete last line."""
     path = folder / f"rank_{rank}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
-    """The checkpoint of the highest step."""
+    """Returns the checkpoint of the highest step."""
     found = [p for p in Path(output_dir).glob("checkpoint-*") if p.name.rpartition("-")[2].isdigit()]
     return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
@@ -216,13 +216,13 @@ def _raise(*_: Any) -> None:
 
 
 def _loop(*_: Any) -> None:
-    """Keeps the main thread busy without an end."""
+    """Keeps the main thread busy forever."""
     while True:
         pass
 
 
 def _corrupt(_pid: int, output_dir: str) -> None:
-    """Cuts the largest file of the newest checkpoint in half, as a crash or a disk may, and ends this process."""
+    """Truncates the largest file of the newest checkpoint, as a crash may, and kills this process."""
     checkpoint = newest_checkpoint(output_dir)
     assert checkpoint is not None
     largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -232,11 +232,11 @@ def _corrupt(_pid: int, output_dir: str) -> None:
 
 def _signal(pid: int, number: signal.Signals) -> None:
     send_signal(pid, number)
-    # Inside the step: another thread may take the signal, and the supervisor notices one after a moment.
+    # Stay in the step until the signal takes effect.
     time.sleep(_LOOK_S)
 
 
-# Each is given the process id of the supervisor, and the Trainer's output folder.
+# Arguments: process id of the supervisor, and the Trainer's output folder.
 _ACTIONS: dict[str, Callable[[int, str], Any]] = {
     "raise": _raise,
     "exit": lambda *_: sys.exit(0),
@@ -250,17 +250,17 @@ _ACTIONS: dict[str, Callable[[int, str], Any]] = {
 
 
 def _run_out_of_memory(device: torch.device) -> None:
-    """Raises what torch raises where a device's memory is not enough."""
+    """Raises torch's own error of a device without enough memory."""
     if device.type != "cpu":
         torch.empty(2**50, dtype=torch.uint8, device=device)
-    # The limit is lifted afterwards: reporting the error needs memory.
+    # The limit is restored before the error is reported, which needs memory.
     with _limited(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_LEFT_BYTES):
         torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)
 
 
 @contextmanager
 def _limited(kind: int, limit: int) -> Iterator[None]:
-    """Lowers a limit of this process, one of `resource.RLIMIT_*`, while it is open."""
+    """Lowers a limit of this process, one of `resource.RLIMIT_*`, within the context."""
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit, hard))
     try:

@@ -1,4 +1,4 @@
-"""Probe: the accelerators that torch sees, and whether data copied from one to another arrives unchanged."""
+"""Probe: lists the accelerators that torch sees, and checks that copies between them are correct."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ def check_copies(
     num_bytes: int = COPY_BYTES,
     copy: Callable[[torch.Tensor, torch.Tensor], object] = lambda target, source: target.copy_(source),
 ) -> list[dict[str, Any]]:
-    """Copies random bytes between every ordered pair of devices, and compares what arrives through the host.
+    """Copies random bytes between every ordered pair of devices, and compares the results on the host.
 
-    Some consumer cards and some settings of the IOMMU deliver garbage without an error.
+    Some consumer GPUs and some IOMMU settings deliver garbage without an error.
 
     Args:
-        devices: Where the data goes; the CPU may stand for a device, more than once.
+        devices: The devices. The CPU may be given several times.
         num_bytes: Size of one copy.
-        copy: Called with target and source. torch's own copy is direct where the driver allows it.
+        copy: Called with target and source. torch's own copy is direct if the driver allows it.
 
     Returns:
-        For each pair: `source` and `target`, indices of devices; `num_bytes` of one copy; `num_wrong_bytes`, the most
-        that differed from the source after one of the copies; `gb_per_s` of the fastest copy, in 10^9 bytes; and
-        `has_peer_access`, whether the driver lets the two reach each other's memory, None = not known.
+        For each pair: `source` and `target`, indices of devices; `num_bytes` of one copy; `num_wrong_bytes`, the
+        largest number of wrong bytes of a copy; `gb_per_s` of the fastest copy, in 10^9 bytes; and `has_peer_access`
+        between the two devices, None = not known.
     """
     import torch
 
     found = []
     for source, target in itertools.permutations(range(len(devices)), 2):
         here, there = devices[source], devices[target]
-        # Other bytes for each pair, so that what an earlier pair left in memory cannot pass for this one's.
+        # Different bytes for each pair, so that data of an earlier pair cannot be mistaken for this one's.
         generator = torch.Generator().manual_seed(1000 * source + target)
         data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
         original, arrived = data.to(here), torch.empty_like(data, device=there)
         most_wrong, seconds = 0, float("inf")
         for _ in range(_NUM_COPIES):
-            # Every byte is wrong until it is delivered.
+            # Every byte of the target is wrong before the copy.
             arrived.copy_(~data)
             wait_for(here, there)
             start = time.perf_counter()
@@ -59,7 +59,7 @@ def check_copies(
             seconds = min(seconds, time.perf_counter() - start)
             most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
         pair = {"source": source, "target": target, "num_bytes": num_bytes, "num_wrong_bytes": most_wrong}
-        # In the order in which torch asks before it copies.
+        # In torch's order of arguments.
         peers = torch.cuda.can_device_access_peer(here, there) if {here.type, there.type} == {"cuda"} else None
         found.append({**pair, "gb_per_s": num_bytes / seconds / 1e9, "has_peer_access": peers})
     return found
@@ -80,7 +80,7 @@ def _measure() -> dict[str, Any]:
         described.append({"name": name, "free_bytes": free_bytes, "total_bytes": total_bytes})
     return {
         "kind": kind,
-        # What torch was built for; None in a build for the CPU.
+        # Versions of the platforms that torch was built for; None in a build for the CPU.
         **{name: getattr(torch.version, name, None) for name in KINDS},
         "rocm": torch.version.hip,
         "devices": described,
@@ -90,7 +90,7 @@ def _measure() -> dict[str, Any]:
 
 
 def _line() -> dict[str, str]:
-    """What the line would say here, or why it would refuse to start, and what to do then."""
+    """Returns what `enable_multi_gpu()` would log on this machine, or why it would raise, with the hint."""
     import torch
 
     from unsloth_multigpu.group.place import start_sentence
@@ -100,7 +100,7 @@ def _line() -> dict[str, str]:
     try:
         num_ranks = ranks_to_start(config)
     except SetupError as error:
-        return {"line": "", "refused": f"the line would refuse to start: {error.args[0]}", "hint": error.hint}
+        return {"line": "", "refused": f"enable_multi_gpu() would raise: {error.args[0]}", "hint": error.hint}
     torch.set_num_threads(threads_of_each(num_ranks))
     world_size = num_ranks * num_nodes(config.nnodes)
     identity = RankIdentity(0, 0, world_size, num_ranks, "unsloth_multigpu")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
-# More names of failed checks than these are counted.
+# Names of failed checks that are listed.
 _MOST_NAMES = 5
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
 
@@ -42,12 +42,12 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Checks this machine and prints the result, each section when it is known.
+    """Checks this machine and prints each section of the result when it is known.
 
     Returns:
-        0, or 1 if a row failed.
+        0, or 1 if a check failed.
     """
-    MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
+    MultiGPUConfig.resolve({})  # Raises for an invalid variable before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
     with exit_on_signal(), Progress("doctor") as progress:
@@ -71,10 +71,10 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:
-    """Runs every check. Libraries are imported in parallel with the others, which use the GPUs one after the other.
+    """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one by one.
 
     Yields:
-        What is checked next ("" at the end), and the rows of a section as soon as they are known.
+        The name of the next check ("" at the end), and the rows of a section as soon as they are known.
     """
     from unsloth_multigpu.tools.doctor import findings as found
     from unsloth_multigpu.tools.probe import Probe
@@ -83,32 +83,32 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
         patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
-        yield "looks for devices, and copies between them", found.version_rows()
+        yield "devices, and copies between them", found.version_rows()
         devices = probe.outcome()
         yield "", [*found.driver_rows(devices), *found.device_rows(devices)]
-        yield "adds up a tensor on all ranks", found.copy_rows(devices)
-        # The limit ends a stuck collective with its own message, before the whole check is ended.
+        yield "an all-reduce on all ranks", found.copy_rows(devices)
+        # timeout_s ends a hung collective with its own message, before the time limit of the probe.
         options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
-        yield "imports the libraries, and tries every patch", found.reduce_rows(reduced, devices)
+        yield "imports of the libraries, and every patch", found.reduce_rows(reduced, devices)
         landed = patches.outcome()
         yield "", found.import_rows(landed)
         yield "", found.patch_rows(landed)
 
 
 def verdict(rows: Sequence[CheckRow]) -> str:
-    """The last line: which checks failed, and what the line would say here."""
+    """Returns the last line: the failed checks, and what `enable_multi_gpu()` would do."""
     failed = [f"{row.name} ({row.section})" for row in rows if row.state == "FAIL"]
     line = "".join(f"With enable_multi_gpu(): {row.text}." for row in rows if row.name == "line" and row.state == "ok")
     if not failed:
         return line
-    then = f" Once that is mended: {line}" if line else ""
+    then = f" After that is fixed: {line}" if line else ""
     return f"NOT READY: {len(failed)} of {len(rows)} checks failed: {listed(failed, _MOST_NAMES)}.{then}"
 
 
 def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
-    """The rows of one section under its heading, as (aligned text, style)."""
+    """Formats the rows of one section and its heading as (text, style)."""
     lines: list[tuple[str, str | None]] = [(rows[0].section, "bold")]
     for row, line in zip(rows, aligned([f"{r.state:<4}", r.name, r.text] for r in rows), strict=True):
         lines.append((f"  {line}", _STYLES.get(row.state)))

@@ -1,4 +1,4 @@
-"""What the measured facts mean: one row each, and for each fault what to do about it."""
+"""Turns the results of the checks into rows, with a hint for each failure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from unsloth_multigpu.words import GIB, gib
 State = Literal["ok", "note", "FAIL"]
 
 _NVIDIA_SMI_LIMIT_S = 20.0
-# NCCL and the workers of a DataLoader pass data through shared memory; Docker gives 64 MiB unless told otherwise.
+# NCCL and DataLoader workers use shared memory, of which a Docker container has 64 MiB by default.
 _MIN_SHARED_BYTES = GIB
 _COPY_HINT = (
     "Set NCCL_P2P_DISABLE=1 for training. The cause is usually the IOMMU (turn off VT-d, AMD-Vi or ACS in the "
-    "firmware) or a card whose driver has no P2P."
+    "firmware) or a GPU whose driver has no P2P."
 )
-_CPU_REDUCE_HINT = "Other processes may hold the cores or the memory; a firewall may block connections to 127.0.0.1."
+_CPU_REDUCE_HINT = "Other processes may use the cores or the memory; a firewall may block connections to 127.0.0.1."
 _GPU_REDUCE_HINT = (
     "Run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether direct copies are the cause."
 )
@@ -37,12 +37,12 @@ class CheckRow:
 
     Args:
         section: Heading under which it is listed.
-        name: What was looked at.
-        state: "ok", "FAIL", or "note" for what is worth knowing and stops no training.
-        text: What was found, for people.
+        name: Name of the check.
+        state: "ok", "FAIL", or "note" for a remark that does not prevent a training.
+        text: The result as text.
         hint: The next action; every "FAIL" has one.
-        facts: What was found, for programs.
-        log: Last lines that a failed check printed.
+        facts: The result as JSON values.
+        log: Last lines of a failed check's output.
     """
 
     section: str
@@ -55,8 +55,8 @@ class CheckRow:
 
 
 def version_rows() -> list[CheckRow]:
-    """Interpreter, system and libraries against what is supported."""
-    # pip refuses an older Python.
+    """Checks the versions of interpreter, system and libraries."""
+    # Always "ok": pip refuses an older Python.
     rows = [CheckRow("versions", "python", "ok", platform.python_version())]
     is_linux = sys.platform == "linux"
     hint = "" if is_linux else "Several ranks need Linux, or WSL2."
@@ -73,24 +73,24 @@ def version_rows() -> list[CheckRow]:
 
 
 def supported_text(specifier: str) -> str:
-    """A range from its lower bound to its upper one: `>=2.6,<2.16`. packaging sorts its parts by their characters."""
+    """Formats a range with the lower bound first: `>=2.6,<2.16`."""
     return ",".join(sorted(specifier.split(","), key=lambda part: part.startswith("<")))
 
 
 def driver_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """The driver, and what torch is built for."""
+    """Describes the driver, and the platform that torch was built for."""
     if "error" in devices:
         return []
     driver, _ = _nvidia_driver()
     names = {"ROCm": "rocm", **{name.upper(): name for name in KINDS}}
     built_for = next((f"{shown} {devices[name]}" for shown, name in names.items() if devices.get(name)), "the CPU")
-    text = f"NVIDIA driver {driver or 'none'}, torch is built for {built_for}"
+    text = f"NVIDIA driver {driver or 'none'}, torch was built for {built_for}"
     return [CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
 
 
 def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
-    """Whether the libraries can be imported, with the patches, in a script's order."""
-    hint = "Run `python -c 'import {}'`, and reinstall what the error names."
+    """Checks that the libraries can be imported, with the patches, in the order of a script."""
+    hint = "Run `python -c 'import {}'`, and reinstall the library in its error."
     return [
         CheckRow("imports", name, "FAIL" if error else "ok", error or "imported", hint.format(name) if error else "")
         for name, error in landed.get("imports", {}).items()
@@ -98,7 +98,7 @@ def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Accelerators, cores and memory."""
+    """Lists accelerators, cores and memory."""
     if "error" in devices:
         hint = devices.get("hint") or "Run `python -c 'import torch; torch.accelerator.device_count()'`."
         return [CheckRow("devices", "torch", "FAIL", devices["error"], hint, log=tuple(devices.get("log", ())))]
@@ -110,7 +110,7 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
         _, num_known = _nvidia_driver()
         if num_known and not os.environ.keys() & set(CHOOSERS):
             text = f"nvidia-smi lists {num_known}, torch {versions.installed_version('torch')} sees none"
-            hint = "Install a torch that is built for CUDA and for this driver: https://pytorch.org/get-started/locally"
+            hint = "Install a torch build for CUDA and this driver: https://pytorch.org/get-started/locally"
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
         else:
             rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
@@ -121,13 +121,13 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Copies between every ordered pair of accelerators."""
+    """Checks copies between every ordered pair of accelerators."""
     if "error" in devices:
         return []
     rows = []
     for pair in devices["copies"]:
         name = f"{devices['kind']}:{pair['source']} -> {devices['kind']}:{pair['target']}"
-        peer = {True: "peer access", False: "no peer access, by way of the host", None: "peer access not known"}
+        peer = {True: "peer access", False: "no peer access, through the host", None: "peer access not known"}
         speed = f"{pair['num_bytes'] / 2**20:g} MiB at {pair['gb_per_s']:.1f} GB/s, {peer[pair['has_peer_access']]}"
         if wrong := pair["num_wrong_bytes"]:
             text = f"{wrong} of {pair['num_bytes']} bytes arrived wrong; {speed}"
@@ -138,7 +138,7 @@ def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[CheckRow]:
-    """The all-reduce on all ranks."""
+    """Checks the all-reduce on all ranks."""
     hint = _CPU_REDUCE_HINT if devices.get("kind") == "cpu" else _GPU_REDUCE_HINT
     if "error" in reduced:
         log = tuple(reduced.get("log", ()))
@@ -155,9 +155,9 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
 
 
 def patch_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
-    """Every patch, and the check before each training."""
+    """Checks every patch and instance seam."""
     if "error" in landed:
-        hint = landed.get("hint") or "See the lines below: a library cannot be imported."
+        hint = landed.get("hint") or "A library cannot be imported, see the lines below."
         return [CheckRow("patches", "functions", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
     facts = {name: landed[name] for name in ("num_patches", "num_methods")}
     text = f"{facts['num_patches']} functions and {facts['num_methods']} methods of other libraries are as tested"
@@ -186,7 +186,7 @@ def _host_rows() -> list[CheckRow]:
 
 
 def _nvidia_driver() -> tuple[str | None, int]:
-    """Version of the driver and number of cards that it knows; (None, 0) without one."""
+    """Returns the version of the driver and the number of its GPUs; (None, 0) without a driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)

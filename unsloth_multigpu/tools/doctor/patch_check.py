@@ -1,4 +1,4 @@
-"""Probe: every function of another library that this package steers is there, and every patch lands."""
+"""Probe: checks that every patch can be applied, and every replaced method exists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from unsloth_multigpu.seam import SEAMS, check_seam
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.identity import RankIdentity
 
-# In the order of a user's script: Unsloth changes the others and asks to be imported first.
+# In the order of a user's script: Unsloth patches the others and has to be imported first.
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
-# These import at once what they need on this machine. Their other modules are for other machines, and would patch the
-# other libraries.
+# These import all modules for this machine themselves. Their other modules are for other machines and patch libraries.
 _EAGER = ("unsloth", "unsloth_zoo")
-# Errors that imports of large libraries raise. A crash of the whole probe is reported by its parent.
+# Errors that imports of large libraries raise. The parent process reports a crash.
 _IMPORT_ERRORS = (
     ImportError,
     RuntimeError,
@@ -34,7 +33,7 @@ _IMPORT_ERRORS = (
 
 
 def all_patches() -> list[Patch]:
-    """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
+    """Returns every patch of a rank on a GPU under `verify`, whatever this machine has. They are never called."""
     import torch
 
     from unsloth_multigpu.hooks.saving import SaveGate
@@ -48,7 +47,7 @@ def all_patches() -> list[Patch]:
     return [
         followed_train_patch(lambda: False),
         *patches_of_trainers(session, "cuda"),
-        # A device that has not the number of the rank needs more of them.
+        # A device index other than the rank needs more patches.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
         server_patch(_not_in_a_run),
@@ -56,16 +55,16 @@ def all_patches() -> list[Patch]:
 
 
 def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
-    """Applies the patches and imports what they aim at, as a rank of a user's script does.
+    """Applies the patches and imports their targets, as a rank of a user's script does.
 
     Args:
-        libraries: Imported first, in this order, where they are installed.
+        libraries: Imported first, in this order, if they are installed.
 
     Returns:
-        `imports` = library -> "" or its error, and `num_patches`.
+        `imports`, the error of each library, "" = none; and `num_patches`.
 
     Raises:
-        MultiGPUError: The first patch that does not land.
+        MultiGPUError: The first patch that cannot be applied.
     """
     registry = PatchRegistry(patches)
     registry.apply()
@@ -74,16 +73,16 @@ def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES)
     waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
     for name in dict.fromkeys(waiting):
         if name.partition(".")[0] not in _EAGER and (error := _import(name)) and name in required:
-            raise SetupError(f"{name}: {error}", hint="Repair the import that the message names.")
+            raise SetupError(f"{name}: {error}", hint="Fix this import.")
     registry.verify()
     return {"imports": imports, "num_patches": len(patches)}
 
 
 def check_instance_seams() -> int:
-    """Checks the methods that are steered on one object, as far as their classes show them; returns their number.
+    """Checks the instance seams by the classes of their owners. Returns their number.
 
     Raises:
-        PatchError: The first that has another shape.
+        PatchError: The first method that has other parameters.
     """
     from accelerate import Accelerator
     from transformers import PreTrainedModel, Trainer
@@ -95,11 +94,11 @@ def check_instance_seams() -> int:
 
 
 def _not_in_a_run(*args: Any) -> None:
-    raise SetupError("A patch that was only tried out was called.", hint="Start a training with enable_multi_gpu().")
+    raise SetupError("A patch was called in a check.", hint="Start a training with enable_multi_gpu().")
 
 
 def _import(name: str) -> str:
-    """Imports a module; returns its error. One of ours is raised, also from behind the one of a lazy package."""
+    """Imports a module and returns its error, "" = none. Raises an error of this package, also if it was wrapped."""
     try:
         importlib.import_module(name)
     except _IMPORT_ERRORS as error:

@@ -8,8 +8,8 @@ COMMAND = Command(
     "forecast",
     "forecast the time of a script on several GPUs from some steps on one",
     "Runs the script up to the first steps of its first train() on one rank, and prints how long the training "
-    "would take on other numbers of GPUs, how much of it is waiting and sending, up to how many GPUs are useful, "
-    "and what to change. The training saves nothing, what comes after it is not run. Exit code 0 = there is a "
+    "would take on other numbers of GPUs, the shares of waiting and communication, how many GPUs are useful, and "
+    "what to change. The training saves nothing, and the rest of the script is not run. Exit code 0 = there is a "
     "forecast, 69 = there is none.",
     "unsloth_multigpu.tools.forecast.forecast_command",
     runs_program=True,

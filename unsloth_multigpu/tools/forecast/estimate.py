@@ -1,9 +1,9 @@
-"""How long would a training take on N ranks, and what limits it? Pure.
+"""Estimates the time of a training on N ranks, and its bottleneck. Pure.
 
-What one rank has measured says what a micro-batch costs; the steps are dealt by the functions that a training deals
-with, and a ring says what the exchange of gradients takes: N ranks pass N - 1 parts of a message on, each of 1 / N of
-it, in one pass, and an all-reduce is two passes (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations"). docs/forecast.md has the formulas, and what they leave out.
+One rank has measured the cost of a micro-batch. Steps are divided by the same functions as in a training. The time of
+the all-reduce is that of a ring: two passes, in each of which a rank sends N - 1 parts of 1 / N of the message
+(Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). docs/forecast.md has
+the formulas and their limits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Plan, balance_step, check_divisible, deal_step
 
-# Part of a micro-batch that is its backward pass, during which gradients travel: it does twice the work of the forward
-# pass, or the same where weights are frozen (see `cost.attention_factor`).
+# Fraction of a micro-batch's time that is its backward pass, which overlaps with the all-reduce: twice the work of the
+# forward pass, or as much with frozen weights (see `cost.attention_factor`).
 BACKWARD, BACKWARD_FROZEN = 2 / 3, 1 / 2
-# DDP's bucket. The last one is complete when the backward pass is.
+# DDP's bucket size. The last bucket is complete at the end of the backward pass.
 _BUCKET_BYTES = 25 * 2**20
-# A step of many samples differs little from the next: fewer of them are planned.
+# Limit of planned samples. Steps with many samples differ little, so fewer of them are planned.
 _MOST_PLANNED, _FEWEST_STEPS = 100_000, 2
-# A GPU that does less than half of what one alone does is better used elsewhere.
+# Below this efficiency another GPU is not worth it.
 USEFUL = 0.5
 
 
@@ -37,9 +37,9 @@ class Link:
     """The slowest connection of a ring of ranks.
 
     Args:
-        name: As on the command line.
-        bytes_per_s: That a rank sends while it receives as many.
-        latency_s: Of one message between neighbours.
+        name: Name on the command line.
+        bytes_per_s: Bandwidth of a rank in each direction.
+        latency_s: Latency of one message between neighbours.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Link:
     latency_s: float
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
-        """Seconds in which every rank has the sum of all ranks' `num_bytes`."""
+        """Returns the seconds of an all-reduce of `num_bytes`."""
         passes = 2 * (num_ranks - 1)
         return passes * num_bytes / num_ranks / self.bytes_per_s + passes * self.latency_s
 
@@ -55,17 +55,17 @@ class Link:
         return f"{self.name} ({self.bytes_per_s / _GIGA:.3g} GB/s, {self.latency_s / _MICRO:.2g} us)"
 
 
-# Bandwidths are those that NCCL itself plans with, in src/graph/topo.h: SM80_NVLINK_BW (20 GB/s a link, 12 links),
+# Bandwidths are those of NCCL's own planning, in src/graph/topo.h: SM80_NVLINK_BW (20 GB/s per link, 12 links),
 # PCI_BW (12 GB/s for generation 3 with 16 lanes, half of generation 4), NET_BW (12 GB/s for 100 Gbit/s). Latencies are
 # its hwLat of rings with the Simple protocol, in src/graph/tuning.cc.
 NVLINK, PCIE = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO), Link("pcie", 24 * _GIGA, 5.7 * _MICRO)
 
 
 def parse_link(name: str, text: str) -> Link:
-    """A link by the name that a command line gives it.
+    """Parses the name of a link.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: An unknown name.
     """
     for link in (NVLINK, PCIE):
         if text.lower() == link.name:
@@ -81,19 +81,19 @@ def parse_link(name: str, text: str) -> Link:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training as one rank has measured it.
+    """A training as measured on one rank.
 
     Args:
-        cost: Of a micro-batch, in tokens.
-        token_s: Seconds of one token.
-        update_s: Seconds of a step beside its micro-batches: the optimizer, loading, logging.
+        cost: Cost of a micro-batch, in tokens.
+        token_s: Seconds per token.
+        update_s: Seconds of a step without its micro-batches: optimizer, loading, logging.
         steps: Tokens of each sample of some steps.
         sizes: Rows of each micro-batch of a step in one process.
-        num_steps: Of the whole training.
+        num_steps: Steps of the whole training.
         regroup: See `deal.deal_step`.
         max_tokens: See `deal.Balance`.
-        gradient_bytes: That are exchanged.
-        hides: Part of a micro-batch during which gradients travel; 0 where they travel behind it.
+        gradient_bytes: Bytes of the all-reduce.
+        hides: Fraction of a micro-batch that overlaps with the all-reduce; 0 = no overlap.
     """
 
     cost: CostModel
@@ -110,18 +110,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A training on N ranks. The four shares are of all ranks' time, and add up to 1.
+    """A training on N ranks. The four shares of all ranks' time add up to 1.
 
     Args:
         num_ranks: N.
         step_s: Seconds of an optimizer step.
-        total_s: Of all steps; neither start nor evaluations nor saves.
-        speed_up: Over the script in one process, with its own micro-batches.
-        efficiency: What each GPU does, of what one alone does that plans its micro-batches as well.
+        total_s: Seconds of all steps, without start-up, evaluations and saves.
+        speed_up: Relative to the script in one process with its own micro-batches.
+        efficiency: Throughput per GPU, relative to one GPU with planned micro-batches.
         computing: Share of micro-batches.
         waiting: Share of waiting for the slowest rank.
-        link: Share of sending that nothing hides.
-        update: Share of the rest: the optimizer, loading, logging.
+        link: Share of communication that does not overlap with computing.
+        update: Share of the rest: optimizer, loading, logging.
     """
 
     num_ranks: int
@@ -136,10 +136,10 @@ class Estimate:
 
 
 def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
-    """The training on `num_ranks` ranks.
+    """Estimates the training on `num_ranks` ranks.
 
     Raises:
-        ConfigError: A step has fewer samples than there are ranks: the run fails as well.
+        ConfigError: A step has fewer samples than ranks, so the run would fail, too.
     """
     check_divisible(sum(work.sizes), num_ranks)
     alone_s = work.update_s + _seconds(work, [_own_batches(work)] * len(work.steps))[1]
@@ -180,7 +180,7 @@ def _plan(work: Workload, lengths: Sequence[int], num_ranks: int) -> Plan:
 
 
 def _seconds(work: Workload, plans: Sequence[Plan]) -> tuple[float, float, float]:
-    """Mean seconds over the steps: of a rank's micro-batches, those of the slowest rank, and its last micro-batch."""
+    """Returns mean seconds per step: of a rank's micro-batches, of the slowest rank's, and of its last micro-batch."""
     found = []
     for lengths, plan in zip(work.steps, plans, strict=False):
         times = [[work.token_s * work.cost.of([lengths[p] for p in piece.positions]) for piece in s] for s in plan]
@@ -191,19 +191,19 @@ def _seconds(work: Workload, plans: Sequence[Plan]) -> tuple[float, float, float
 
 
 def advise(rows: Sequence[Estimate]) -> list[str]:
-    """Up to how many of these GPUs each is useful, and what limits the first number with which it is not."""
+    """Returns up to how many GPUs the efficiency is sufficient, and the bottleneck at the first number beyond."""
     beyond = next((row for row in rows if row.efficiency < USEFUL), None)
     if beyond is None:
-        return [f"Useful up to {rows[-1].num_ranks:,} GPUs: each does at least {USEFUL:.0%} of what one alone does."]
+        return [f"Useful up to {rows[-1].num_ranks:,} GPUs: the efficiency of each is at least {USEFUL:.0%}."]
     useful = max(row.num_ranks for row in rows if row.num_ranks < beyond.num_ranks)
     head = (
-        f"Useful up to {useful:,} of these GPUs: with {beyond.num_ranks:,} each does {beyond.efficiency:.0%} of what "
+        f"Useful up to {useful:,} of these GPUs: with {beyond.num_ranks:,} the efficiency is {beyond.efficiency:.0%}."
     )
     more = "Raise gradient_accumulation_steps or per_device_train_batch_size, which changes the training."
     limits = {
-        beyond.link: "the link. A faster one, more samples in a step, LoRA sends less for each.",
-        beyond.waiting: f"waiting for the slowest rank: few samples for each, of different length. {more}",
-        beyond.update: f"what each rank does beside computing: the optimizer, loading, logging. {more}",
+        beyond.link: "the link. Use a faster link, more samples per step, or LoRA, which has smaller gradients.",
+        beyond.waiting: f"waiting for the slowest rank: few samples per rank, of different lengths. {more}",
+        beyond.update: f"work other than micro-batches: optimizer, loading, logging. {more}",
         beyond.computing - beyond.efficiency: f"micro-batches that are too small for the device. {more}",
     }
-    return [f"{head}one alone does.", f"What limits most is {limits[max(limits)]}"]
+    return [head, f"The bottleneck is {limits[max(limits)]}"]

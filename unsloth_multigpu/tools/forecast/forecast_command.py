@@ -1,4 +1,4 @@
-"""`unsloth-multigpu forecast`: how long would a script take on N GPUs?"""
+"""`unsloth-multigpu forecast`: forecasts the time of a script on N GPUs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
 SCHEMA_VERSION = 3
-# Steps that must be timed, or one slow step would decide.
+# Minimum of timed steps, so that one slow step does not decide.
 _FEWEST_STEPS = 3
-# A fit that repeats what it was made from worse than this is worth a word.
+# A note is printed if the fitted costs differ by more from the measured ones.
 _TOLERANCE = 0.15
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
-    "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
-    "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging."
+    "speed-up: over the script in one process with its own micro-batches; efficiency: per GPU, relative to one GPU "
+    "with planned micro-batches. The shares are of the GPUs' time; update = optimizer, loading and logging."
 )
 
 
@@ -43,10 +43,10 @@ class Options(Arguments):
     """Options of `unsloth-multigpu forecast`.
 
     Args:
-        gpus: Numbers of GPUs, with commas between.
+        gpus: Numbers of GPUs, separated by commas.
         link: The slowest connection between GPUs: nvlink, pcie, or ethernet:25 (Gbit/s) between machines.
-        steps: Optimizer steps that are run; the first two are not timed.
-        device: "cpu": measures on the CPU.
+        steps: Optimizer steps to run; the first two are not timed.
+        device: "cpu": measure on the CPU.
         json: Print one JSON object.
         timeout_s: Limit of each run, in seconds.
     """
@@ -64,15 +64,15 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
     Args:
         own: Options of the command.
-        given: Nothing.
+        given: Empty.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
         0.
 
     Raises:
-        ConfigError: An option that cannot be used.
-        SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
+        ConfigError: An invalid option.
+        SetupError: The script failed, trained too few steps, or its training cannot be forecast.
         RankTimeoutError: A run took longer than its limit.
     """
     check_is_no_rank("forecast")
@@ -82,7 +82,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         record = _run(own, program, folder)
         if len(record["steps"]) < _FEWEST_STEPS or not record["work"]["steps"]:
             raise SetupError(
-                f"{len(record['steps'])} step(s) could be timed; expected {_FEWEST_STEPS} whole ones and more.",
+                f"{len(record['steps'])} step(s) were timed; at least {_FEWEST_STEPS} complete steps are needed.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
     link = own.link
@@ -110,14 +110,14 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:
-    """What was assumed, and what is rough."""
+    """Returns assumptions and uncertainties."""
     notes = []
     if record["device"] == "CPU":
-        notes.append("measured on a CPU: the figures are for ranks that compute as fast as this one, and not for GPUs")
+        notes.append("measured on a CPU: the figures are for ranks of the same speed, and not for GPUs")
     if record["misfit"] > _TOLERANCE:
         notes.append(
-            f"the fitted costs repeat the measured steps only within {record['misfit']:.0%}: other programs on this "
-            "machine, or shapes that were compiled; raise --steps"
+            f"the fitted costs match the measured steps only within {record['misfit']:.0%}, because of other programs "
+            "on this machine or compilation; raise --steps"
         )
     return notes
 
@@ -130,17 +130,17 @@ def _show(
     rows: Sequence[Estimate],
     refused: Sequence[int],
 ) -> None:
-    """What was measured, the table, and what to do."""
+    """Prints the measurement, the table and the advice."""
     num_samples = sum(work.sizes)
     lengths = [n for step in work.steps for n in step]
     screen.line(
-        f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, dealt by "
-        f"length ({min(lengths)} to {max(lengths)} tokens)"
+        f"{record['trainer']}, {record['num_trained']:,} trained parameters, {num_samples} samples in a step, divided "
+        f"by length ({min(lengths)} to {max(lengths)} tokens)"
     )
     screen.line(
-        f"measured on one rank ({record['device']}), {len(record['steps'])} steps: {_short(work.token_s)} a token, "
-        f"{work.cost.overhead_tokens:.0f} tokens more for each micro-batch, {_short(work.update_s)} of a step for the "
-        f"update; the fitted costs repeat these steps within {record['misfit']:.1%}"
+        f"measured on one rank ({record['device']}), {len(record['steps'])} steps: {_short(work.token_s)} per token, "
+        f"an overhead of {work.cost.overhead_tokens:.0f} tokens per micro-batch, {_short(work.update_s)} per update; "
+        f"the fitted costs match these steps within {record['misfit']:.1%}"
     )
     screen.line(f"link: {link}")
     for note in _notes(record):
@@ -170,7 +170,7 @@ def _short(seconds: float) -> str:
 
 
 def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Runs the first steps of the program on one rank, and returns what it has recorded."""
+    """Runs the first steps of the program on one rank, and returns its record."""
     asked = StepsRequest(str(folder / "one"), own.steps, num_gpus=1)
     variables = {variable("device"): "cpu"} if own.device == "cpu" else {}
     code, records, tail = run_first_steps("forecast", program, asked, own.device, variables, own.timeout_s)

@@ -1,4 +1,4 @@
-"""What one run leaves for `unsloth-multigpu forecast`: seconds of micro-batches and steps, and what they are of."""
+"""Records a run for `unsloth-multigpu forecast`: seconds and samples of micro-batches and steps."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
-# Steps that are not timed: libraries compile, caches fill.
+# First steps, which are not timed: libraries compile, and caches are empty.
 WARM_UP_STEPS = 2
-# Numbers of ranks whose shares one rank computes, in turn: micro-batches of the sizes that the forecast is about.
+# Numbers of ranks whose micro-batches the one rank computes, in turn, to measure the sizes that the forecast needs.
 _TRIED = (1, 2, 4, 8, 16)
 
 
 class Forecast(FirstSteps):
     """Times the first steps of a run on one rank, and ends it.
 
-    The one rank computes each step as some number of ranks would share it, all their micro-batches after each other.
+    The rank computes each step with the micro-batches of some number of ranks, one after the other.
     """
 
     name = "forecast"
@@ -47,20 +47,20 @@ class Forecast(FirstSteps):
         }
         if asked := [name for name, is_asked in others.items() if is_asked]:
             raise SetupError(
-                f"forecast counts DDP with the global batch of one process; the script asks for {asked[0]}.",
+                f"forecast supports DDP with the global batch of one process; the script sets {asked[0]}.",
                 hint="Leave it out for the forecast.",
             )
         return self.alone(config)
 
     def part(self, trainer: TrainerLike, session: Any, steps: StepFeed) -> Part:
-        """As above.
+        """Returns itself.
 
         Raises:
-            SetupError: The training is one that nothing can be said of.
+            SetupError: The training cannot be forecast.
         """
-        _refuse_what_is_not_known(trainer)
+        _refuse_unsupported(trainer)
         self._num_steps = 0
-        # Step, places of the rows in it, and seconds.
+        # Step, indices of the rows in the step, and the time.
         self._laps: list[tuple[int, Sequence[int], Lap]] = []
         self._ends: list[Any] = []
         self._lengths: list[list[int]] = []
@@ -84,19 +84,19 @@ class Forecast(FirstSteps):
         loader = self._steps.loader
         if loader is None:
             raise SetupError(
-                f"{type(self._trainer).__name__} builds batches of its own; its global batch cannot be kept by ranks.",
+                f"{type(self._trainer).__name__} builds batches of its own, so ranks cannot keep its global batch.",
                 hint="Time some steps on one GPU and on two.",
             )
         if self._steps.balancer.balance is None:
             raise SetupError(
-                "The samples are dealt in order, so how long each rank would compute is not known: they are a stream, "
-                "or tokenized while they are read, the loss is no sum over their tokens, or balance='off' is set.",
+                "The samples are divided in order, so the time of each rank is not known: they are a stream, or are "
+                "tokenized during the training, the loss is not a sum over tokens, or balance='off' is set.",
                 hint="Use a data set with random access and balance='auto', or time some steps on one GPU and on two.",
             )
         loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
-        """The planner of one rank: it has the micro-batches of several."""
+        """The planner of the one rank, which gets the micro-batches of several."""
         balancer = self._steps.balancer
         assert balancer.balance is not None
         lengths = [balancer.lengths[i] for i in samples]
@@ -122,7 +122,7 @@ class Forecast(FirstSteps):
         }
 
     def _measured(self, step_s: Mapping[int, float]) -> dict[str, Any]:
-        """What a forecast is made from. The laps of step k are those of `step_s[k]`."""
+        """Returns the measured costs, from the steps whose seconds are `step_s[step]`."""
         trainer, balancer = self._trainer, self._steps.balancer
         assert balancer.balance is not None
         cost = balancer.balance.cost
@@ -165,22 +165,22 @@ class Forecast(FirstSteps):
 def _of_all_ranks(
     lengths: Sequence[int], sizes: Sequence[int], num_ranks: int, balance: Balance, *, regroup: bool
 ) -> Plan:
-    """The pieces of all ranks as those of one. One rank has the script's own micro-batches."""
+    """Returns a plan in which one rank has the pieces of all ranks; for one rank, the script's own micro-batches."""
     if num_ranks == 1:
         return deal_step(sizes, 1, regroup=False)
     plan = balance_step(lengths, sizes, dataclasses.replace(balance, speeds=(1.0,) * num_ranks), regroup=regroup)
     return [[piece for share in plan for piece in share if not piece.is_filler]]
 
 
-def _refuse_what_is_not_known(trainer: TrainerLike) -> None:
+def _refuse_unsupported(trainer: TrainerLike) -> None:
     name = type(trainer).__name__
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise SetupError(
-            "forecast counts DDP; the script switches FSDP or DeepSpeed on itself.",
+            "forecast supports DDP only; the script uses FSDP or DeepSpeed.",
             hint="Leave it out of the script for this forecast.",
         )
     if hasattr(trainer.args, "steps_per_generation"):
         raise SetupError(
-            f"{name} makes its samples while it trains: how long they will be is not known.",
+            f"{name} generates its samples during the training, so their lengths are not known.",
             hint="Time some steps on one GPU and on two.",
         )

@@ -1,6 +1,6 @@
-"""What `plan --model` runs in the place of a script: a usual training of a model that is known by its configuration.
+"""The script of `plan --model`: a typical training of a model that is created from its configuration.
 
-Of each layer LoRA, or all weights; bf16, gradient checkpointing, micro-batches of one sample.
+LoRA on all linear layers, or all weights; bf16, gradient checkpointing, micro-batches of one sample.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Makes the model and comes to `train()`, where the forecast ends the process."""
+    """Creates the model and calls `train()`, where the forecast ends the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     for name in ("lora", "bits", "tokens", "samples"):

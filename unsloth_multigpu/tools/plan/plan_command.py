@@ -1,4 +1,4 @@
-"""`unsloth-multigpu plan`: does a script fit, on how many GPUs, whole or sharded?"""
+"""`unsloth-multigpu plan`: forecasts the memory of a script on several numbers of GPUs, replicated and sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB, in_gib
 
 SCHEMA_VERSION = 2
-# What `--model` runs, and what it takes where nothing else is given: tokens of a sample, rank of adapters, bits.
+# The script of `--model`, and its defaults: tokens of a sample, rank of the adapters, bits of a weight.
 _MODEL_SCRIPT = "unsloth_multigpu.tools.plan.model_script"
 _TOKENS, _LORA, _BITS = 2048, 16, "16"
 _COLUMNS = ("GPUs", "mode", "weights", "gradients", "optimizer", "activations", "overhead", "total")
@@ -26,14 +26,16 @@ _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20,
 
 
 def parse_memory(name: str, text: str) -> int:
-    """ "24GiB", "80GB" or "24" (GiB) in bytes.
+    """Parses a size such as "24GiB", "80GB" or "24" (GiB). Returns bytes.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The text has another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise ConfigError(f"{name}={text!r}; expected a size such as 24GiB or 80GB.", hint="Give that of one GPU.")
+        raise ConfigError(
+            f"{name}={text!r}; expected a size such as 24GiB or 80GB.", hint="Give the memory of one GPU."
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -42,14 +44,14 @@ class Options(Arguments):
     """Options of `unsloth-multigpu plan`.
 
     Args:
-        gpus: Numbers of GPUs, with commas between.
+        gpus: Numbers of GPUs, separated by commas.
         memory: Memory of one GPU, such as 24GiB or 80GB.
         tokens: Tokens of the longest sample.
         model: A folder with config.json, or a hub id: forecast without a script.
-        lora: Rank of its adapters on all linear layers; 0 = all weights are trained.
-        bits: Of its weights, 4 or 16.
+        lora: Rank of the model's adapters on all linear layers; 0 = all weights are trained.
+        bits: Bits of the model's weights, 4 or 16.
         json: Print one JSON object.
-        timeout_s: Limit of the script's way to train(), in seconds.
+        timeout_s: Time limit of the script up to train(), in seconds.
     """
 
     gpus: Annotated[Any, Option(check=parse_numbers, shown="N,N,...")] = "1,2,4,8"
@@ -62,7 +64,7 @@ class Options(Arguments):
     timeout_s: Annotated[float, Option(least=1, shown="SECONDS")] = DEFAULT_LIMIT_S
 
     def program(self) -> list[str]:
-        """The training that `--model` asks for."""
+        """Returns the script of `--model` and its arguments."""
         if self.model is None:
             return []
         lora = _LORA if self.lora is None else self.lora
@@ -75,18 +77,18 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Forecasts the memory of `program` and prints it.
 
     Returns:
-        0 where a row fits, or where the memory of the GPUs is not known; the exit code of `SetupError` where none does.
+        0 if a row fits or the memory of the GPUs is not known; the exit code of `SetupError` if none fits.
 
     Raises:
-        ConfigError: An option that cannot be used.
-        SetupError: The script cannot be run without its weights, or nothing is known of what it trains.
-        RankTimeoutError: It did not come to `train()` in time.
+        ConfigError: An invalid option.
+        SetupError: The script cannot be run without weights, or its training cannot be forecast.
+        RankTimeoutError: It did not reach `train()` in time.
     """
     numbers = own.gpus
     of_model = [name for name in ("model", "lora", "bits") if getattr(own, name) is not None]
     if of_model and list(program[:2]) != ["-m", _MODEL_SCRIPT]:
         raise ConfigError(
-            f"--{of_model[0]} is for a forecast without a script, and {program[-1]} was given.",
+            f"--{of_model[0]} is for a forecast without a script, but {program[-1]} was given.",
             hint="Leave one of them out.",
         )
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
@@ -102,18 +104,18 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:
-    """Prints the table, what it is based on, and what to set, for these numbers of GPUs."""
+    """Prints the training, the table and the advice for these numbers of GPUs."""
     training, device_bytes = answer.training, answer.device_bytes
     screen.line(
         f"{training.model}: {training.num_parameters:,} parameters, {training.num_trainable:,} trainable, "
-        f"{training.num_quantised:,} quantised; {training.optimizer}, gradient checkpointing "
+        f"{training.num_quantised:,} quantized; {training.optimizer}, gradient checkpointing "
         f"{'on' if training.checkpointing else 'off'}, {training.autocast or 'no mixed precision'}"
     )
     rows = _asked(answer, numbers)
     for note in training.notes:
         screen.line(f"note: {note}")
     if hosts := [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]:
-        screen.line(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
+        screen.line(f"note: sharded rows are offloaded, GiB in host memory: {', '.join(hosts)}")
     screen.line("\nGiB on the rank that needs most:")
     columns = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
     screen.table(columns, [_cells(training, row, device_bytes) for row in rows], num_left=2)
@@ -127,7 +129,7 @@ def _asked(answer: Answer, numbers: Sequence[int]) -> list[MemoryForecast]:
 
 
 def _possible(answer: Answer, numbers: Sequence[int]) -> list[MemoryForecast]:
-    """Rows that fit, and whose ranks have samples."""
+    """Returns the rows that fit and whose ranks all have samples."""
     device_bytes, has_samples = answer.device_bytes or 0, answer.training.has_samples
     return [row for row in _asked(answer, numbers) if fits(row, device_bytes) and has_samples(row.num_ranks)]
 
@@ -137,13 +139,13 @@ def _advice(answer: Answer, numbers: Sequence[int]) -> list[str]:
     lines = []
     if too_many := [str(number) for number in numbers if not training.has_samples(number)]:
         num_samples = training.rows * training.accumulation
-        lines = [f"A step has {num_samples} samples, too few for {', '.join(too_many)} ranks: raise the batch."]
+        lines = [f"A step has {num_samples} samples, too few for {', '.join(too_many)} ranks: raise the batch size."]
     if len(too_many) == len(numbers):
         return lines
     if device_bytes is None:
-        hint = "This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits."
+        hint = "This machine has no accelerator: set --memory, such as --memory 24GiB, to see which row fits."
         return [*lines, hint]
-    of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
+    of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB can be used: {RESERVE:.0%} stay free"
     possible, here = _possible(answer, numbers), len(answer.devices)
     if not possible:
         with_samples = [row for row in answer.forecasts if training.has_samples(row.num_ranks)]

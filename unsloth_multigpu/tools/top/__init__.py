@@ -7,8 +7,8 @@ from unsloth_multigpu.cli.command import Command
 COMMAND = Command(
     "top",
     "watch a running job: steps, speed, waiting and memory of each rank",
-    "Shows a table of a job that runs on this machine, of a script or of a notebook, and ends when the job ends. "
-    "Nothing is asked of the job: what its ranks write for their supervisor is read. Only your own jobs are seen.",
+    "Shows a table of a script's or notebook's job on this machine, and ends when the job ends. It reads what the "
+    "ranks write for their supervisor, and does not disturb the job. Only your own jobs are visible.",
     "unsloth_multigpu.tools.top.top_command",
     operand="run_name",
 )

@@ -1,4 +1,4 @@
-"""`unsloth-multigpu top`: finds the run, and shows it until it ends."""
+"""`unsloth-multigpu top`: shows a run until it ends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Options(Arguments):
     """Options of `unsloth-multigpu top`.
 
     Args:
-        run_name: Process id of the job, as `top` lists it where there are several, or of one of its ranks; or its
-            private folder.
+        run_name: Process id of the job, as listed by `top` if there are several, or of one of its ranks; or its private
+            folder.
         once: Print one table and end.
         json: Print one JSON object and end.
     """
@@ -40,14 +40,14 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Shows a run.
 
     Returns:
-        0: the run was shown, and has ended where it was followed; or there are several, which were listed.
+        0, also if there are several runs, which are listed.
 
     Raises:
-        SetupError: There is no such run, or there are several and one object was asked for.
+        SetupError: There is no such run, or there are several and `--json` was given.
     """
     screen, name = Screen(), own.run_name
     if name is None and not own.json and len(runs := find_runs()) > 1:
-        screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nName one: unsloth-multigpu top {runs[0].pid}")
+        screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nChoose one: unsloth-multigpu top {runs[0].pid}")
         return 0
     overview = Overview(choose_run(name))
     if own.json:
@@ -61,10 +61,10 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
 
 def choose_run(name: str | None) -> Run:
-    """The run that is meant.
+    """Finds the run with a name, or the only run.
 
     Raises:
-        SetupError: It is over, is another user's, or it is not clear which is meant.
+        SetupError: The run is over or another user's, or there are several and none was named.
     """
     runs = find_runs()
     if name is None:
@@ -73,9 +73,9 @@ def choose_run(name: str | None) -> Run:
         if not runs:
             raise SetupError(
                 "No job of yours runs on this machine.",
-                hint="A job is seen from its first second on. With another TMPDIR than here, name its folder.",
+                hint="If the job has another TMPDIR than this shell, give its folder.",
             )
-        raise SetupError(f"{len(runs)} jobs run here.\n{_listed(runs)}", hint=f"Name one: top {runs[0].pid}")
+        raise SetupError(f"{len(runs)} jobs run here.\n{_listed(runs)}", hint=f"Choose one: top {runs[0].pid}")
     if name.isdecimal():
         found = [run for run in runs if int(name) in {run.pid, *(b.pid for b in read_beats(run.folder).values())}]
         if found:
@@ -83,14 +83,14 @@ def choose_run(name: str | None) -> Run:
     elif (named := read_run(Path(name))) is not None:
         if not named.is_here():
             raise SetupError(
-                f"{name} is a run of another machine or container, or of an earlier boot: its processes are not seen "
-                "from here.",
+                f"{name} is a run of another machine or container, or of an earlier boot: its processes are not "
+                "visible here.",
                 hint="Call top where the job was started.",
             )
         if named.state() != "over":
             return named
     hint = f"Running now:\n{_listed(runs)}" if runs else "No job of yours runs here now."
-    raise SetupError(f"No job {name} of yours runs on this machine: it is over, or never was.", hint=hint)
+    raise SetupError(f"No job {name} of yours runs on this machine.", hint=hint)
 
 
 def _listed(runs: list[Run]) -> str:
@@ -103,7 +103,7 @@ def _listed(runs: list[Run]) -> str:
 
 
 def _lines(look: Look, width: int | None) -> list[tuple[str, str]]:
-    """Lines, each with its style; a rank that is stuck is red."""
+    """Returns (line, style); a stuck rank is red."""
     if not look.rows:
         return [(headline(look), "bold"), ("its ranks are starting", "")]
     names, *ranks = table_of(look, width)
@@ -112,7 +112,7 @@ def _lines(look: Look, width: int | None) -> list[tuple[str, str]]:
 
 
 def _follow(screen: Screen, overview: Overview) -> None:
-    """Until the run ends, or Ctrl-C."""
+    """Updates the table until the run ends, or Ctrl-C."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -126,4 +126,4 @@ def _follow(screen: Screen, overview: Overview) -> None:
                 time.sleep(_EVERY_S)
         screen.line(f"{run.job} (pid {run.pid}) has ended.")
     except KeyboardInterrupt:
-        screen.line("The job runs on.")
+        screen.line("The job continues.")

@@ -8,10 +8,10 @@ COMMAND = Command(
     "verify",
     "compare the first steps of a script on one process and on several ranks",
     "Runs the script up to the first steps of its first train(), on one process and on several ranks, and compares "
-    "samples, loss, gradient norm and what was added to the weights. The ranks also compute each step as one "
-    "process does, from the same weights, and compare the gradients. The training saves nothing, what comes after "
-    "it is not run; what the script does before it, it does twice. Exit code 0 = both agree, 77 = they do not, or "
-    "too little could be compared; a script that fails ends it with the script's own code.",
+    "samples, loss, gradient norm and changes of the weights. The ranks also compute each step as one process "
+    "does, from the same weights, and compare the gradients. The training saves nothing, and the rest of the script "
+    "is not run; the code before train() is run twice. Exit code 0 = both agree, 77 = they differ, or too little "
+    "could be compared; if the script fails, its own exit code.",
     "unsloth_multigpu.tools.verify.verify_command",
     runs_program=True,
     has_options_of_run=True,

@@ -1,4 +1,4 @@
-"""The receipt of `unsloth-multigpu verify` as a table."""
+"""Prints the receipt of `unsloth-multigpu verify` as a table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unsloth_multigpu.tools.verify.run_comparison import compared_nothing, is_co
 
 
 def show(screen: Screen, receipt: Mapping[str, Any], num_threads: str | None = None) -> None:
-    """A line for each step, the weights, what may differ without a fault, how much sooner it is, and the verdict.
+    """Prints a line per step, the weights, legitimate differences, the speed-up and the verdict.
 
     Args:
-        screen: Where to.
-        receipt: As it is written.
-        num_threads: Of the CPU, in each process; None where a GPU computes.
+        screen: The output.
+        receipt: The result of the comparison.
+        num_threads: CPU threads of each process; None on a GPU.
     """
     facts, bounds, steps = receipt["runs"]["many"], receipt["bounds"], receipt["steps"]
     ranks = f"{facts['world_size']} ranks"
@@ -34,9 +34,9 @@ def show(screen: Screen, receipt: Mapping[str, Any], num_threads: str | None = N
         screen.line(f"gradients from the same weights were not compared: {why}")
     if receipt["sources"]:
         screen.line()
-        screen.line("May differ without a fault:")
+        screen.line("Legitimate differences:")
         for s in receipt["sources"]:
-            screen.line(f"  {s['name']}: {s['found']}. For agreement: {s['advice']}.")
+            screen.line(f"  {s['name']}: {s['found']}. To avoid it: {s['advice']}.")
     if receipt["one_process_s"] is not None:
         screen.line()
         threads = "" if num_threads is None else f"; CPU threads of each process: {num_threads}"
@@ -48,7 +48,7 @@ def show(screen: Screen, receipt: Mapping[str, Any], num_threads: str | None = N
 
 
 def _cells(step: Mapping[str, Any], bounds: Mapping[str, float]) -> Iterator[str]:
-    """Both runs' values and their difference, which is marked where it is above the bound."""
+    """Yields both runs' values and their difference, marked with "!" above the bound."""
     yield str(step["step"])
     yield f"{step['num_samples'][0]} same" if step["has_same_samples"] else "OTHER"
     for name in ("loss", "grad_norm"):
@@ -66,7 +66,7 @@ def _weights_line(weights: Sequence[Mapping[str, Any]], bound: float) -> str:
     text = f"updates of weights: {len(counted)} trained tensors"
     if counted:
         text += f", largest difference {counted[0]['relative']:.1e} in {counted[0]['name']} (bound {bound:.0e})"
-    return text + (f"; {left_out} that next to nothing moved were left out" if left_out else "")
+    return text + (f"; {left_out} tensors with almost no change were left out" if left_out else "")
 
 
 def _verdict(receipt: Mapping[str, Any], ranks: str) -> Iterator[str]:
@@ -80,8 +80,8 @@ def _verdict(receipt: Mapping[str, Any], ranks: str) -> Iterator[str]:
     if has_nothing:
         return
     if receipt["sources"]:
-        yield "Remove what may differ without a fault, see above, and verify again."
+        yield "Remove the legitimate differences, see above, and verify again."
     elif any("other samples" in reason for reason in receipt["reasons"]):
-        yield "Give shuffles, splits and generators of your own a seed; let data not depend on the rank."
+        yield "Seed shuffles, splits and generators in the script; the data must not depend on the rank."
     else:
-        yield "Look for code of the script that depends on the rank or on the rows of a micro-batch."
+        yield "Look for code in the script that depends on the rank or on the rows of a micro-batch."

@@ -1,6 +1,6 @@
-"""Do one process and several ranks train the same? A decision over what both runs have left.
+"""Compares the records of a one-process run and of a run on several ranks.
 
-A run is what `merged` makes of what `verify_recorder` writes. What is found is a part of the receipt.
+A run is the result of `merged`, made from the records of `verify_recorder`. The result is a part of the receipt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from unsloth_multigpu.step.sketch import FINE, difference
 
-# Facts that must be equal in both runs: otherwise they are two different trainings.
+# Facts that must be equal in both runs.
 _SAME_FACTS = ("device", "rounding", "optimizer", "trainer")
 _NOTHING = "nothing could be compared"
 _TOO_EARLY = "the first steps of fp16 overflow, and a warm-up may begin at 0: raise --steps"
@@ -20,10 +20,10 @@ Values = Mapping[str, Any]
 
 
 def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's record of a run, with the samples of all ranks.
+    """Returns rank 0's record of a run with the samples of all ranks.
 
     Args:
-        records: Of all ranks, rank 0's first.
+        records: Records of all ranks, rank 0's first.
     """
     first = records[0]
     for step in first["steps"]:
@@ -33,30 +33,30 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
-    """Largest relative differences that rounding explains: of a loss, a gradient norm, and what a tensor was added.
+    """Returns bounds for relative differences by rounding: of the loss, the gradient norm, and a tensor's update.
 
     Args:
-        rounding: By how much rounding may change a gradient, see `rounding_bound`.
+        rounding: Relative effect of rounding on a gradient, see `rounding_bound`.
         optimizer: `TrainingArguments.optim`.
     """
-    # Measured without a fault, tiny models on 2 and 3 ranks: in fp32 gradient norms differ by 7e-7, updates of LoRA
-    # weights by 1.3e-4 (the first steps of Adam are signs of gradients) and of all weights by 7e-5, with learning rates
-    # from 1e-3 down to 1e-6 with warm-up. Real models add up more numbers. In bf16: gradient norm 2.5e-3, updates of
-    # LoRA weights 5.6e-2, of all weights 7e-2 where these are bf16 and 3e-2 where only the arithmetic is.
+    # Measured with tiny models on 2 and 3 ranks: in fp32 gradient norms differ by 7e-7, updates of LoRA weights by
+    # 1.3e-4 (the first steps of Adam are signs of gradients) and of all weights by 7e-5, with learning rates from 1e-3
+    # down to 1e-6 with warm-up. Real models sum more numbers. In bf16: gradient norm 2.5e-3, updates of LoRA weights
+    # 5.6e-2, of all weights 7e-2 in bf16 and 3e-2 if only the arithmetic is bf16.
     is_fine = rounding <= FINE
     weights = 1e-3 if is_fine and "8bit" not in optimizer else 2e-1
     return {"loss": 1e-4 if is_fine else 1e-2, "grad_norm": 1e-4 if is_fine else 2e-2, "weights": weights}
 
 
 def compare(one: Values, many: Values) -> dict[str, Any]:
-    """Judges both runs' steps and final weights.
+    """Compares steps and final weights of both runs.
 
     Args:
         one: The one-process run.
         many: The run of several ranks.
 
     Returns:
-        `reasons` says what disagrees or is missing, in the order in which it came; empty = they agree.
+        A part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
     """
     facts, other_facts = one["facts"], many["facts"]
     bounds = bounds_for(max(facts["rounding"], other_facts["rounding"]), other_facts["optimizer"])
@@ -81,12 +81,12 @@ def compare(one: Values, many: Values) -> dict[str, Any]:
 
 
 def compared_nothing(found: Values) -> bool:
-    """True where no figure disagrees, but what is needed for a verdict is not there."""
+    """True if no figure differs, but figures for a verdict are missing."""
     return bool(found["reasons"]) and all(_NOTHING in reason for reason in found["reasons"])
 
 
 def is_compared(step: Values) -> bool:
-    """The ranks have compared the gradients from the same weights."""
+    """True if the ranks have compared gradients from the same weights."""
     return bool(step["compared"]) and not step["compared"]["not_compared"]
 
 
@@ -104,26 +104,25 @@ def _step(one: Values, many: Values) -> dict[str, Any]:
 
 
 def _relative(one: float | None, many: float | None, at_least: float) -> float:
-    """The difference of two figures; 0 where both runs have none, infinite where one has none."""
+    """Returns the relative difference of two figures; 0 if both are None, infinity if one is None."""
     if one is None or many is None:
         return 0.0 if one is many else math.inf
     if not (math.isfinite(one) and math.isfinite(many)):
-        # fp16 begins with steps that overflow, and skips them; which of the two it is does not matter.
+        # fp16 skips its first steps, which overflow: NaN and infinity count as equal.
         return math.inf if math.isfinite(one) or math.isfinite(many) else 0.0
     scale = max(abs(one), abs(many), at_least)
     return abs(one - many) / scale if scale else 0.0
 
 
 def _weights(one: Values, many: Values) -> list[dict[str, Any]]:
-    """What was added to each trained tensor: norms of both, the relative difference as sketches estimate it, and
-    whether it counts. Largest difference that counts first."""
+    """Compares the updates of each trained tensor by their sketches, the largest difference that counts first."""
     found = []
     for name in sorted({*one, *many}):
         norms, relative, counts = [None, None], math.inf, True
         if name in one and name in many:
             (first, counts), (second, counts_too) = one[name], many[name]
             off = difference([first], [second], [name]).off
-            # NaN cannot be sorted.
+            # Infinity in place of NaN, which cannot be sorted.
             norms, relative, counts = [first[0], second[0]], math.inf if math.isnan(off) else off, counts or counts_too
         found.append({"name": name, "update_norm": norms, "relative": relative, "counts": counts})
     return sorted(found, key=lambda weight: (not weight["counts"], -weight["relative"]))
@@ -147,7 +146,7 @@ def _reasons_of_step(step: Values, bounds: Mapping[str, float]) -> Iterator[str]
 
 
 def _missing(steps: Sequence[Values], weights: Sequence[Values]) -> Iterator[str]:
-    """What no verdict can do without. Two runs that have nothing are equal, too."""
+    """Yields missing figures without which equality means nothing."""
     for step in steps:
         lacking = ["sample"] if step["num_samples"] == [0, 0] else []
         lacking += [name for name in ("loss", "grad_norm") if step[name] == [None, None]]

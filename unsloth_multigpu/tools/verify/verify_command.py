@@ -1,4 +1,4 @@
-"""`unsloth-multigpu verify`: does a script train the same on one process and on several ranks?"""
+"""`unsloth-multigpu verify`: compares the first steps of a script on one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options that a run does not have, or that mean something else here.
+    """Options of `unsloth-multigpu verify` in addition to those of a run.
 
     Args:
         num_gpus: Ranks that are compared with one process.
@@ -51,15 +51,15 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
     Args:
         own: Options of the command.
-        given: Those of a run; None = not given.
+        given: Options of a run; None = not given.
         program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
-        0 where both runs agree, the exit code of `DivergenceError` where they do not, that of the script if it failed.
+        0 if both runs agree, the exit code of `DivergenceError` if they differ, that of the script if it failed.
 
     Raises:
-        ConfigError: A number of steps or ranks that cannot be compared.
-        SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
+        ConfigError: An invalid number of steps or ranks.
+        SetupError: More ranks than GPUs, or the script has no training that can be recorded.
         RankTimeoutError: A run took longer than `own.timeout_s`.
     """
     num_steps = own.steps
@@ -107,9 +107,9 @@ def _num_ranks(config: MultiGPUConfig) -> int:
     if num_ranks == 1:
         raise ConfigError(
             "verify compares one process with several ranks; this would be one rank.",
-            hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
+            hint="Set --num-gpus 2, and with one GPU --device cpu.",
         )
-    ranks_to_start(replace(config, num_gpus=num_ranks))  # Before the first run.
+    ranks_to_start(replace(config, num_gpus=num_ranks))  # Raises before the first run.
     return num_ranks
 
 
@@ -123,7 +123,7 @@ def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, 
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(program),
-        "compared": "Compared: the beginning of the script's first train(). What comes after it was not run.",
+        "compared": "Compared: the beginning of the script's first train(). The rest of the script was not run.",
         "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
         "runs": {"one": one["facts"], "many": many["facts"]},
         # Median seconds of a step's forward and backward passes.

@@ -1,9 +1,8 @@
-"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient of each step, and updates.
+"""Records a run for `unsloth-multigpu verify`: samples, loss and gradient of each step, and updates of the weights.
 
-Rank 0's `rank_0.json` has `steps` (number, loss, gradient norm before clipping, samples, and what the ranks' own
-comparison with one process has found), `updates` (for each trained tensor a sketch of what was added to it, and whether
-that is more than rounding), `facts`, and `sources`: reasons for a difference that is no fault. Of other ranks only the
-samples count.
+Rank 0's `rank_0.json` has `steps` (number, loss, gradient norm before clipping, samples, and the ranks' own comparison
+with one process), `updates` (for each trained tensor a sketch of its change, and whether that is more than rounding),
+`facts`, and `sources`: reasons for legitimate differences. Of other ranks only the samples are used.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
-# A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
-# lost in most elements by rounding, and in which of them is by chance. Measured: 73 of 4096 moved, updates differ by
-# 0.13; from 300 of 4096 on by less than 0.08.
+# A tensor with fewer changed elements, unless nearly all have changed, is left out: in bf16 weights a small learning
+# rate is lost by rounding in most elements, and chance decides in which. Measured: with 73 of 4096 changed elements
+# updates differ by 0.13, from 300 of 4096 on by less than 0.08.
 _MIN_MOVED = 500
 _NEARLY_ALL = 0.9
 _DROPOUT = "dropout"
@@ -44,26 +43,26 @@ class Verify(FirstSteps):
     draws_alike = True
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        # Both runs train as without the tool. The ranks compute each step as one process as well, and compare.
+        # Both runs train as without the tool. The ranks also compute each step as one process does, and compare.
         compared = {"check_first_step": "every"} if self.request.num_gpus > 1 else {}
         return self.alone(config, verify_every=1, **compared)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        """As above. `steps` deals the samples, and compares steps; None where the training is not steered.
+        """Returns itself.
 
         Raises:
-            SetupError: The training is not one of whole weights on every rank.
+            SetupError: The training uses FSDP 1 or DeepSpeed.
         """
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
-                "verify compares the weights of a training that this package steers; FSDP 1 or DeepSpeed is on.",
-                hint="Switch it off for this comparison.",
+                "verify does not support FSDP 1 and DeepSpeed, and the script uses one of them.",
+                hint="Turn it off for this comparison.",
             )
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, Any]] = defaultdict(dict)
         self._gradient_shares: dict[str, float] = {}
         self._weights_before: dict[str, torch.Tensor] | None = None
-        # Sketches of them, and whether more than rounding decided which elements moved.
+        # Sketches of the updates, and whether more than rounding decided which elements have changed.
         self._updates: dict[str, tuple[list[float], bool]] = {}
         self._facts: dict[str, Any] = {}
         self._reasons: list[dict[str, str]] = []
@@ -79,7 +78,7 @@ class Verify(FirstSteps):
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         current = None if self._steps is None else self._steps.passes.current
-        # A filler only keeps this rank in the exchange of gradients.
+        # A filler has no sample of its own.
         if current is None or not current.piece.is_filler:
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
@@ -94,7 +93,7 @@ class Verify(FirstSteps):
         self._weights_before = {name: value.to("cpu", copy=True) for name, value in self._weights()}
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of what is trained, on rank 0. Collective where it is sharded: all ranks must go through."""
+        """Yields names and values of the trainable weights on rank 0. Collective if they are sharded."""
         model = self._trainer.model
         reshard(model)
         if self._rank == 0 or has_shards(model):
@@ -109,10 +108,10 @@ class Verify(FirstSteps):
         if not named or (self._rank != 0 and not has_shards(self._trainer.model)):
             return
         device = self._trainer.args.device
-        # Of sharded gradients all ranks are here.
+        # Sharded gradients need all ranks here.
         norms = torch.stack([whole_of(torch.linalg.vector_norm(g.detach().float())).to(device) for _, g in named])
         total = float(torch.linalg.vector_norm(norms))
-        # Without clipping some versions of transformers do not log it; with it, this comes after it.
+        # Without clipping some versions of transformers do not log the norm. With clipping, this is the clipped one.
         if not self._trainer.args.max_grad_norm:
             self._figures[self._step() + 1]["grad_norm"] = total
         if total > 0 and torch.isfinite(norms).all():
@@ -126,14 +125,14 @@ class Verify(FirstSteps):
             self._figures[self._step()].update(found)
 
     def _steer(self, control: ControlLike) -> None:
-        """Each step is logged."""
+        """Also logs each step, and records its comparison."""
         super()._steer(control)
         control.should_log = True
         compared = None if self._steps is None else self._steps.proof.last
         if compared is not None and compared.step == self._trainer.state.global_step:
             self._figures[self._step()]["compared"] = compared.values()
         if control.should_training_stop:
-            # Not after train(), which may end with other weights.
+            # Here and not after train(), which may restore other weights.
             self._note_updates()
 
     def _note_updates(self) -> None:
@@ -152,7 +151,7 @@ class Verify(FirstSteps):
             | {"samples": self._samples[step]}
             for step in range(1, self._step() + 1)
         ]
-        # Where a tensor has less of the gradient, that may be rounding, of which Adam makes whole steps all the same.
+        # A smaller share of the gradient may be rounding, of which Adam still makes full steps.
         noise = 1e-6 if self._facts.get("rounding", FINE) <= FINE else 1e-3
         shares = self._gradient_shares
         return {
@@ -166,43 +165,43 @@ class Verify(FirstSteps):
         }
 
     def _found(self) -> Iterator[dict[str, str]]:
-        """Reasons for a difference that the comparison of the steps has found."""
+        """Yields reasons for differences that the comparison of the steps has found."""
         drawing = {name for figures in self._figures.values() for name in figures.get("compared", {}).get("draws", ())}
         for name in sorted(drawing if self.request.dropout else drawing - {_DROPOUT}):
-            advice = "--no-dropout" if name == _DROPOUT else "let it draw nothing"
-            found = "draws random numbers, of which each rank has others than one process"
+            advice = "--no-dropout" if name == _DROPOUT else "turn off its randomness"
+            found = "draws random numbers, which differ between ranks and one process"
             yield {"name": name, "found": found, "advice": advice}
         if self._steps is not None and (inexact := self._steps.inexact):
             yield {"name": "loss", "found": inexact.cause, "advice": inexact.ways.rstrip(".")}
 
 
 def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:
-    """Why one process and several ranks may differ although both are right, as far as the options tell.
+    """Finds reasons in the options why one process and several ranks may legitimately differ.
 
     Yields:
-        A word or two; what was found and why it matters; what to do for a run that shows agreement.
+        A name; the reason; how to avoid it.
     """
     if not config.keeps_global_batch:
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
-        found = f"{option}: a step of several ranks has more samples than one of one process"
+        found = f"{option}: a step of several ranks has more samples than a step of one process"
         yield "larger steps", found, f"leave {option} out"
     if not config.is_synchronous:
-        found = f"strategy='{config.strategy}': ranks step by themselves, which is not what one process computes"
+        found = f"strategy='{config.strategy}': ranks step independently, unlike one process"
         yield "local steps", found, "compare with strategy='ddp'"
     if draws_completions(trainer):
-        found = f"{type(trainer).__name__} trains on texts that it generates by chance"
-        yield "sampling", found, "compare another trainer; generated texts are not repeatable over ranks"
+        found = f"{type(trainer).__name__} trains on texts that it samples"
+        yield "sampling", found, "compare another trainer; sampled texts differ between numbers of ranks"
     if (bound := rounding_bound(trainer)) > FINE:
         found = f"sums in another order round differently, gradients by up to {bound:.0e}; the bounds allow for it"
         yield "precision", found, "train in fp32"
     if "8bit" in str(trainer.args.optim):
         yield "8-bit optimizer", "it rounds its state; the bounds allow for it", "set optim='adamw_torch'"
     if trainer.args.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        yield "kernels", "some kernels of the GPU add in an order that changes", "set full_determinism=True"
+        yield "kernels", "some GPU kernels sum in a varying order", "set full_determinism=True"
 
 
 def _moved(update: torch.Tensor) -> bool:
-    """True if more than rounding decided which elements moved; an update that is no number did."""
+    """True if more than rounding decided which elements have changed. NaN counts as a change."""
     num_moved = int(torch.count_nonzero(update))
     return num_moved > 0 and (num_moved >= _MIN_MOVED or num_moved >= _NEARLY_ALL * update.numel())
 
