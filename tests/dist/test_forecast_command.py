@@ -50,5 +50,5 @@ def test_stream_has_no_forecast(tmp_path: Path) -> None:
 def test_script_without_a_training_has_no_forecast(tmp_path: Path) -> None:
     run = run_python([*FORECAST, SCRIPT, "nothing"], tmp_path, BARE)
     assert run.code == 69
-    assert " ended without a training that forecast could follow." in run.err
+    assert " ended without a training that forecast could record." in run.err
     assert "It must call train() of a transformers Trainer" in run.err
