@@ -143,7 +143,7 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
     # A plan has no rows of what would be refused.
-    assert describe._only_whole("adamw_torch") == (
+    assert describe._only_whole("adamw_torch", 1) == (
         "shard='on' needs torch>=2.7, and 2.6.0 is installed",
         "Upgrade torch, or leave shard out.",
     )

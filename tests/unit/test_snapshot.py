@@ -31,7 +31,7 @@ class Trainer:
     """A script's own, with all that it may count by."""
 
     def __init__(self):
-        self.model = Model()
+        self.model, self.optimizer = Model(), None
         self.args = SimpleNamespace(device=torch.device("cpu"))
         self.metrics = defaultdict(list, loss=[1.0])
         self.teacher = {"w": torch.ones(2)}
