@@ -179,7 +179,8 @@ def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
     from unsloth_multigpu.step.sequence import SharedSequence
 
     with _alone_of(num_ranks):
-        sequence = SharedSequence(trainer.model, dist.group.WORLD)  # type: ignore[arg-type]
+        group, _ = dist.new_subgroups(group_size=num_ranks)
+        sequence = SharedSequence(trainer.model, group)
         sequence.is_on = True
         with sequence.around(), sequence.part_of(batch) as mine:
             yield mine

@@ -1,4 +1,4 @@
-"""Computes the passes of a step: forward and backward of each micro-batch, with its part in the loss of the step."""
+"""Runs the forward and backward passes of a step, and weights the loss of each micro-batch."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class StepPasses:
     """Computes this rank's micro-batches of a step so that the ranks' mean gradient is that of one process.
 
     Attributes:
-        balancer: Is told what micro-batches cost.
-        metrics: Is told what they add to the log.
+        balancer: Measures the cost of micro-batches.
+        metrics: Collects what micro-batches add to the log.
         reduction: How the loss is reduced, as far as it is known.
-        is_whole: The script's micro-batches are dealt whole.
-        is_lockstep: Ranks meet in every micro-batch, as where weights are sharded.
+        is_whole: Each of the script's micro-batches stays on one rank.
+        is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
         current: The micro-batch that is being computed.
-        in_loss: A loss of the training is being computed.
+        in_loss: A training loss is being computed.
         compute_loss: The trainer's own `compute_loss`.
-        sequence: Lets ranks share a sample; None where each has samples of its own.
-        num_samples: That were computed.
-        num_micro_batches: That were computed.
+        sequence: Splits samples over ranks (`sequence_parallel`); None without it.
+        num_samples: Samples computed so far.
+        num_micro_batches: Micro-batches computed so far.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
@@ -56,13 +56,13 @@ class StepPasses:
         self._manager = manager
         self._beat = beat
         self.num_accumulated = int(trainer.args.gradient_accumulation_steps)
-        # Ranks that step by themselves: each divides by its own samples, and no rank waits for a count.
+        # Ranks that step independently (local SGD, DiLoCo) divide by their own samples, without a collective.
         self.is_alone = not manager.config.is_synchronous
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
         self.reduction = LossReduction(TOKEN_SUM, SUM)
         self.is_whole = self.is_lockstep = self.in_loss = False
-        # The last micro-batch was weighed by nobody: a script's own step has called `loss.backward()` by itself.
+        # The script's own step has called `loss.backward()`, so the loss of the last micro-batch was not weighted.
         self._is_own_backward = False
         self.current: MicroBatch | None = None
         self.compute_loss: Any = None
@@ -72,9 +72,9 @@ class StepPasses:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around a training."""
+        """Surrounds a training."""
         self.compute_loss = self._trainer.compute_loss
-        # A mean over each rank's own tokens is not what one process computes.
+        # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
         with ExitStack() as stack:
             stack.enter_context(self.balancer.stopwatch.on_model())
@@ -86,10 +86,10 @@ class StepPasses:
             yield
 
     def check_sequences(self) -> None:
-        """Checks that ranks may share samples, where they are to.
+        """Checks that the loss allows `sequence_parallel`, if it is on.
 
         Raises:
-            SetupError: The loss is not known as a sum over tokens.
+            SetupError: The loss is not known to be a sum over tokens.
         """
         if self.sequence is not None and (not self.reduction.is_token_normalised or has_own_step(self._trainer)):
             raise SetupError(
@@ -101,24 +101,24 @@ class StepPasses:
 
     @property
     def is_repeated(self) -> bool:
-        """Another rank counts the samples of this one."""
+        """True if the samples of this rank are counted by another rank of its group."""
         return self.sequence is not None and self.sequence.rank > 0
 
     def accumulation_of_script(self) -> AbstractContextManager[None]:
-        """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""
+        """Restores the script's own `gradient_accumulation_steps`, which is 1 for the Trainer's loop, for its code."""
         return instance_attribute(self._trainer.args, "gradient_accumulation_steps", self.num_accumulated)
 
     def shares_micro_batches(self, sizes: Sequence[int]) -> bool:
-        """True where ranks compute parts of one micro-batch.
+        """True if ranks compute parts of the same micro-batch.
 
         Args:
-            sizes: Rows of each micro-batch of a step of one process; empty = of a full step.
+            sizes: Rows of each micro-batch of the step in one process; empty = a full step.
         """
         world_size = self._manager.identity.world_size
         return world_size > 1 and not self.is_whole and (len(sizes) or self.num_accumulated) % world_size != 0
 
     def batch_samples(self, original: Any, epoch_iterator: Any) -> tuple[Any, Any]:
-        """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        """Overrides `Trainer.get_batch_samples`: returns one step, and its number of tokens over all ranks."""
         self._count = original
         step = next(epoch_iterator, None)
         if step is None:
@@ -128,18 +128,18 @@ class StepPasses:
         return [step], self.counted(step)
 
     def count_as_given(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """What the script's own `get_batch_samples` makes of micro-batches: them, and the number of their tokens."""
+        """Calls the script's own `get_batch_samples`; returns the micro-batches and their number of tokens."""
         count = unsteered(self._trainer.get_batch_samples)
         return count(iter(inputs), len(inputs), self._trainer.args.device)  # type: ignore[no-any-return]
 
     def counted(self, step: Step) -> Any:
-        """Brings a step to the device; its tokens over all ranks, None where a loss takes no count. Collective."""
+        """Moves a step to the device; returns its tokens over all ranks, or None without a count. Collective."""
         assert self._count is not None
         trainer, device = self._trainer, self._trainer.args.device
         for micro_batch in step.micro_batches:
-            # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
+            # The collective that counts tokens needs tensors on the device of the process group.
             micro_batch.inputs = on_device(trainer, micro_batch.inputs)
-        # The samples of a filler already count in the step, and those that another rank has as well.
+        # The samples of a filler, and those that another rank computes as well, are counted already.
         inputs = [
             without_labels(m.inputs) if m.piece.is_filler or self.is_repeated else m.inputs for m in step.micro_batches
         ]
@@ -159,14 +159,14 @@ class StepPasses:
         return num_items
 
     def weigh_parts(self, step: Step) -> None:
-        """Finds out what parts of micro-batches count, by the reduction that is known. Collective."""
+        """Sets the weight of each part of a micro-batch, by the known loss reduction. Collective."""
         if self.reduction.is_token_normalised or not self.shares_micro_batches(range(step.num_references)):
             return
         if not self.reduction.is_counted:
             for micro_batch in step.micro_batches:
                 micro_batch.share = micro_batch.piece.share
             return
-        # A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows.
+        # For a mean over tokens, or a weighted mean, a part is weighted by its tokens or weights, not by its rows.
         weights = [0.0 if m.piece.is_filler else self.reduction.count(m.inputs) for m in step.micro_batches]
         mine = [0.0] * step.num_references
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
@@ -177,13 +177,15 @@ class StepPasses:
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
-        """The passes of a step, for the training: its loss times the ranks. Gradients meet in the last backward.
+        """Computes a step for the training; returns its loss times the ranks.
+
+        Gradients are synchronized in the last backward pass.
 
         Args:
             original: `Trainer.training_step`.
-            model: As it gets it.
-            step: Counted.
-            num_items: What `counted` has returned.
+            model: The model that `training_step` gets.
+            step: A step that `counted` has prepared.
+            num_items: The result of `counted`.
         """
         losses = torch.stack(self._train(original, model, step, num_items))
         self._multiply_gradients(model)
@@ -192,15 +194,15 @@ class StepPasses:
         return losses.sum()
 
     def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
-        """The gradient of a step alone, by the script's own methods: nothing is counted, noted or timed.
+        """Computes the gradient of a step by the script's own methods, without metrics and timing.
 
-        Yields the place in the step of the micro-batch of one process before each of ours.
+        Before each micro-batch it yields the index of the reference micro-batch (one process) that it belongs to.
 
         Args:
-            model: As `training_step` gets it.
-            step: Counted.
-            num_items: What `counted` has returned.
-            is_synced: Gradients meet in the last backward.
+            model: The model that `training_step` gets.
+            step: A step that `counted` has prepared.
+            num_items: The result of `counted`.
+            is_synced: Gradients are synchronized in the last backward pass.
         """
         training_step = unsteered(self._trainer.training_step)
         loss = functools.partial(self.loss, unsteered(self._trainer.compute_loss))
@@ -224,7 +226,7 @@ class StepPasses:
             noted = self.metrics.micro_batch(micro_batch, step, self.sequence)
             with noted, nullcontext() if is_synced else self._trainer.accelerator.no_sync(model):
                 loss = self._call(original, model, micro_batch, num_items)
-            # A mean over nothing is NaN; it counts nothing.
+            # The mean over no rows is NaN; its weight is 0.
             losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
@@ -237,12 +239,12 @@ class StepPasses:
         self._beat.mark(micro_batch=micro_batch)
 
     def _each(self, step: Step) -> Iterator[MicroBatch]:
-        """The micro-batches of a step, each with its factor and what the Trainer and the script divide by."""
+        """Yields the micro-batches of a step, each with its loss factor, while the divisors of the Trainer are set."""
         trainer = self._trainer
-        # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
+        # The divisor of the Trainer, of losses that average over micro-batches, and of auxiliary losses.
         trainer.current_gradient_accumulation_steps = step.num_references
         if has_own_step(trainer):
-            # A script's own step divides by the accumulation that it reads here.
+            # A script's own step reads its divisor here.
             trainer.args.gradient_accumulation_steps = self.num_accumulated
         is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
         losses = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
@@ -257,7 +259,7 @@ class StepPasses:
             trainer.args.gradient_accumulation_steps = 1
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
-        """One call of `training_step`; returns its weighed loss.
+        """Calls `training_step` once; returns the weighted loss.
 
         Raises:
             SetupError: A script's own step calls `backward()` by itself, and the model is sharded.
@@ -283,7 +285,7 @@ class StepPasses:
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
 
     def loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
+        """Overrides `Trainer.compute_loss`: weights the loss by the micro-batch's part of the step."""
         self.in_loss = model.training
         with ExitStack() as stack:
             stack.callback(setattr, self, "in_loss", False)
@@ -300,7 +302,7 @@ class StepPasses:
         return (weighed, *others) if isinstance(result, tuple) else weighed
 
     def backward(self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.backward`: weighs what a script's own `training_step` has computed without `compute_loss`."""
+        """Overrides `Accelerator.backward`: weights a loss that a script's `training_step` computed by itself."""
         self._is_own_backward = False
         if self.current is not None and not self.current.is_weighed:
             loss = self._weighed(loss, self.current.factor)
@@ -317,9 +319,9 @@ class StepPasses:
         return loss * factor if factor else without_effect(loss)
 
     def _factor(self, micro_batch: MicroBatch, step: Step) -> float:
-        """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.
+        """Returns the factor of a micro-batch's loss with which DDP's mean over ranks is the gradient of one process.
 
-        For a rank that steps by itself: so that its own gradient is the mean over its own part.
+        For a rank that steps independently, the gradient is the mean over its own samples.
         """
         factor = 1.0 if self.is_alone else self._manager.identity.world_size / self._gradient_factor
         if self.reduction.is_token_normalised:
@@ -327,16 +329,16 @@ class StepPasses:
         if self.reduction.mean_over != SUM or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
             factor *= micro_batch.share
         if self.is_alone:
-            # As if this rank's part were the whole step, whose shares add up to its number of references.
+            # Scales this rank's shares as if they were the complete step.
             mine = sum(m.share for m in step.micro_batches)
             factor *= step.num_references / mine if mine else 0.0
         return factor
 
     @property
     def _gradient_factor(self) -> float:
-        """Multiplies a step's gradient after the backward passes, in place of the losses before them.
+        """Returns a factor for the gradient after the backward passes, which then is left out of the losses.
 
-        A gradient in fp16 has to overflow where that of one process does: other steps would be skipped, or end the run.
+        An fp16 gradient has to overflow exactly where that of one process does. Otherwise other steps are skipped.
         """
         return float(self._manager.identity.world_size) if self._is_half and not self.is_alone else 1.0
 
@@ -345,12 +347,12 @@ class StepPasses:
 
     @functools.cached_property
     def _is_half(self) -> bool:
-        """True where gradients may be computed in fp16."""
+        """True if gradients may be computed in fp16."""
         is_scaled = self._trainer.accelerator.scaler is not None
         return is_scaled or any(p.dtype == torch.float16 for p in self._trainer.model.parameters())
 
     def _undivided(self) -> AbstractContextManager[None]:
-        """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""
+        """Turns off the Trainer's own multiplication by the number of ranks: `_factor` does it for every loss."""
         if self._manager.identity.world_size == 1:
             return nullcontext()
         return instance_attribute(self._trainer.args, "average_tokens_across_devices", False)
@@ -358,7 +360,7 @@ class StepPasses:
 
 @contextmanager
 def _without_gradient(model: nn.Module) -> Iterator[None]:
-    """Adds nothing to gradients of whole weights, whatever a script's own step passes backward: nobody weighs that."""
+    """Makes backward passes add zero to gradients: a script's own step may call `backward()` on a filler."""
     with ExitStack() as stack:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -367,9 +369,9 @@ def _without_gradient(model: nn.Module) -> Iterator[None]:
 
 
 def on_device(trainer: TrainerLike, inputs: Any) -> Any:
-    """A collated micro-batch on the Trainer's device, as accelerate's loader yields it.
+    """Moves a collated micro-batch to the Trainer's device, as accelerate's loader does.
 
-    `Trainer._prepare_inputs` is left to `training_step`: a script's own may do more, and is called once.
+    `Trainer._prepare_inputs` stays with `training_step`, since a script's own version must be called once.
     """
     from accelerate.utils import send_to_device
 

@@ -1,7 +1,8 @@
-"""Computes a step of the training twice before it is trained, as one process does and as it is dealt, and compares.
+"""Compares the gradient of a step with that of one process, before the step is trained.
 
-Nothing has to be known about a loss, a hook or a collator: each is judged by what it does to the gradient. Both passes
-begin with the same weights, buffers, random numbers and state of the script, and leave them as they were.
+The step is computed twice: as one process computes it, and as the ranks share it. No knowledge of the loss, the hooks
+or the collator is needed, since all of them show in the gradient. Both passes start from the same weights, buffers,
+random state and script state, and restore them.
 """
 
 from __future__ import annotations
@@ -58,31 +59,31 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Of torch's DDP, whose backward passes are not those that it has expected.
+# Errors of torch's DDP about an unexpected backward pass.
 _OF_DDP = re.compile(r"mark a variable ready only once|to have finished reduction")
-# What computing a micro-batch may raise that is the script's own, or a library's.
+# Errors that code of the script or of a library may raise in a micro-batch.
 _ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-# What `check_first_step="auto"` may take, in seconds, by the time of the first micro-batch.
+# Limit for `check_first_step="auto"`, in seconds, estimated from the first micro-batch.
 _MOST_S = 60.0
-# Steps at the begin of which each is compared, where what parts of a loss count was measured.
+# If the loss reduction was found by measurement, each of the first steps is compared.
 _EARLY_STEPS = 16
-# Passes that are quicker than this together are made once more, for their time: kernels compile in the first one.
+# If both passes take less time than this, they are timed again: kernels compile in the first pass.
 _TIMED_AGAIN_S = 20.0
 
 
 class StepProof:
-    """Compares steps of one training with those of one process.
+    """Compares steps of a training with the same steps in one process.
 
     Args:
-        feed: Computes what is dealt.
+        feed: Computes this rank's share of a step.
 
     Attributes:
         first: The first comparison of this training; None before it.
-        last: The newest one.
-        is_alone: A pass as one process is under way: no other rank is in it.
+        last: The latest comparison.
+        is_alone: A reference pass (one process) is running, which does not involve other ranks.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
@@ -94,31 +95,31 @@ class StepProof:
         self._num_steps = 0
         self._is_epoch_begin = False
         self._is_over = False
-        # That comparisons have taken, on the slowest rank.
+        # Time spent in comparisons, on the slowest rank.
         self._seconds = 0.0
-        # What was said to draw or to count.
+        # Random draws and counters that were reported already.
         self._told: set[str] = set()
-        # What the script has counted behind the newest pass that was dealt.
+        # The script's counters after the latest pass of the ranks.
         self._numbers: dict[str, Any] = {}
-        # Parameters that a pass as one process has used, where DDP looks for those that are not used.
+        # Parameters used by a reference pass, if DDP searches for unused ones.
         self._used: list[nn.Parameter] = []
         self.first: Comparison | None = None
         self.last: Comparison | None = None
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
-        """The first comparison as JSON values; empty before it, and without one."""
+        """Returns the first comparison as JSON values; empty if there is none yet."""
         return {} if self.first is None else self.first.values()
 
     def begin_epoch(self) -> None:
-        """The next step is the first one of an epoch."""
+        """Marks the next step as the first of an epoch."""
         self._is_epoch_begin = True
 
     def before(self, model: nn.Module, step: Step) -> None:
-        """Compares the step that is about to be trained, where its turn has come. Collective then.
+        """Compares the step that is about to be trained, if a comparison is due. Collective in that case.
 
         Raises:
-            SetupError: It is another one, and `inexact="raise"`.
+            SetupError: The gradients differ, and `inexact="raise"`.
         """
         self._num_steps += 1
         is_epoch_begin, self._is_epoch_begin = self._is_epoch_begin, False
@@ -127,15 +128,15 @@ class StepProof:
             return
         is_first = self.first is None
         is_power = not self._num_steps & (self._num_steps - 1)
-        # A loss of parts may fit in one step by chance.
+        # A wrong loss reduction may give the right gradient in one step by chance.
         is_early = self._num_steps <= _EARLY_STEPS and self._is_unknown and self._seconds < _MOST_S
         if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and self._may_change)):
             return
         if step.left_over is not None or not step.sizes:
-            return  # Of two passes of a stream, each divided by itself: the next step is compared.
+            return  # This step ends one pass of a stream and begins the next. The next step is compared.
         self.last = found = self._compared(model, step, is_first=is_first)
         if found.difference is not None and math.isnan(found.difference.off) and self._num_steps < _EARLY_STEPS:
-            return  # Not finite in either way, as while a scaler looks for its scale: the next step may be.
+            return  # Not finite in either pass, as while a gradient scaler looks for its scale.
         if is_first:
             self.first = found
         if is_first or not (found.is_exact or found.unproven):
@@ -144,18 +145,18 @@ class StepProof:
 
     @functools.cached_property
     def _may_change(self) -> bool:
-        """True where a later step may be reduced in another way than the first: it is code of the script's own."""
+        """True if a later step may behave differently from the first, because it runs the script's own code."""
         return self._feed.passes.reduction.kind == AUTO or bool(self._own_code)
 
     @functools.cached_property
     def _own_code(self) -> list[str]:
-        """What the script wrote of the step, in words."""
+        """Names the parts of the step that the script defines."""
         return own_code(self._trainer, self._feed.loader)
 
     def _compared(self, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
         trainer, num_references = self._trainer, len(step.sizes)
         with self._manager.waits.counted():
-            self._manager.gather_floats([0.0])  # Who comes late to the step is waited for here.
+            self._manager.gather_floats([0.0])  # Waits for late ranks, so that this time is not measured.
         number, num_ranks = int(trainer.state.global_step) + 1, self._manager.identity.world_size
         base = Comparison(number, num_ranks, num_references, num_references)
         begin_s = time.monotonic()
@@ -174,10 +175,10 @@ class StepProof:
         return found
 
     def _measured(self, base: Comparison, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
-        """Both passes.
+        """Runs both passes.
 
         Raises:
-            NotPossibleError: On all ranks: they cannot be made.
+            NotPossibleError: They cannot be run. Raised on all ranks.
         """
         config, loader = self._manager.config, self._feed.loader
         if not config.is_synchronous:
@@ -187,7 +188,7 @@ class StepProof:
         with kept_objects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():
             with self._feed.passes.accumulation_of_script():
                 rows = StepRows(loader.dataset, step, self._seed, kept.restore)
-            # How long a micro-batch takes decides how many are compared, on all ranks alike.
+            # The time of one micro-batch decides how many are compared; it is the same number on all ranks.
             seconds = self._tried(model, rows, 1)[2]
             num_compared = _affordable(base.num_references, base.num_ranks, seconds)
             rows = rows.part(num_compared, loader.shape)
@@ -210,7 +211,7 @@ class StepProof:
         return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=self._counts(still))
 
     def _counts(self, one: Still) -> tuple[str, ...]:
-        """Names of what the script counts otherwise than in one process, on any rank. Collective."""
+        """Returns names of script counters that differ from those of one process on any rank. Collective."""
         before, dealt = one.numbers, self._numbers
         mine = [name for name in {**before, **dealt} if not _is_close(before.get(name), dealt.get(name))]
         ranks = self._manager.gather_texts(json.dumps(mine))
@@ -228,21 +229,21 @@ class StepProof:
 
     @contextmanager
     def _pass(self) -> Iterator[Still]:
-        """Around one pass over a step: begins with the state of the training, and restores it."""
+        """Surrounds one pass over a step, and restores the state of the training afterwards."""
         still = Still()
         with kept_training_state(self._trainer) as kept, tried_pass(self._trainer.model), still:
             yield still
             still.numbers = kept.numbers()
 
     def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> tuple[list[float], Still, float]:
-        """Computes the first micro-batches as one process. Collective.
+        """Computes the first micro-batches as one process does. Collective.
 
         Returns:
-            A sketch of the gradient; what was seen of the losses; the seconds on rank 0, whose device one process
-            would have.
+            A sketch of the gradient; what was observed in the losses; the seconds on rank 0, whose device one process
+            would use.
 
         Raises:
-            NotPossibleError: A rank cannot.
+            NotPossibleError: A rank cannot compute them.
         """
         why, still, seconds = "", Still(), 0.0
         gradient: list[float] = []
@@ -271,12 +272,12 @@ class StepProof:
         return gradient, still, ranks[0][1]
 
     def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> tuple[list[float], Still, float]:
-        """The step as one process computes it, with nothing of ours between; what it returns: see `_tried`."""
+        """Computes the step as one process does, without any of our overrides. Returns what `_tried` returns."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         device, gradient_state = trainer.args.device, accelerator.gradient_state
         before = gradient_state.sync_gradients
         training_step = unsteered(trainer.training_step)
-        # One process has no wrapper: its names, class and attributes are other ones.
+        # One process has no DDP wrapper, which has other names, another class and other attributes.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         with self._pass() as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
@@ -287,7 +288,7 @@ class StepProof:
                 for i, batch in enumerate(batches):
                     is_last = i == len(batches) - 1
                     gradient_state._set_sync_gradients(is_last)
-                    # The gradient of sharded ranks is a mean of equal ones.
+                    # Sharded ranks all compute the same gradient here, so its mean is unchanged.
                     is_synced = is_last and has_shards(trainer.model)
                     with nullcontext() if is_synced else accelerator.no_sync(model):
                         _seed_all(draw_seed(seed, i))
@@ -303,19 +304,19 @@ class StepProof:
             return sketch(trainer.model), still, seconds
 
     def _zero_used(self) -> None:
-        """DDP counts what a pass by itself has used as used in the next exchange, and wants a gradient of it there."""
+        """Gives parameters of the reference pass a zero gradient: DDP takes them for used in its next all-reduce."""
         for parameter in self._used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
-        """By how much one process differs from itself with other random numbers."""
+        """Returns how much one process differs from itself if the random seed changes."""
         again = self._as_one(model, rows, self._seed + 1)[0]
         return difference([one], [again], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The script's own methods see rank 0 of one process, without another rank."""
+        """Lets the script's own methods see a single process."""
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(counted_as_one_process(trainer))
@@ -331,7 +332,10 @@ class StepProof:
     def _as_dealt(
         self, model: nn.Module, rows: StepRows, one: Sequence[float], still: Still
     ) -> tuple[Difference, float]:
-        """The step as the ranks share it, by the first reduction that gives the gradient of one process. Collective."""
+        """Computes the step on all ranks, with the first loss reduction that gives the gradient of one process.
+
+        Collective. Returns the difference and the seconds.
+        """
         feed, before = self._feed, self._feed.passes.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
         for reduction in self._reductions(rows, still):
@@ -340,12 +344,12 @@ class StepProof:
             if self._is_within(found[-1][0]):
                 return found[-1][0], found[-1][1]
         off, seconds, nearest = min(found, key=lambda each: each[0].off)
-        # What is declared stays as it is said; else the nearest is the best that is known.
+        # A declared reduction stays. Otherwise the nearest is used.
         feed.passes.reduction = nearest if before.kind == AUTO else before
         return off, seconds
 
     def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
-        """Those to be tried, the one of the training first. Equal on all ranks."""
+        """Returns the loss reductions to try, the current one first. The same on all ranks."""
         known, asked = self._feed.passes.reduction, self._manager.config.loss_reduction
         if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised:
             return [known]
@@ -363,7 +367,7 @@ class StepProof:
         return [known, *(each for each in found if each.mean_over != known.mean_over)]
 
     def _means(self, rows: StepRows, still: Still) -> list[str]:
-        """What the mean in the loss may be taken over, of what this rank's parts of the step have."""
+        """Returns what the loss may average over (labels, rows, ...), given the inputs of this rank."""
         whole = rows.as_one_process()
         parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
         if not all(isinstance(batch, Mapping) for batch in [*whole, *parts]):
@@ -373,18 +377,18 @@ class StepProof:
         return [name for name in names if all(count_of(b, name, weights) is not None for b in [*whole, *parts])]
 
     def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
-        """One pass as the ranks share the step, and how far its gradient is from the sketch `one`. Collective."""
+        """Computes the step once on all ranks; returns the difference from `one`, and the seconds. Collective."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass() as still:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
             self._zero_used()
-            manager.gather_floats([0.0])  # All ranks begin at once.
+            manager.gather_floats([0.0])  # All ranks start at the same time.
             begin = moment(trainer.args.device)
             try:
                 for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
-                    # A whole micro-batch draws what it draws in one process.
+                    # A complete micro-batch then draws the same random numbers as in one process.
                     _seed_all(draw_seed(self._seed, place))
             except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
                 what = f"{type(error).__name__}: {str(error)[:200]}"
@@ -453,7 +457,7 @@ class StepProof:
 
 @contextmanager
 def _without_optimizer() -> Iterator[None]:
-    """No optimizer steps: a script's own training_step may, which would not be undone."""
+    """Refuses optimizer steps, which the comparison could not undo. A script's own training_step may make one."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     def refuse(*_: Any) -> None:
@@ -467,7 +471,7 @@ def _without_optimizer() -> Iterator[None]:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    """True for numbers, or as many of them, that are equal but for rounding."""
+    """True for two numbers, or two tuples of numbers, that are equal up to rounding."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_is_close, one, other))
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -476,7 +480,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:
-    """How many micro-batches may be computed in both ways, by the seconds of one."""
+    """Returns how many micro-batches may be compared within `_MOST_S`, given the seconds of one."""
     each = max(seconds, 1e-6) * (1 + 1 / num_ranks)
     most = max(1, int(_MOST_S / each))
     return min(num_references, max(most, min(num_ranks, num_references)))
