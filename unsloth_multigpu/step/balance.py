@@ -1,4 +1,4 @@
-"""Deals each step so that all ranks finish together, with costs and speeds measured while training."""
+"""Plans each step so that all ranks finish at the same time, with costs and speeds measured during training."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
 
-# Assumed until it is measured: a GPU is not fully used below some hundred tokens, and launching kernels takes time.
+# Defaults until costs are measured: a few hundred tokens do not fill a GPU, and launching kernels takes time.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
 _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, is_unknown=True)
-# Steps after which ranks tell each other their times. Costs are found in the first exchanges, and fitted until they are
-# settled; speeds may change at any time.
+# Steps after which ranks exchange their measurements. Costs are fitted in the first exchanges until they settle; speeds
+# may change at any time.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
-# How many exchanges' laps are fitted together: a few laps on a busy machine tell little.
+# Exchanges whose laps are fitted together. A few laps on a busy machine are not enough.
 _EXCHANGES_KEPT = 4
 _WARM_UP_STEPS = 2
 _FEWEST_LAPS, _MOST_LAPS = 8, 64
 
 
 class Balancer:
-    """The plan of each step, and what it is made from.
+    """Plans the steps of a training from sample lengths and measurements.
 
-    All ranks make the same plan from the same numbers: lengths that each has read, and measurements that they exchange
-    every few steps.
+    All ranks make the same plan from the same numbers: lengths that each rank has read, and measurements that they
+    exchange every few steps.
 
     Attributes:
-        balance: What plans are made from; None where samples are dealt in order.
+        balance: Costs and speeds; None if samples are dealt in order.
         lengths: Tokens of each sample of the data set.
-        num_steps: That were computed.
+        num_steps: Steps computed so far.
         stopwatch: Times the micro-batches.
     """
 
@@ -78,15 +78,15 @@ class Balancer:
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
     def prepare(self, loader: Any, reduction: LossReduction, *, is_lockstep: bool = False) -> str:
-        """Decides how samples are dealt; returns it in words. Collective.
+        """Decides how samples are dealt, and describes it for the log. Collective.
 
         Args:
-            loader: Of the one-process run.
-            reduction: Of the trainer's loss.
-            is_lockstep: Ranks wait for each other in every micro-batch: their times say nothing of their own speeds.
+            loader: The loader of one process.
+            reduction: The reduction of the trainer's loss.
+            is_lockstep: Ranks wait for each other in every micro-batch, so their times do not show their own speeds.
 
         Raises:
-            SetupError: balance="tokens" cannot be done; the message says why.
+            SetupError: balance="tokens" is not possible.
             ConfigError: A row is longer than `max_tokens_per_micro_batch`.
         """
         if self._config.balance == "off":
@@ -114,13 +114,13 @@ class Balancer:
 
     @property
     def _asked(self) -> str:
-        """The option that asks for plans; "" = they may be left out."""
+        """The option that requires a plan; "" = samples may be dealt in order."""
         if (limit := self._config.max_tokens_per_micro_batch) is not None:
             return f"max_tokens_per_micro_batch={limit}"
         return "balance='tokens'" if self._config.balance == "tokens" else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values."""
+        """Returns the measurements as JSON values."""
         if self.balance is None:
             return {}
         return {
@@ -132,7 +132,7 @@ class Balancer:
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
             raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
-        # Rows are read, and two of them collated: what these count is as it was.
+        # Reading and collating rows must not change random numbers or counters of the script.
         with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
             may_read_rows = self._config.balance == "tokens"
             column = self._trainer.args.length_column_name
@@ -154,12 +154,12 @@ class Balancer:
             )
 
     def plan(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
-        """What makes the plan of a step that has these samples; None where they are dealt in order.
+        """Returns a function that plans a step with these samples; None if they are dealt in order.
 
-        Called at the same place of the training on all ranks, which have the same measurements there.
+        All ranks call it at the same point of the training, with the same measurements.
 
         Raises:
-            SetupError: The data set has grown, and plans were asked for.
+            SetupError: The data set has grown, and an option requires a plan.
         """
         if self.balance is None:
             return None
@@ -177,12 +177,12 @@ class Balancer:
 
     @property
     def varies_rows(self) -> bool:
-        """True where micro-batches have other numbers of rows than the script asked for."""
+        """True if micro-batches may have another number of rows than the script's."""
         return self.balance is not None and self._regroups and self.balance.cost.is_padded
 
     def note(self, piece: Piece) -> None:
-        """Keeps the time of a micro-batch, which has just been computed."""
-        # The work of pieces that were dealt in order, as in a short last step, is not known.
+        """Records the time of the micro-batch that has just been computed."""
+        # Pieces dealt in order, as in a short last step, have no known cost.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
         if lap is not None and self.num_steps >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
@@ -191,7 +191,7 @@ class Balancer:
         return self.balance is not None and not torch.are_deterministic_algorithms_enabled()
 
     def end_step(self) -> None:
-        """Puts the measurements of all ranks together after some steps. Collective."""
+        """Exchanges the measurements of the ranks after some steps. Collective."""
         self.num_steps += 1
         is_first = self.num_steps in _FIRST_EXCHANGES
         if not self._measures() or not (is_first or self.num_steps % _EXCHANGE_EVERY == 0):
@@ -200,7 +200,7 @@ class Balancer:
         self._laps.clear()
         flat = [value for pair in mine for value in pair]
         rows = self._manager.gather_floats([len(mine), *flat, *[0.0] * (2 * _MOST_LAPS - len(flat))])
-        # Ranks that share samples wait for each other: the first one's times are those of all.
+        # Ranks that share samples wait for each other, so the times of the first are those of all.
         rows = rows[:: self._config.sequence_parallel]
         laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
         if all(laps):
@@ -212,7 +212,7 @@ class Balancer:
         cost = self.balance.cost if self._is_settled else self._fitted(self.balance.cost, laps)
         is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
         measured = relative_speeds([throughput(cost, rank) if is_enough else 0.0 for rank in laps])
-        # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
+        # A rank counts as slow after two slow measurements, since it may lose its processor for a moment.
         speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
         self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
@@ -222,9 +222,9 @@ class Balancer:
             logger.debug("balance: %s", self.state())
 
     def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
-        """Fits the costs to these laps and earlier ones."""
+        """Fits the cost model to these and earlier laps."""
         self._kept_laps.extend(laps)
-        # In tokens, in which ranks, and moments, of different speeds agree.
+        # Seconds are converted to tokens, which are comparable between ranks of different speed.
         rates = [throughput(cost, rank) for rank in self._kept_laps]
         pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
         found = fit_cost(cost, pooled)
@@ -234,15 +234,15 @@ class Balancer:
         return found
 
     def state(self) -> str:
-        """What plans are made from, in words; equal on all ranks."""
+        """Returns costs and speeds as text; equal on all ranks."""
         return str(self.balance)
 
 
 def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:
-    """True where rows may be put into micro-batches of any size, False where each keeps its number of rows.
+    """True if rows may form micro-batches of any size, False if each micro-batch keeps its number of rows.
 
     Raises:
-        SetupError: Neither leaves the loss as it is.
+        SetupError: Both would change the loss.
     """
     if not reduction.is_token_normalised:
         if reduction.rows_are_independent and not is_asked:
@@ -256,7 +256,7 @@ def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:
 
 
 def throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:
-    """Median of the cost per second, weighted by time."""
+    """Returns the median of cost per second, weighted by time."""
     rates = sorted((cost.of_work(work) / max(s, 1e-9), s) for work, s in laps)
     half, passed = sum(s for _, s in rates) / 2, 0.0
     for rate, s in rates:

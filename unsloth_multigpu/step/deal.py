@@ -16,15 +16,13 @@ class Piece:
     """One micro-batch of one rank.
 
     Args:
-        positions: Places of its samples in the step, in the order of the one-process run.
-        share: What its mean loss counts in the step's loss: 1 for a whole micro-batch of the one-process run,
-            the part of the rows for a part of one, 0 for a filler. Only losses that average over rows need it.
-        reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
-        is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
-            takes part in the gradient exchange.
-        is_muted: A filler whose labels are left out. A mean over no labels is not a number; there the filler's share
-            of zero is enough.
-        work: What its rows cost, in tokens; 0 where lengths are not known.
+        positions: Indices of its samples in the step, in the order of one process.
+        share: Weight of its mean loss in the loss of the step: 1 for a complete micro-batch of one process, the
+            fraction of rows for a part of one, 0 for a filler. Only losses that average over rows need it.
+        reference: Index of the micro-batch of one process that it is a part of, if `deal_step` keeps them apart.
+        is_filler: This rank has no sample of its own. It computes one with weight 0, to take part in the all-reduce.
+        is_muted: A filler whose labels are left out. For a mean over labels, which would be NaN, weight 0 is enough.
+        work: Cost of its rows, in tokens; 0 if lengths are unknown.
     """
 
     positions: tuple[int, ...]
@@ -40,12 +38,12 @@ Plan = list[list[Piece]]
 
 @dataclass(frozen=True)
 class Balance:
-    """What is known of the time that micro-batches take.
+    """Measured costs of micro-batches and speeds of ranks.
 
     Args:
-        cost: Of a micro-batch.
+        cost: Cost model of a micro-batch.
         speeds: Relative speed of each rank.
-        max_tokens: Most tokens of a micro-batch; None = what shares of equal numbers of rows could reach.
+        max_tokens: Maximum tokens of a micro-batch; None = the maximum that shares of equal numbers of rows could have.
     """
 
     cost: CostModel
@@ -56,20 +54,20 @@ class Balance:
 def deal_step(
     sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False, in_each: bool = False
 ) -> Plan:
-    """Splits one optimizer step into contiguous shares, as even as whole samples, or micro-batches, allow.
+    """Splits one optimizer step into contiguous shares of nearly equal size.
 
     Args:
-        sizes: Rows of each micro-batch that the one-process run would do in this step.
+        sizes: Rows of each micro-batch of this step in one process.
         world_size: Number of ranks.
-        regroup: True where the loss is a sum divided by the step's token count: then rows may be regrouped, up to
-            the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
-            rows of two of them, and they stay whole if their number divides evenly.
-        whole: True where a micro-batch must never be cut, whatever their number: the loss is known for whole ones only.
-        in_each: True where all ranks have an equal part of each micro-batch; where one does not divide by the ranks,
-            all of the step stay whole.
+        regroup: The loss is a sum divided by the number of tokens of the step, so rows may be regrouped, at most
+            `max(sizes)` together. If False, each micro-batch is averaged by itself: no piece mixes rows of two
+            micro-batches, and they are not split if their number is a multiple of the ranks.
+        whole: Never split a micro-batch.
+        in_each: Give every rank an equal part of each micro-batch. If one does not divide by the ranks, none of the
+            step is split.
 
     Returns:
-        `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once outside of fillers.
+        `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once, apart from fillers.
     """
     num_rows = sum(sizes)
     if in_each and not any(size % world_size for size in sizes):
@@ -84,7 +82,7 @@ def deal_step(
         plan = [_even_pieces(share, max(sizes, default=1)) for share in shares]
     else:
         plan = [_pieces_within(share, sizes) for share in shares]
-    # Some models cannot compute a part, such as one row of a batch norm.
+    # Some models cannot compute a single row, such as those with batch norm.
     filler = _filler(*(range(sizes[0]) if whole else (0,)), is_muted=regroup)
     return [pieces or [filler] for pieces in plan]
 
@@ -96,11 +94,11 @@ def balance_step(
 
     Args:
         lengths: Tokens of each sample of the step.
-        sizes: Rows of each micro-batch that the one-process run would do in this step.
-        balance: What micro-batches cost, and how fast the ranks are.
-        regroup: See `deal_step`. False keeps the number of rows of each micro-batch, for losses that are means over
-            independent rows. A step whose micro-batches have unequal `sizes`, or do not divide by the ranks, is then
-            dealt in order.
+        sizes: Rows of each micro-batch of this step in one process.
+        balance: Costs of micro-batches and speeds of ranks.
+        regroup: See `deal_step`. If False, each micro-batch keeps its number of rows, for losses that average over
+            independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple of the
+            ranks, is then dealt in order.
         is_lockstep: Ranks wait for each other in every micro-batch, see `plan.lockstep_time`.
 
     Returns:
@@ -118,7 +116,7 @@ def balance_step(
         planned = deal_micro_batches(lengths, sizes[0], speeds, to_plan_with)
     time_of = lockstep_time if is_lockstep else slowest_time
     before, after = (time_of(plan, lengths, speeds, to_plan_with) for plan in (dealt, planned))
-    # A limit that was asked for holds even where it makes the step slower.
+    # A limit set by the user holds even if it makes the step slower.
     if after >= before and balance.max_tokens is None:
         planned = dealt
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
@@ -130,7 +128,7 @@ def balance_step(
 
 
 def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> int:
-    """Most tokens that a micro-batch could have held: as many rows as one has, each as long as the longest."""
+    """Returns the tokens of the largest possible micro-batch: the most rows, each as long as the longest sample."""
     parts = [part for share in dealt for part in share]
     if not cost.is_padded:
         return max(cost.tokens([lengths[i] for i in part]) for part in parts)
@@ -138,11 +136,11 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
 
 
 def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) -> Plan:
-    """Gives all ranks the same number of micro-batches, by fillers, and computes the costliest of all ranks together.
+    """Gives all ranks the same number of micro-batches by adding fillers, and sorts them by cost.
 
-    Ranks that hold shards of the weights exchange them in every layer of every micro-batch: with unequal numbers of
-    micro-batches they would hang. The costliest are last: gradients are reduced in a rank's last micro-batch, which is
-    then never a filler where it has a sample.
+    Sharded ranks gather weights in every layer of every micro-batch, so unequal numbers of micro-batches would hang.
+    Expensive micro-batches come last, at the same time on all ranks. The last one, which reduces gradients, is then no
+    filler if the rank has a sample.
 
     Args:
         plan: `plan[rank]` = its micro-batches.
@@ -165,10 +163,10 @@ def _filler(*positions: int, is_muted: bool) -> Piece:
 
 
 def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
-    """Raises where a full step has fewer samples than there are ranks.
+    """Raises if a full step has fewer samples than there are ranks.
 
     Args:
-        num_samples: Of a step.
+        num_samples: Samples of a step.
         world_size: Number of ranks, or of groups of ranks that share each sample.
         num_sharing: Ranks of such a group.
 
@@ -188,7 +186,7 @@ def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> 
 def equation(
     sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False, in_each: bool = False
 ) -> str:
-    """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
+    """Describes the step: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
     if world_size == 1 and len(set(sizes)) == 1:
         return f"{sum(sizes)} = {sizes[0]} samples x {len(sizes)} accumulation"
     plan = deal_step(sizes, world_size, regroup=regroup, whole=whole, in_each=in_each)

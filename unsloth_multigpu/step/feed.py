@@ -1,4 +1,4 @@
-"""Feeds a Trainer this rank's share of every optimizer step, by replacing methods of the one Trainer object."""
+"""Gives a Trainer this rank's share of every optimizer step, by overriding methods of that Trainer object."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ logger = get_logger(__name__)
 
 
 class StepFeed(Part):
-    """Chooses what the Trainer's loop sees: one loader item per optimizer step, with all its micro-batches.
+    """Turns the Trainer's data loader into one that yields an optimizer step per item, with all its micro-batches.
 
     Attributes:
         passes: Computes the steps.
-        balancer: Plans them.
-        metrics: Puts the metrics of the ranks together.
+        balancer: Plans the steps.
+        metrics: Combines the metrics of the ranks.
         num_accumulated: Micro-batches of a step in one process.
-        batch_size: Samples of a micro-batch in one process: what the trainer says, then what its loader has.
-        proof: Compares the first ones with one process.
-        loader: Of whole steps; None before the training, and where the trainer's own batches are used.
-        inexact: Why the training is not exactly that of one process; None where it is.
-        is_placed_later: The model comes to its device, and is sharded, only when the loader is there. Then it is
-            decided when the training begins how samples are dealt.
-        plans_one_process: Steps are planned in one process as well.
+        batch_size: Samples of a micro-batch in one process, from the arguments or the data loader.
+        proof: Compares steps with one process.
+        loader: Yields steps. None before the training, and if the trainer's own batches are used.
+        inexact: Why the training is not exactly that of one process; None if it is.
+        is_placed_later: The model is moved to its device, or sharded, after the loader is made. The decision how
+            samples are dealt then waits until the training begins.
+        plans_one_process: Plan the steps in a single process as well.
     """
 
     place = "feed"
-    # An evaluation keeps a reference to what it finds as accelerate's `gather`.
+    # Evaluation stores the current `gather` of accelerate in `gather_function`.
     keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
@@ -74,14 +74,14 @@ class StepFeed(Part):
         self.batch_size = int(trainer._train_batch_size)
         self.is_placed_later = self.plans_one_process = False
         self._is_begun = self._has_loop = False
-        # The newest order of samples was that of all ranks, where it was compared.
+        # All ranks had the same order of samples in the latest comparison.
         self._had_one_order = False
-        # Makes the decisions that wait for the model.
+        # Decisions that wait for the model.
         self._decide: Callable[[], None] | None = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Tokens are counted over all ranks, and what a micro-batch costs is measured."""
+        """Counts tokens over all ranks and measures the cost of micro-batches while it is open."""
         with self.passes.around():
             yield
 
@@ -98,58 +98,57 @@ class StepFeed(Part):
         }
 
     def is_needed(self, seam: str) -> bool:
-        # One process that is only guarded weighs nothing, and a script's own step may compute its loss by itself.
+        # A single process needs no weights, and a script's own step may compute its loss without `compute_loss`.
         is_own = has_own_step(self._trainer)
         return seam not in ("compute_loss", "backward") or (self._is_shared and not is_own)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         is_first, self._is_begun = not self._is_begun, True
         self.proof.begin_epoch()
-        # A stream is to shuffle for its epoch also where the Trainer resumes in it: accelerate forgets it there. Later
-        # epochs are told by the loop, which counts passes of a stream, too.
+        # accelerate does not set the epoch of a stream when the Trainer resumes in it. The loop sets later epochs.
         if is_first and self.loader is not None and not self.has_one_order:
             self.loader.set_epoch(int((state.epoch or 0) + 1e-6))
 
-    # What others ask.
+    # Questions of other parts.
 
     @property
     def is_dealt(self) -> bool:
-        """The samples of a step are dealt here, by others than the script's own micro-batches."""
+        """True if this part deals the samples of a step, in place of the script's own micro-batches."""
         return self._is_shared and self.loader is not None
 
     @property
     def has_one_order(self) -> bool:
-        """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
+        """True if all ranks follow rank 0's order of samples, so that all have equally many."""
         return self.loader is not None and not isinstance(self.loader.dataset, StepStream)
 
     def facts(self) -> dict[str, str]:
-        """What ranks that share steps have in common: their plan, and the rows of a stream, which each reads."""
+        """Returns facts that must be equal on all ranks: the plan, and a digest of the rows of a stream."""
         stream = None if self.loader is None else self.loader.dataset
         rows = {STREAM: stream.digest()} if isinstance(stream, StepStream) else {}
         return {"plan": self.balancer.state(), **rows}
 
     @property
     def _is_shared(self) -> bool:
-        """False in a single process that is only guarded: it keeps the script's own micro-batches."""
+        """False in a single process without a plan: it keeps the script's own micro-batches."""
         config = self._manager.config
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         return self._manager.identity.world_size > 1 or asks_for_plan or self.plans_one_process
 
-    # What callbacks see: the loop gets one item per optimizer step, and believes that nothing is accumulated.
+    # Callbacks: the loop gets one item per optimizer step, with an accumulation of 1, which callbacks must not see.
 
     def _call_event(
         self, original: Override, event: str, arguments: ArgumentsLike, state: StateLike, *args: Any, **kwargs: Any
     ) -> Any:
-        """`CallbackHandler.call_event`: callbacks read what they would in one process.
+        """Overrides `CallbackHandler.call_event`: callbacks see the values of one process.
 
-        That are the script's own `gradient_accumulation_steps`, and in `train_dataloader` the loader of one process.
+        These are the script's own `gradient_accumulation_steps`, and the loader of one process in `train_dataloader`.
 
         Raises:
-            SetupError: A callback has changed what the steps of this training are made of.
+            SetupError: A callback has changed `gradient_accumulation_steps`.
         """
         handler, asked = self._trainer.callback_handler, self.num_accumulated
         if event == "on_train_begin" and self.loader is not None:
-            self._has_loop = True  # Who asks for a loader from here on is not the loop.
+            self._has_loop = True  # Later requests for a loader come from callbacks.
             if isinstance(handler.train_dataloader, StepLoader):  # The script has asked for another one before.
                 self.loader = handler.train_dataloader
             handler.train_dataloader = self.loader.one_process
@@ -172,13 +171,13 @@ class StepFeed(Part):
     # The loader.
 
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
-        """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
+        """Overrides `Trainer.get_total_train_batch_size`, which the Trainer logs when the training starts."""
         return self.batch_size * self.num_accumulated
 
     def _train_dataloader(self, original: Callable[[], Any]) -> Any:
-        """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps for the loop."""
+        """Overrides `Trainer.get_train_dataloader`: converts its loader into one that yields optimizer steps."""
         trainer = self._trainer
-        if self._has_loop:  # A callback asks: it gets one process's batches.
+        if self._has_loop:  # A callback gets the batches of one process.
             is_alone = self._manager.identity.world_size == 1
             with self.passes.accumulation_of_script(), nullcontext() if is_alone else batches_of_one_process(trainer):
                 return original()
@@ -188,11 +187,11 @@ class StepFeed(Part):
             raw.append(loader)
             return loader
 
-        # Length-grouped samplers read the accumulation, and must see what one process has.
+        # Length-grouped samplers read the accumulation, which must be that of one process.
         with self.passes.accumulation_of_script(), steered(trainer.accelerator, "prepare_data_loader", keep_raw):
             returned = original()
         is_seedable = bool(raw)
-        if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
+        if not raw and type(returned) is DataLoader:  # The script did not call accelerate, which is not needed here.
             raw = [returned]
         if len(raw) != 1:
             raise SetupError(
@@ -202,7 +201,7 @@ class StepFeed(Part):
             )
         with self.passes.accumulation_of_script():
             self.loader = self._step_loader(raw[0], is_seedable=is_seedable)
-        # From here on the loop sees one item per optimizer step.
+        # From now on the loop gets one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return self.loader
 
@@ -216,7 +215,7 @@ class StepFeed(Part):
             regroup=False,
             planner=self.balancer.plan,
             seed=trainer.args.seed,
-            # As the generators of the training itself, see the callback of `DDPTrainer`.
+            # The same as for the random generators of the training, see the callback of `DDPTrainer`.
             rank_seed=trainer.args.seed + identity.rank // num_sharing,
             is_lockstep=self.passes.is_lockstep,
             num_sharing=num_sharing,
@@ -231,9 +230,10 @@ class StepFeed(Part):
     def _compare_order(
         self, order: list[list[int]], state: dict[str, Any] | None, source: Iterable[Sequence[int]]
     ) -> None:
-        """A sampler of the script's own that gave all ranks one order, and does not now, reads what each has noted.
+        """Warns if a script's own sampler starts to give the ranks different orders. Collective.
 
-        One whose first orders differ draws by itself. Collective.
+        Such a sampler reads values that each rank has recorded from its own samples. A sampler whose orders differ
+        from the start draws random numbers, which is no reason for a warning.
         """
         manager = self._manager
         state = json.loads(manager.broadcast_text(json.dumps(state)))
@@ -251,7 +251,7 @@ class StepFeed(Part):
             self.tell(what, f"{what} of its own samples.", "Rank 0's order is trained.", ways)
 
     def decide(self) -> None:
-        """Makes the decisions that have waited for the model. Collective."""
+        """Makes the decisions that wait for the model. Collective."""
         decide, self._decide = self._decide, None
         if decide is not None:
             decide()
@@ -260,19 +260,19 @@ class StepFeed(Part):
         """Decides how samples are dealt. Collective.
 
         Args:
-            loader: As the Trainer built it.
-            shape: Without these decisions.
+            loader: The Trainer's data loader.
+            shape: The shape of a step, before these decisions.
         """
         trainer, passes = self._trainer, self.passes
         if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
-            # SetFit's trainer changes the argument after a Trainer has read it.
+            # SetFit's trainer changes the argument after the Trainer has read it.
             self.batch_size = trainer.args.per_device_train_batch_size
         passes.reduction = find_reduction(trainer, passes.compute_loss, self._manager.config.loss_reduction)
-        # Ranks with different decisions would deal differently.
+        # The ranks must decide alike.
         self._manager.check_same({"loss reduction": str(passes.reduction)})
         passes.is_whole = self._keeps_whole()
         regroup = passes.reduction.is_token_normalised and shape.world_size > 1
-        # Ranks that step by themselves learn from their own rows.
+        # Ranks that step independently compare only their own rows.
         is_gathered = passes.reduction.kind == GATHERED and not passes.is_alone
         in_each = is_gathered and not passes.is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
@@ -299,11 +299,11 @@ class StepFeed(Part):
         return shape
 
     def _keeps_whole(self) -> bool:
-        """True where the script's micro-batches are dealt whole, which is exact for any function of a micro-batch.
+        """True if the script's micro-batches are not split, which is exact for every loss.
 
         Raises:
-            SetupError: `loss_reduction="whole"` and there are too few; or nothing is known of the loss, and it is not
-                to be measured; or the first step cannot show it, and `inexact="raise"`.
+            SetupError: `loss_reduction="whole"` with fewer micro-batches than ranks; the loss reduction is unknown and
+                `check_first_step="off"`; or the first step cannot show it and `inexact="raise"`.
         """
         world_size, config = self._manager.identity.world_size, self._manager.config
         if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE, GATHERED):
@@ -329,10 +329,10 @@ class StepFeed(Part):
         return False
 
     def _tell_of_micro_batches(self) -> None:
-        """Callbacks hear of whole steps alone: a rank does not compute each micro-batch of one.
+        """Warns that `on_substep_end` is not called, because a rank does not compute every micro-batch of a step.
 
         Raises:
-            SetupError: A callback of the script would hear of micro-batches, and `inexact="raise"`.
+            SetupError: A callback of the script has `on_substep_end`, and `inexact="raise"`.
         """
         for callback in self._trainer.callback_handler.callbacks:
             if not is_library(type(callback).on_substep_end.__module__):
@@ -341,7 +341,7 @@ class StepFeed(Part):
                 self.tell(what, f"{what}, with all its micro-batches.", "", ways)
 
     def tell(self, cause: str, what: str, so: str, ways: str) -> None:
-        """Warns that this is not exactly the training of one process, or refuses it.
+        """Warns that the training is not exactly that of one process, or refuses it.
 
         Raises:
             SetupError: `inexact="raise"`.
@@ -349,13 +349,13 @@ class StepFeed(Part):
         self.inexact = Inexact(cause, ways)
         if self._manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
-        if self._manager.identity.rank == 0:  # It warns for all.
+        if self._manager.identity.rank == 0:
             logger.warning("%s", " ".join(filter(None, (what, so, ways))))
 
     # The steps.
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
-        """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        """Overrides `Trainer.get_batch_samples`: returns one step, and its number of tokens over all ranks."""
         if self.loader is not None and self._trainer.args.gradient_accumulation_steps != 1:
             raise SetupError(
                 f"gradient_accumulation_steps was set to {self._trainer.args.gradient_accumulation_steps} while the "
@@ -365,7 +365,7 @@ class StepFeed(Part):
         return self.passes.batch_samples(original, epoch_iterator)
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
-        """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
+        """Overrides `Trainer.training_step`: computes all micro-batches; the last backward synchronizes gradients."""
         known = self.passes.reduction
         self.proof.before(model, step)
         if self.passes.reduction != known:
@@ -373,9 +373,9 @@ class StepFeed(Part):
         return self.passes.train(original, model, step, num_items)
 
     def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
+        """Overrides `Accelerator.gather` and similar methods, which TRL's losses call for metrics and KTO for its KL.
 
-        Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
+        Inside a loss nothing is gathered, as in one process: ranks have different numbers of rows and micro-batches.
         """
         if not self.passes.in_loss and not self.proof.is_alone:
             with self._manager.waits.counted():

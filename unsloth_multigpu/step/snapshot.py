@@ -1,4 +1,4 @@
-"""A pass over a step that leaves no trace: dropout is off, and what it may have changed is restored behind it."""
+"""Runs a pass over a step without side effects: dropout is off, and all changed state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
-# What all of them begin with.
+# The first parameters of all of them.
 _DROPOUT = inspect.signature(lambda input, p=0.5, training=True, inplace=False, **_: None)
 _CLASS_LOSSES = {functional.cross_entropy, functional.nll_loss}
 _MOST_CLASSES = 10_000
 
-# Those of the standard library, which hold what they show. A mapping of a library may make its values when it is asked
-# for them: transformers' tables of models import all models.
+# Containers of the standard library. Mappings of other libraries may create values on access: transformers' tables of
+# models import all models.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, list, dict, set, deque)
-# A container of more items is data and no state of a loss; in one of more parts these are not looked into.
+# Containers with more items are data, not state. Items of containers with more parts are not followed.
 _MOST_ITEMS, _MOST_PARTS = 10_000, 1000
 _MOST_ELEMENTS = 2**24
 _MOST_OBJECTS = 200_000
 _DATA = ("train_dataset", "eval_dataset")
-# Where libraries keep what lies around a script's collator or data set.
+# Modules of library classes that wrap a script's collator or data set.
 _WRAPPERS = ("torch.utils.data", "transformers.trainer_utils", "transformers.data", "trl.trainer")
-# Attributes of each module. Of these only buffers change in a pass.
+# Attributes of every module. A pass changes only the buffers among them.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Still(TorchFunctionMode):
-    """Switches dropout off, and notes class weights.
+    """Switches dropout off and records class weights.
 
-    Not by `model.eval()`: what else a model does in training is to be seen, and some quantised layers repack their
-    weights when they leave it (`bitsandbytes.nn.Linear4bit` on the CPU).
+    `model.eval()` would also switch off other behaviour of training, and some quantized layers repack their weights
+    when they leave training mode (`bitsandbytes.nn.Linear4bit` on the CPU).
 
     Attributes:
-        has_dropped: There was a dropout to switch off.
-        has_drawn: Random numbers were drawn all the same. Whoever opens it sets this.
-        numbers: What the script has counted when the pass was over, by name. Whoever opens it sets this.
+        has_dropped: A dropout was switched off.
+        has_drawn: Random numbers were drawn nevertheless. Set by the caller.
+        numbers: Counters of the script after the pass, by name. Set by the caller.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Still(TorchFunctionMode):
 
     @property
     def class_weights(self) -> tuple[float, ...]:
-        """Weights of the classes, where every class loss that has some has the same."""
+        """Class weights, if all class losses with weights have the same ones."""
         return next(iter(self._tables)) if len(self._tables) == 1 else ()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -102,16 +102,15 @@ class Still(TorchFunctionMode):
 
 @contextmanager
 def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
-    """Restores on leaving what a forward and backward pass of the trainer's loss may have changed; gives it, too.
+    """Restores, on exit, all state that a forward and backward pass may change; yields the saved objects.
 
-    That is: random states, gradients, and what `kept_objects` restores of the trainer, of its model and of all that the
-    script wrote and these lead to. What the loss writes elsewhere (a file, a tracker) cannot be taken back;
-    `Trainer.log` does nothing meanwhile.
+    This covers random states, gradients, and what `kept_objects` finds from the trainer: its model, and the script's
+    own objects. Writes to files or trackers cannot be undone; `Trainer.log` does nothing meanwhile.
     """
     device = trainer.args.device
     devices = [] if device.type == "cpu" else [device]
     modules = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
-    # A Trainer may train more than its modules have: the weights of several losses in a dict, say.
+    # The optimizer may have parameters that are in no module of the Trainer, such as those of several losses in a dict.
     groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
     trained = [*(p for module in modules for p in module.parameters()), *(p for g in groups for p in g["params"])]
     gradients = [(p, p.grad) for p in {id(p): p for p in trained}.values()]
@@ -131,11 +130,11 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
 
 @contextmanager
 def kept_objects(*roots: Any) -> Iterator[KeptObjects]:
-    """Restores on leaving what objects hold: counters, metrics, running sums, buffers, generators of their own.
+    """Restores, on exit, the state of objects: counters, metrics, running sums, buffers, random generators.
 
-    Followed are the roots, modules, objects and classes of the script, its functions into their closures and the global
-    variables that they name, and plain containers. What is new is deleted, but for objects of libraries: a teacher that
-    was loaded is not loaded again in each pass.
+    It follows the roots, modules, objects and classes of the script, closures and global variables of the script's
+    functions, and plain containers. New attributes are deleted, except for objects of libraries, so that a teacher
+    model is not loaded again in each pass.
     """
     kept = KeptObjects(roots)
     try:
@@ -145,19 +144,19 @@ def kept_objects(*roots: Any) -> Iterator[KeptObjects]:
 
 
 class KeptObjects:
-    """Walks through objects, the nearest first, and notes what they hold.
+    """Walks through objects breadth-first and saves their state.
 
     Args:
-        roots: Where it begins.
+        roots: The objects to start from.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = {id(root) for root in roots}
-        # It keeps the objects, and so their ids, alive.
+        # References keep the objects alive, so that ids stay unique.
         self._seen: dict[int, Any] = {}
         self._next = deque(roots)
         self._restoring: list[Callable[[], Any]] = []
-        # What the script may count in: gives names and values; the class that they belong to, None = variables.
+        # Possible counters of the script: a function that yields names and values, and their class (None = variables).
         self._counted: list[tuple[Callable[[], Iterable[tuple[str, Any]]], type | None]] = []
         while self._next and len(self._seen) < _MOST_OBJECTS:
             value = self._next.popleft()
@@ -166,9 +165,9 @@ class KeptObjects:
                 self._look(value)
 
     def numbers(self) -> dict[str, Any]:
-        """What attributes and variables of the script count now, by name; those of libraries are left out.
+        """Returns the numbers in attributes and variables of the script, by name, without those of libraries.
 
-        Several objects of a class share a name, which has the numbers of all.
+        Objects of the same class share a name, which has the numbers of all of them.
         """
         found: dict[str, Any] = {}
         for read, owner in self._counted:
@@ -180,7 +179,7 @@ class KeptObjects:
         return found
 
     def restore(self) -> None:
-        """Puts back what was noted."""
+        """Restores the saved state."""
         for restore in self._restoring:
             restore()
 
@@ -209,7 +208,7 @@ class KeptObjects:
         return id(value) in self._roots or isinstance(value, nn.Module) or _is_own(value)
 
     def _attributes(self, value: Any) -> None:
-        """Of an object; methods of the script's own classes, and what these share, are followed."""
+        """Saves the attributes of an object, and follows methods and class attributes of the script's classes."""
         self._variables(vars(value))
         if id(value) in self._roots or _is_own(value):
             buffers = value._buffers if isinstance(value, nn.Module) else {}
@@ -245,7 +244,7 @@ class KeptObjects:
             self._counted.append((lambda: _variables_of(function), None))
 
     def _variables(self, values: dict[str, Any], names: Iterable[str] | None = None) -> None:
-        """Attributes or variables; of these all, or those with some names."""
+        """Saves attributes or variables: all, or those with the given names."""
 
         def now() -> list[str]:
             return [name for name in (values if names is None else names) if name in values and name not in _DATA]
@@ -255,7 +254,7 @@ class KeptObjects:
         def restore() -> None:
             for name in now():
                 if name not in kept and (isinstance(values[name], _PLAIN) or _is_own(values[name])):
-                    del values[name]  # An attribute of the class is seen again.
+                    del values[name]  # An attribute of the class becomes visible again.
             values.update(kept)
 
         self._restoring.append(restore)
@@ -267,7 +266,7 @@ class KeptObjects:
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Names and values of the global variables that a function names, and of those that it shares with functions."""
+    """Yields names and values of the global and closure variables that a function uses."""
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     yield from ((name, function.__globals__[name]) for name in names)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -275,7 +274,7 @@ def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """A number, or those that a container holds and how many parts it has; None for what counts nothing."""
+    """Returns a number, or the length and the numbers of a container; None for other values."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     if isinstance(value, torch.Tensor):
@@ -288,14 +287,14 @@ def _number(value: Any) -> Any:
 
 @functools.cache
 def _names_of_libraries(cls: type) -> frozenset[str]:
-    """What the methods of a class name, where a library wrote them: such an attribute belongs to the library."""
+    """Returns the names used by library methods of a class: attributes with these names belong to the library."""
     libraries = [each for each in cls.__mro__ if is_library(each.__module__)]
     methods = [inspect.unwrap(f) for each in libraries for f in vars(each).values() if callable(f)]
     return frozenset(name for method in methods if hasattr(method, "__code__") for name in method.__code__.co_names)
 
 
 def _is_own(value: Any) -> bool:
-    """True for an object of a class of the script, and for what libraries put around one."""
+    """True for an object of a script's class, and for library objects that wrap one."""
     module = type(value).__module__
     return not is_library(module) or module.startswith(_WRAPPERS)
 
@@ -314,14 +313,14 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _restore_tensor(tensor: torch.Tensor, held: torch.Tensor) -> None:
-    # One that is not written would count as changed: autograd knows versions of tensors.
+    # An unnecessary write would raise the tensor's version, which autograd checks.
     if not torch.equal(tensor.detach(), held):
         with torch.no_grad():
             tensor.detach().copy_(held)
 
 
 def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Reads and writes the state of a random generator; None for anything else."""
+    """Returns functions that read and write the state of a random generator; None for other objects."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, torch.Generator):
