@@ -1,4 +1,4 @@
-"""DDPManager: this rank's device, the process group, and the exchanges between ranks that are not gradients."""
+"""DDPManager: this rank's device, the process group, and communication between ranks other than gradients."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _HASH_HINT = (
 
 
 class DDPManager(Board):
-    """Holds what a rank needs to meet the others.
+    """Connects a rank with the others: process group, store and collectives.
 
     Args:
-        session_index: Which session of this process it is for: a later one must not read the keys of an earlier one.
+        session_index: Number of this session in the process. A later session must not read keys of an earlier one.
 
     Attributes:
-        connect_store: Connects to the store of this run, when it is first needed.
-        tell: Takes the kind of an event for the supervisor.
-        saves: What rank 0 saves, and where the others wait for it.
-        waits: Counts the seconds that this rank waits for others.
+        connect_store: Connects to the store of this run on first use.
+        tell: Sends an event of the given kind to the supervisor.
+        saves: Lets rank 0 save while the others wait.
+        waits: Adds up the seconds that this rank waits for others.
     """
 
     def __init__(self, identity: RankIdentity, config: MultiGPUConfig, session_index: int = 0) -> None:
@@ -64,13 +64,13 @@ class DDPManager(Board):
 
     @functools.cached_property
     def sequence_group(self) -> dist.ProcessGroup:
-        """The ranks that share samples with this one. Collective when it is first read."""
+        """The group of ranks that share samples with this one. Collective on first access."""
         timeout = timedelta(seconds=self.config.timeout_s)
         return dist.new_subgroups(self.config.sequence_parallel, timeout=timeout)[0]  # type: ignore[no-any-return]
 
     @property
     def store(self) -> Store:
-        """Keys and values shared by all ranks, which work before there is a process group and without collectives."""
+        """Key-value store shared by all ranks. It works without a process group."""
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
@@ -79,20 +79,20 @@ class DDPManager(Board):
         return self._store
 
     def leave_store(self, limit_s: float) -> None:
-        """This rank is about to end. Where rank 0 serves the store, it stays for the others, `limit_s` at most."""
+        """Called when this rank ends. If rank 0 serves the store, it waits for the others, at most `limit_s`."""
         barrier, self._shutdown = self._shutdown, None
         if barrier is not None:
             barrier.leave(limit_s)
 
     @functools.cached_property
     def _store_of_run(self) -> Store:
-        """The same store, with what earlier attempts left in it where their launcher keeps it."""
+        """The store of the run, including keys of earlier attempts if the launcher keeps them."""
         return PrefixStore(_PREFIX, self.connect_store())
 
     def meet_ranks(self) -> None:
-        """Waits until all ranks are about to open the process group. Nothing where there is one. Raises as `meet`."""
+        """Waits until all ranks are ready to open the process group; returns at once if it exists. Raises as `meet`."""
         if self.identity.world_size > 1 and not dist.is_initialized():
-            self.tell("meeting")  # A rank that has ended by now will not come.
+            self.tell("meeting")  # The supervisor knows which ranks have ended and will not come.
             self.meet(
                 self.identity.world_size,
                 timeout_s=self.config.timeout_s,
@@ -101,16 +101,16 @@ class DDPManager(Board):
             self.tell("met")
 
     def open_group(self) -> None:
-        """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
+        """Opens the default process group if it does not exist. accelerate opens it when TrainingArguments are made."""
         if self.identity.world_size == 1:
-            return  # For one process, the exchanges below return its own values.
+            return  # With one process, the collectives below return its own values.
         if not dist.is_initialized():
             self.meet_ranks()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
             backend = CPU_BACKEND if sends_over_host() else backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
-                # Parts are gathered from the host's memory to be saved.
+                # Shards in host memory are gathered to be saved.
                 backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
             dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:

@@ -1,4 +1,4 @@
-"""Replica proof: do all ranks still hold the same trainable weights, bit by bit?"""
+"""Checks that all ranks hold the same trainable weights, bit by bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unsloth_multigpu.group.shards import is_sharded
 from unsloth_multigpu.wire.digest import digest_int64
 from unsloth_multigpu.words import listed
 
-# What a data set without random access has given: see `StepStream.digest`.
+# A digest of the rows read from a stream, see `StepStream.digest`.
 STREAM = "rows of the stream"
 _STREAM_HINT = (
     "Each rank reads the whole stream and keeps its share of each step. Leave out what divides it by RANK, WORLD_SIZE "
@@ -37,12 +37,12 @@ _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**16, 2**21
 class ReplicaProof:
     """Compares the trainable weights, the step and the options of all ranks by 64-bit hashes.
 
-    The Trainer calls `on_step_end` before it saves the checkpoint of that step, so a diverged state is not saved at a
-    step that is checked.
+    The Trainer calls `on_step_end` before it saves the checkpoint of a step, so a checked step with different weights
+    is not saved.
 
     Args:
-        manager: This rank's manager. Its `config.verify_every` says how often; 0 = never.
-        extra: Gives what must be equal on all ranks as well: name -> text.
+        manager: This rank's manager. `config.verify_every` is the interval in steps; 0 = never.
+        extra: Returns further facts that must be equal on all ranks: name -> text.
     """
 
     def __init__(self, manager: DDPManager, extra: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -54,8 +54,8 @@ class ReplicaProof:
     def is_due(self, step: int) -> bool:
         """True after steps 1, 2, 4, 8 and so on of this training, and after every `verify_every` steps.
 
-        Most of what makes ranks differ, such as a callback that draws random numbers, does so from the beginning. It
-        is then found within as many steps as are done, at the cost of a few comparisons.
+        Most causes of a difference, such as a callback that draws random numbers, are present from the first step. A
+        few comparisons at growing intervals find them early.
         """
         every = self._manager.config.verify_every
         if every == 0 or self._manager.identity.world_size == 1:
@@ -66,19 +66,19 @@ class ReplicaProof:
         return step % every == 0 or (num_done < every and num_done.bit_count() == 1)
 
     def is_unchecked(self, step: int, *, is_reloaded: bool = False) -> bool:
-        """True at the end of a training whose last step was not due, or whose weights were loaded after it."""
+        """True if the final weights were not compared: the last step was not due, or weights were loaded after it."""
         return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
     def check(self, model: nn.Module, step: int, others: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        """Compares this rank with the others. Collective: one all_gather of two numbers where all are equal.
+        """Compares this rank with the others. Collective: one all_gather of two numbers if all are equal.
 
         Args:
             model: The model without DDP's wrapper.
-            step: Finished optimizer steps.
-            others: Names and tensors that are trained but are not part of the model.
+            step: Number of finished optimizer steps.
+            others: Names and tensors that are trained but not part of the model.
 
         Raises:
-            DivergenceError: On every rank; it names ranks and tensors.
+            DivergenceError: The ranks differ. Raised on every rank, with names of ranks and tensors.
         """
         named = [*replicated_tensors(model), *others]
         hashes = tensor_hashes([p for _, p in named])
@@ -113,10 +113,10 @@ class ReplicaProof:
 
 
 def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors that are trained and must be equal on all ranks, in the order of the model's parameters.
+    """Returns names and trainable tensors that must be equal on all ranks, in the order of the model's parameters.
 
-    Without tensors that DDP was told to ignore, and without sharded ones. A subclass that wraps tensors, as torchao's
-    do, gives the inner ones.
+    Sharded tensors, and those that DDP ignores, are left out. For subclasses that wrap tensors (torchao), the inner
+    tensors are returned.
     """
     # DDP also accepts a name of the outermost module with a leading dot.
     ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
@@ -133,12 +133,12 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Ten
 
 
 def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A signed 64-bit hash of each tensor's bits, computed on its device.
+    """Returns a signed 64-bit hash of each tensor's bits, computed on its device.
 
-    The bits of each element, read as an integer, times an odd 64-bit weight of its position, summed modulo 2^64. An odd
-    weight has an inverse there, so any change in one element, of one bit or of many, changes the hash for certain.
-    Changes in several elements cancel with a chance of about 2^-32 at most. Any floating dtype. Temporary memory is
-    bounded, but for a tensor that is not contiguous: about 48 MiB on an accelerator, 2 MiB on the CPU.
+    The bits of each element are read as an integer, multiplied by an odd 64-bit weight of its position, and summed
+    modulo 2^64. An odd weight has an inverse modulo 2^64, so a change of a single element always changes the hash.
+    Changes of several elements cancel with a probability of about 2^-32 at most. Any floating dtype. Temporary memory
+    is about 48 MiB on an accelerator and 2 MiB on the CPU, more for tensors that are not contiguous.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -158,7 +158,7 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """The weighted sum of each chunk, as a scalar on the tensor's device. A launch costs more than a small tensor."""
+    """Returns the weighted sum of each chunk, as a scalar on the tensor's device."""
     bits = tensor.view(_INTEGER_OF_BYTES[tensor.element_size()])
     pieces: Iterable[torch.Tensor] = bits.reshape(-1).split(len(weights))
     if bits.dtype == torch.int64:
@@ -168,7 +168,7 @@ def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tenso
 
 
 def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.Tensor:
-    """Pseudo-random odd int64 numbers, the same on every device. Source: the finalizer of splitmix64."""
+    """Returns pseudo-random odd int64 numbers, equal on every device. Source: the finalizer of splitmix64."""
     x = (torch.arange(1, num_weights + 1, device=device) + (seed << 40)) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
@@ -176,11 +176,11 @@ def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.
 
 
 def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -> str:
-    """Says which ranks differ in which tensors.
+    """Describes which ranks differ in which tensors.
 
     Args:
-        names: Of the tensors.
-        hashes: `hashes[rank][tensor]`; they differ somewhere.
+        names: Names of the tensors.
+        hashes: `hashes[rank][tensor]`, not all equal.
     """
     tensors_of: dict[str, list[str]] = {}
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
@@ -193,7 +193,7 @@ def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -
 
 
 def _who_differs(column: Sequence[int]) -> str:
-    """The minority, where more than half of the ranks agree; else all groups of ranks that agree."""
+    """Names the ranks of the minority if more than half agree, else all groups of ranks that agree."""
     groups: dict[int, list[int]] = {}
     for rank, value in enumerate(column):
         groups.setdefault(value, []).append(rank)
@@ -209,7 +209,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and buffers that a checkpoint keeps. Each replica computes the others itself, such as position tables."""
+    """Yields names and buffers that a checkpoint contains. Other buffers, such as position tables, are recomputed."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

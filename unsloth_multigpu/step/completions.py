@@ -1,4 +1,4 @@
-"""Deals the completions of GRPO and RLOO to ranks and micro-batches by their length, where that keeps the gradient.
+"""Deals the completions of GRPO and RLOO to ranks and micro-batches by length, if that keeps the gradient.
 
 Whether it does is measured in the training itself: in its first step, before the first update, and again in steps 2, 4,
 8 and so on. `step.order_proof` computes the gradient with the trainer's own micro-batches and with the dealt ones.
@@ -52,13 +52,13 @@ _MOST_S = 60.0
 
 @dataclass
 class _Generation:
-    """The completions that all ranks have drawn at once.
+    """The completions of one generation, from all ranks.
 
     Args:
-        in_order: This rank's micro-batches as the trainer has cut them.
+        in_order: This rank's micro-batches in TRL's order.
         rows: The completions of all ranks, rank by rank, padded to one width.
-        lengths: Tokens of the prompt and of the completion of each.
-        num_tokens: Of all ranks' micro-batches, padding included, as the trainer has cut them.
+        lengths: Tokens of prompt and completion of each row.
+        num_tokens: Tokens of all ranks' micro-batches in TRL's order, padding included.
         dealt: This rank's micro-batches, dealt; empty before that.
     """
 
@@ -70,18 +70,18 @@ class _Generation:
 
     @property
     def batch(self) -> int:
-        """Completions of a micro-batch."""
+        """Number of completions of a micro-batch."""
         return len(self.in_order[0]["advantages"])
 
     def places(self, begin: int, count: int, world_size: int) -> list[int]:
-        """Where the completions of some micro-batches of all ranks stand in `rows`."""
+        """Returns the indices in `rows` of the completions of `count` micro-batches of each rank, from `begin`."""
         of_rank = len(self.in_order) * self.batch
         first = [rank * of_rank + begin * self.batch for rank in range(world_size)]
         return [i for f in first for i in range(f, f + count * self.batch)]
 
 
 class CompletionDeal(Part):
-    """After each generation, deals its completions again: within an optimizer step, among all ranks, by length.
+    """After each generation, deals the completions of an optimizer step to all ranks by length.
 
     TRL shuffles the completions of a rank, cuts them into micro-batches and pads all to the longest one. Here every
     micro-batch has as many completions as before, of similar length, and no column that is padding in all of them.
@@ -140,10 +140,10 @@ class CompletionDeal(Part):
             logger.info("balance: completions are dealt in order: in no step were some longer than others")
 
     def _keep_order(self, why: str) -> None:
-        """Says why this training keeps TRL's micro-batches from here on.
+        """Keeps TRL's micro-batches from now on, and logs the reason.
 
         Raises:
-            SetupError: They were not to be kept.
+            SetupError: `balance="tokens"`.
         """
         if self._manager.config.balance == "tokens":
             raise SetupError(
@@ -154,12 +154,12 @@ class CompletionDeal(Part):
         self._is_over = True
 
     def _training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step`: a comparison calls it in the same way."""
+        """Overrides `Trainer.training_step`: records its arguments, with which a comparison calls it too."""
         self._proof.called = (*args, None)[:3]
         return original(*args, **kwargs)
 
     def _prepare_inputs(self, original: Any, inputs: Any) -> Any:
-        """`GRPOTrainer._prepare_inputs`: the micro-batch that is next, after a generation if it is time for one."""
+        """Overrides `GRPOTrainer._prepare_inputs`: returns the next micro-batch, after a generation if one is due."""
         trainer = self._trainer
         before = getattr(trainer, "_buffered_inputs", None)
         prepared = original(inputs)
@@ -183,7 +183,7 @@ class CompletionDeal(Part):
         return chosen[place]
 
     def _chosen(self, generation: _Generation) -> list[dict[str, Any]]:
-        """The micro-batches that are trained."""
+        """Returns the micro-batches to train."""
         if not self._is_proven:
             return generation.in_order
         if not generation.dealt:
@@ -196,17 +196,17 @@ class CompletionDeal(Part):
         return generation.dealt
 
     def _has_turn(self, generation: _Generation, place: int) -> bool:
-        """True where the step that begins is to be compared, and can be: some of its completions are longer."""
+        """True if a comparison of this step is due and possible, that is, if its completions differ in length."""
         if self._manager.config.check_first_step == "off" or self._num_steps < self._next_step:
             return False
         places = generation.places(place, self._block(generation), self._manager.identity.world_size)
         return len({generation.lengths[i][1] for i in places}) > 1
 
     def _compare(self, generation: _Generation, place: int) -> None:
-        """Finds out whether the step that begins has the gradient of TRL's order when it is dealt. Collective.
+        """Compares the gradients of this step, dealt by length and in TRL's order. Collective.
 
         Raises:
-            SetupError: It has another one, and that is refused.
+            SetupError: They differ, and `balance="tokens"` or `inexact="raise"`.
         """
         block, is_first = self._block(generation), not self._num_compared
         if is_first:
@@ -238,11 +238,11 @@ class CompletionDeal(Part):
             )
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
-        """The completions of all ranks; None where their micro-batches hold what is not known here. Collective."""
+        """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
         what, first = unknown_inputs(buffered), buffered[0]
         padded = (*_PROMPT, *_COMPLETION)
         widths = [0 if what or first.get(name) is None else first[name].shape[1] for name in padded]
-        # All ranks decide alike, and send tensors of one shape.
+        # All ranks must decide alike and send tensors of one shape.
         ranks = self._manager.gather_int64([bool(what), *widths])
         if any(is_unknown for is_unknown, *_ in ranks):
             self._keep_order(f"{what or 'a micro-batch of another rank'} is not known here")
@@ -261,11 +261,11 @@ class CompletionDeal(Part):
         return _Generation(buffered, rows, _lengths(rows), num_tokens)
 
     def _block(self, generation: _Generation) -> int:
-        """Micro-batches of a rank that are dealt together: those of an optimizer step, or its part of a generation."""
+        """Returns how many micro-batches of a rank are dealt together: those of a step, or its part of a generation."""
         return gcd(len(generation.in_order), int(self._trainer.args.gradient_accumulation_steps))
 
     def _cut(self, generation: _Generation, begin: int, count: int) -> tuple[list[dict[str, Any]], int]:
-        """This rank's micro-batches, dealt, of the completions in some of all ranks; tokens of all, with padding."""
+        """Deals the completions of some micro-batches; returns this rank's part, and the padded tokens of all ranks."""
         world_size, rank = self._manager.identity.world_size, self._manager.identity.rank
         rows, lengths, batch = generation.rows, generation.lengths, generation.batch
         places = generation.places(begin, count, world_size)
@@ -287,24 +287,24 @@ class CompletionDeal(Part):
 
     @property
     def _pad_id(self) -> int:
-        """What stands in rows behind their end; the tokenizer of a processor has it."""
+        """Returns the padding token, from the tokenizer or that of a processor."""
         processor = self._trainer.processing_class
         return int(getattr(processor, "tokenizer", processor).pad_token_id)
 
     def _width(self, longest: int) -> int:
-        """Columns for the longest row: at least one, and a multiple of what the trainer pads to."""
+        """Returns the number of columns for the longest row: at least 1, and a multiple of the trainer's padding."""
         multiple = getattr(self._trainer.args, "pad_to_multiple_of", None) or 1  # Not in every version.
         return max(1, -(-longest // multiple)) * int(multiple)
 
 
 def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size: int) -> list[list[list[int]]]:
-    """Deals the completions of (a part of) an optimizer step: those of a micro-batch are of similar length.
+    """Deals the completions of (a part of) an optimizer step, so that a micro-batch has rows of similar length.
 
-    Every micro-batch keeps its number of completions and every rank its number of micro-batches. So a loss that is a
-    mean over completions, or a sum of tokens divided by a number of the whole step, has the gradient that it had.
+    Every micro-batch keeps its number of completions, and every rank its number of micro-batches. So the gradient does
+    not change for a loss that averages over completions, or divides a sum over tokens by a number for the whole step.
 
     Args:
-        lengths: Tokens of the prompt and of the completion of each.
+        lengths: Tokens of prompt and completion of each row.
         batch: Completions of a micro-batch.
         world_size: Number of ranks; `batch x world_size` divides the number of completions.
 
@@ -314,7 +314,7 @@ def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size:
     """
 
     def cost(rows: Sequence[int]) -> int:
-        """Tokens of a micro-batch, padding included: prompts are padded to the longest, and so are completions."""
+        """Returns the tokens of a micro-batch with padding. Prompts and completions are padded to their longest."""
         return len(rows) * (max(lengths[i][0] for i in rows) + max(lengths[i][1] for i in rows))
 
     def cut(order: Sequence[int]) -> list[list[int]]:
@@ -333,7 +333,7 @@ def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size:
 
 
 def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
-    """What the micro-batches of a generation hold that cannot be dealt; "" where all of it is known."""
+    """Names inputs of a generation's micro-batches that cannot be dealt; "" if there are none."""
     for micro_batch in buffered:
         if missing := [name for name in _NEEDED if micro_batch.get(name) is None]:
             return f"a micro-batch without '{missing[0]}'"

@@ -30,16 +30,17 @@ _MAX_NAMED = 3
 
 
 class StepCheck(Part):
-    """Follows one training by methods on the one trainer object.
+    """Checks in every step that the gradient norm is finite, and explains errors for lack of memory.
 
-    Where the gradients of all ranks meet before the optimizer steps, all have the same one and decide alike without
-    asking each other; else each rank judges its own before it is sent. A scaler of fp16 losses does it itself.
+    If gradients are synchronized before the optimizer steps, all ranks have the same gradient and decide alike without
+    communication. Otherwise each rank checks its own gradient before it is sent. With a gradient scaler (fp16) nothing
+    is checked, since the scaler skips such steps.
 
-    Cost: the gradient norm, which clipping needs anyway, is read: the device is waited for once per step, where Hugging
-    Face's loop has just waited for the loss.
+    Cost: reading the gradient norm, which clipping computes anyway, waits for the device once per step. Hugging Face's
+    loop has just waited for the loss.
 
     Args:
-        steps: What chooses the samples, if that is ours.
+        steps: The step feed.
     """
 
     place = "check"
@@ -58,7 +59,7 @@ class StepCheck(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Explains where the memory was not enough."""
+        """Adds an explanation to an error for lack of memory."""
         self._batches.begin()
         try:
             yield
@@ -76,7 +77,7 @@ class StepCheck(Part):
         return found
 
     def is_needed(self, seam: str) -> bool:
-        # A script's own training_step may compute its loss by itself. The step feed checks whether that works.
+        # A script's own training_step may not call compute_loss. The step feed checks whether that is right.
         return seam != "compute_loss"
 
     @property
@@ -88,7 +89,7 @@ class StepCheck(Part):
         return int(self._trainer.state.global_step) + 1
 
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
-        """`Trainer.compute_loss`: keeps the loss of each micro-batch of the step."""
+        """Overrides `Trainer.compute_loss`: records the loss of each micro-batch of the step."""
         size = size_of(inputs)
         self._is_evaluation = not model.training
         place = "a batch of the evaluation" if self._is_evaluation else f"micro-batch {len(self._losses)}"
@@ -100,9 +101,9 @@ class StepCheck(Part):
         return result
 
     def _clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """`Accelerator.clip_grad_norm_`: the norm is judged between its two halves.
+        """Overrides `Accelerator.clip_grad_norm_`: checks the norm before gradients are clipped by it.
 
-        Clipping by a norm of NaN would spoil every gradient, and hide which parameter it came from.
+        Clipping by a NaN norm would make every gradient NaN, and hide the parameter that it came from.
         """
         parameters = list(parameters)
         if not self._judges or not self._is_shared:
@@ -111,7 +112,7 @@ class StepCheck(Part):
         self._judge(norm)
         if not self._is_skipped:
             parts = [p for p in parameters if is_part(p.grad)]
-            # What accelerate's own method does for plain tensors. A replacement by other code may do more.
+            # The code below does the same as accelerate's own method. A replacement by other code may do more.
             if not parts and not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
             for same in (parts, [p for p in parameters if not is_part(p.grad)]):
@@ -119,7 +120,7 @@ class StepCheck(Part):
         return norm
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step`: judges a gradient that is this rank's own before it is sent."""
+        """Overrides `Trainer.training_step`: checks this rank's own gradient before it is sent."""
         loss = original(*args, **kwargs)
         if self._judges and self._trainer.accelerator.sync_gradients:
             self._judge(total_norm(self._trainer.model.parameters()))
@@ -138,15 +139,15 @@ class StepCheck(Part):
         self._end_place()
 
     def _end_place(self) -> None:
-        """What follows is neither a forward nor a backward pass."""
+        """Forgets the current place: no forward or backward pass is running."""
         self._place, self._is_evaluation = "", False
 
     def _judge(self, gradient_norm: torch.Tensor) -> None:
         """Raises if the norm is not finite, or drops the gradients of the step."""
         self._is_judged = True
         norm = float(gradient_norm)
-        # The sum of squares of finite gradients may overflow. Clipping by it makes them zero, as without this package.
-        # Of sharded ones no rank has all, by which to tell that from an infinite gradient.
+        # The sum of squares of finite gradients may overflow. Clipping then makes them zero, as without this package.
+        # A sharded rank cannot tell this from an infinite gradient, because it has only a part.
         is_sum_alone = math.isinf(norm) and not has_shards(self._trainer.model)
         if math.isfinite(norm) or (is_sum_alone and not not_finite_parameters(self._trainer.model)):
             return
@@ -174,7 +175,7 @@ class StepCheck(Part):
     def _fact(self, norm: float) -> str:
         mine = not_finite_losses(self._losses)
         losses = {self._rank: mine}
-        if self._is_shared:  # All ranks are here.
+        if self._is_shared:  # Then all ranks call this.
             losses = dict(enumerate(json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))))
         parameters = () if any(losses.values()) else not_finite_parameters(self._trainer.model)
         return describe(self._step, norm, losses, parameters)
@@ -207,7 +208,7 @@ class StepCheck(Part):
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients together, on their device. Collective where they are sharded."""
+    """Returns the norm of all gradients together, on their device. Collective if they are sharded."""
     gradients = [_values(p.grad) for p in parameters if p.grad is not None]
     kinds = ([g for g in gradients if not is_part(g)], [g for g in gradients if is_part(g)])
     norms = [whole_of(nn.utils.get_total_norm(same, norm_type)) for same in kinds if same]
@@ -215,18 +216,18 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> to
 
 
 def is_part(gradient: Any) -> bool:
-    """True for a `DTensor`, which torch's functions do not take together with plain tensors."""
+    """True for a `DTensor`, which torch's functions do not accept together with plain tensors."""
     return hasattr(gradient, "full_tensor")
 
 
 def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Micro-batch and value, "nan" or "inf", of each loss of a step that is not finite."""
+    """Returns index and value ("nan" or "inf") of each micro-batch loss that is not finite."""
     values = [float(loss) for loss in losses]
     return [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
 
 
 def not_finite_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient, or this rank's part of it, holds a value that is not finite."""
+    """Returns names of parameters whose gradient, or this rank's shard of it, has a value that is not finite."""
     named = [(name, part_of(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
     return [name for name, gradient in named if not _values(gradient).isfinite().all()]
 
@@ -234,13 +235,13 @@ def not_finite_parameters(model: nn.Module) -> list[str]:
 def describe(
     step: int, norm: float, losses: Mapping[int, Sequence[tuple[int, str]]], parameters: Sequence[str] = ()
 ) -> str:
-    """One line on a step.
+    """Describes a step whose gradient norm is not finite, in one line.
 
     Args:
         step: Counted from 1.
-        norm: Of the gradient; not finite.
-        losses: Rank -> what `not_finite_losses` found there. Only ranks that were asked.
-        parameters: What `not_finite_parameters` found; read where no loss says more.
+        norm: Gradient norm.
+        losses: Rank -> result of `not_finite_losses` on it, for the known ranks.
+        parameters: Result of `not_finite_parameters`, used if all losses are finite.
     """
     found = [
         f"loss of rank {rank}, micro-batch {micro_batch}, was {value}"
@@ -260,13 +261,13 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class BatchCount:
-    """Ends a training in which a rank has run out of batches and another has not: the others would wait for it.
+    """Ends a training in which one rank has run out of batches and another has not, which would wait forever.
 
-    Each rank publishes how many batches of the epoch it has got, without waiting. Only a rank that has none left reads
-    the others', and waits until they have none either.
+    Each rank publishes the number of batches it has got in this epoch, without waiting. Only a rank that has none left
+    reads the numbers of the others, and waits until they have none left either.
 
     Args:
-        steps: What chooses the samples; where it follows one order of samples on all ranks, nothing can differ.
+        steps: The step feed. If all ranks follow one order of samples, nothing is counted.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
@@ -278,11 +279,11 @@ class BatchCount:
 
     @property
     def is_needed(self) -> bool:
-        """False for ranks that step by themselves, which do not wait for each other."""
+        """False for ranks that step independently, which do not wait for each other."""
         return self._manager.config.is_synchronous and self._manager.identity.world_size > 1
 
     def begin(self) -> None:
-        """Deletes what an earlier training has published. Called before the ranks first meet in this one."""
+        """Resets the published numbers of an earlier training. Called before the first collective of this one."""
         if self.is_needed:
             self._publish()
 
@@ -296,7 +297,7 @@ class BatchCount:
         return original(self._counted(epoch_iterator), *args, **kwargs)
 
     def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
-        # Noted before the loop asks for more: counting tokens may be the first collective in which a rank is missing.
+        # Published before the loop asks for more: a rank may already be missing in the collective that counts tokens.
         for batch in epoch_iterator:
             self._num_batches += 1
             self._publish()
@@ -316,10 +317,10 @@ class BatchCount:
         self._manager.publish(f"batches/{self._manager.identity.rank}", facts)
 
     def _has_ended_epoch(self, rank: int) -> bool | None:
-        """True once the rank has no more batches in this epoch, as this one; None before.
+        """True if the rank has no batches left in this epoch either; None if that is not known yet.
 
         Raises:
-            DivergenceError: It has had more of them, or fewer.
+            DivergenceError: It has got more batches, or fewer.
         """
         epoch, num_batches, has_ended = json.loads(self._manager.read(f"batches/{rank}") or "[0, 0, false]")
         if epoch != self._epoch:

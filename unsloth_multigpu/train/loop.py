@@ -1,6 +1,6 @@
-"""The one loop: parts act on a Trainer in the order of one table, by one override per method and one callback.
+"""Attaches parts to a Trainer in the order of one table, with one override per method and one callback.
 
-The loop itself is Hugging Face's. This module decides the order of the parts in it.
+The training loop is Hugging Face's. This module only decides in which order parts act in it.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, CallbackHandlerLike
 
 _MISSING: Any = object()
 
-# Name of each place, and why it is there. The override of the first row is the innermost one, next to the library's own
-# method; each later row is called before it and gets its result. Events reach the rows from the first to the last.
+# The parts in order, and the reason for the order. The override of the first row is the innermost: it calls the
+# library's own method. The override of a later row wraps those of the earlier rows. Events go from first to last.
 PLACES: tuple[tuple[str, str], ...] = (
-    ("recorder", "Records what the script's own methods are given and return, with nothing of ours in between."),
-    ("decision", "Its events come first: what the ranks have agreed on is what the parts behind it act on."),
-    ("faults", "Planted inside of all that guards, which then meets them as faults of the script."),
-    ("waits", "Next to the micro-batches: behind the last gradient of each it measures the wait for other ranks."),
-    ("log", "Its numbers are in the line before all that writes it, or hands it on, adds to it."),
-    ("completions", "A micro-batch is dealt before anything counts or computes it."),
-    ("feed", "From here outwards the Trainer's batch is one whole optimizer step, which callbacks do not see."),
-    ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),
-    ("figures", "Counts what the feed gives the loss, and writes the page before a line."),
-    ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
-    ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
-    ("trained", "DDP must be rebuilt before a step computes, so it is around all that computes."),
-    ("buffers", "Buffers are made equal behind the last update of a step, and before an evaluation reads them."),
-    ("resume", "What the training resumes from is known before anything is saved."),
-    ("checkpoints", "Saves what the exchange has made equal on all ranks."),
-    ("phases", "Marks on the rank's page what the parts inside of it do: to the supervisor it is one phase."),
-    ("progress", "Compares the ranks behind everything that changes weights, and before a checkpoint of them."),
-    ("preemption", "Has the last word on what happens behind a step: a stop overrules an evaluation."),
+    ("recorder", "Records arguments and results of the script's own methods, so nothing may be in between."),
+    ("decision", "Handles events first: later parts act on the decision that all ranks agreed on."),
+    ("faults", "Injects faults inside all guards, which see them as faults of the script."),
+    ("waits", "Close to the micro-batches: measures the wait for other ranks from the last gradient on."),
+    ("log", "Adds its numbers to a log line before other parts write or forward the line."),
+    ("completions", "Deals micro-batches before any part counts or computes them."),
+    ("feed", "For all later parts, a batch of the Trainer is a complete optimizer step."),
+    ("metrics", "Reads the records of the feed before the Trainer logs, evaluates or saves."),
+    ("figures", "Counts the inputs that the feed gives to the loss, and updates the heartbeat before a log line."),
+    ("check", "Sees the weighted loss of every micro-batch, and the gradient before the all-reduce."),
+    ("exchange", "Synchronizes gradients after the check, and weights before a save."),
+    ("trained", "Rebuilds DDP before a step is computed, so it wraps all parts that compute."),
+    ("buffers", "Synchronizes buffers after the update of a step and before an evaluation."),
+    ("resume", "Finds the checkpoint to resume from before anything is saved."),
+    ("checkpoints", "Saves weights after the exchange has made them equal on all ranks."),
+    ("phases", "Records one phase in the heartbeat for everything that earlier parts do."),
+    ("progress", "Compares the ranks after all parts that change weights, and before a checkpoint."),
+    ("preemption", "Handles events last, so that a stop overrules an evaluation."),
 )
 _ORDER = {name: i for i, (name, _) in enumerate(PLACES)}
 
 
 class Loop:
-    """Steers one training of one Trainer by parts.
+    """Attaches parts to one Trainer for one training.
 
     Args:
-        parts: In any order.
+        parts: The parts, in any order.
 
     Raises:
         KeyError: A part has a place that is not in `PLACES`.
     """
 
     def __init__(self, trainer: TrainerLike, parts: Iterable[Part]) -> None:
-        self.trainer: Any = trainer  # None once it was let go.
+        self.trainer: Any = trainer  # None after `let_go`.
         self.parts = tuple(sorted(parts, key=lambda part: _ORDER[part.place]))
-        # What is restored after the training: the object, the attribute's name, its value, and whether it is restored
-        # even if other code has set it meanwhile.
+        # Attributes to restore after the training: object, name, value, and whether to restore it even if other code
+        # has set it meanwhile.
         self._before: dict[tuple[int, str], tuple[Any, str, Any, bool]] = {}
         self._callback: Any = None
 
@@ -67,7 +67,7 @@ class Loop:
             stack.callback(self.let_go)
             self._callback = _callback_of(self)
             for seam in SEAMS.values():
-                # Some methods are replaced for a moment only, and an exception may interrupt that.
+                # Some methods are replaced only for a moment, which an exception may interrupt.
                 if (owner := owner_of(seam, trainer)) is not None:
                     self._keep(owner, seam.name, is_ours=False)
             for part in self.parts:
@@ -81,7 +81,7 @@ class Loop:
             yield
 
     def let_go(self) -> None:
-        """Restores the Trainer. Call it again if an exception has interrupted it."""
+        """Restores the Trainer. Call it again if an exception interrupted it."""
         if self.trainer is None:
             return
         handler: CallbackHandlerLike = self.trainer.callback_handler
@@ -109,15 +109,15 @@ class Loop:
         setattr(owner, name, replacement)
 
     def go_last(self) -> None:
-        """Moves our callback after those that the script has added since: parts act on what callbacks decide."""
+        """Moves our callback behind those that the script has added, since parts act on the decisions of callbacks."""
         handler: CallbackHandlerLike = self.trainer.callback_handler
         if handler.callbacks[-1] is not self._callback:
-            # A new list: the old one is being walked through.
+            # A new list, because the old one is being iterated.
             handler.callbacks = [*(c for c in handler.callbacks if c is not self._callback), self._callback]
 
 
 def _callback_of(loop: Loop) -> Any:
-    """The one callback, which passes each event to the parts that handle it."""
+    """Returns the callback that passes each event to the parts that handle it."""
     from transformers import TrainerCallback
 
     def answering(event: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Follows which parameters are trained: they may become trainable, or frozen, between two steps of a training."""
+"""Follows which parameters are trained, since a script may freeze or unfreeze them between two steps."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _NUM_LOGGED = 5
 
 
 class TrainedParameters(Part):
-    """Lets DDP exchange the gradients of what is trainable, and checks that at every step.
+    """Checks in every step that DDP synchronizes the gradients of all trainable parameters, and rebuilds it if not.
 
-    DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
-    two steps: then DDP is rebuilt on all ranks, newly trained parameters begin with rank 0's values, and the training
-    is that of one process. A change within a step comes too late and is an error. Other strategies, and a DDP that the
-    script has made, keep the parameters that they began with: there more of them are an error.
+    DDP is made for the parameters that are trainable at that time. If a callback unfreezes layers between two steps,
+    DDP is rebuilt on all ranks and the new parameters start with rank 0's values, so the training is that of one
+    process. A change within a step comes too late and is an error. Other strategies, and a DDP made by the script,
+    cannot be rebuilt: there additional trainable parameters are an error.
 
-    Cost: two walks over the model's modules per step. Ranks talk to each other only where something has changed.
+    Cost: two walks over the model's modules per step. Ranks communicate only after a change.
 
     Args:
-        exchange: DDP, or what is in its place.
-        training: How many calls of `train()` this process made before.
+        exchange: DDP, or the strategy in its place.
+        training: Number of earlier calls of `train()` in this process.
 
     Attributes:
         is_changed: DDP was rebuilt, and the ranks have not been compared since.
@@ -54,7 +54,7 @@ class TrainedParameters(Part):
         self._trained: frozenset[int] | None = None
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Makes sure that the gradients of all trained parameters are exchanged."""
+        """Makes sure that the gradients of all trainable parameters are synchronized."""
         trained = frozenset(id(p) for p in all_parameters(self._trainer.model) if p.requires_grad)
         before, self._trained = self._trained, trained
         if trained == before:
@@ -69,7 +69,7 @@ class TrainedParameters(Part):
             self._refuse(added)
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Refuses what has changed before or in the backward pass: its gradient is not that of all ranks."""
+        """Refuses parameters that were frozen or unfrozen within the step: their gradients were not synchronized."""
         trained, model = self._trained or frozenset(), self._trainer.model_wrapped
         is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
         missed = {
@@ -89,15 +89,15 @@ class TrainedParameters(Part):
     def _follow(self, ddp: Any) -> None:
         wanted = exchanged_of(ddp.module)
         added, removed = wanted - ddp.exchanged, ddp.exchanged - wanted
-        # Where DDP searches for what a step leaves out, frozen parameters are left out.
+        # With find_unused_parameters, DDP skips frozen parameters by itself.
         if not added and (not removed or ddp.find_unused_parameters):
             return
         self._agree(added, removed)
         settings = ddp_settings(ddp.module, self._trainer.args)
         rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
-        # A layer that is initialized again when it is unfrozen may draw other numbers on each rank.
+        # A layer that is initialized again when it is unfrozen may have different random weights on each rank.
         self._manager.broadcast_tensors(p for p in ddp.module.parameters() if id(p) in added)
-        # Some recipes train other layers in every step.
+        # Some recipes change the trained layers in every step.
         log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
         log(
             "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was rebuilt",
@@ -120,23 +120,23 @@ class TrainedParameters(Part):
             who = "FSDP"
         else:
             raise SetupError(
-                f"{self._names(added)} came whole out of step {self._step}: a part of the model was called by itself "
-                "(model.model(...), say). FSDP2 divides weights again behind the whole model only.",
+                f"{self._names(added)} is unsharded after step {self._step}: a part of the model was called by itself "
+                "(model.model(...), say). FSDP2 shards weights again only after a call of the complete model.",
                 hint="Call the model itself, in callbacks and in the loss.",
             )
         raise SetupError(f"{what} {who} exchanges what was trainable when it was made.", hint=hint)
 
     def _agree(self, added: Set[int], removed: Set[int]) -> None:
-        """Waits until every rank has changed the same parameters: a rank that has not would be in another collective.
+        """Waits until every rank has changed the same parameters. Otherwise their collectives would not match.
 
         Raises:
-            DivergenceError: A rank has changed others, or none.
+            DivergenceError: A rank has changed other parameters, or none.
         """
         mine, self._num_changes = self._manager.identity.rank, self._num_changes + 1
         names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
         number = f"{self._training}/{self._num_changes}"
         word = f"{number} {self._step} {digest_hex(json.dumps(names).encode())}"
-        # Two keys in turn: a rank comes to its change after the next once all have made the next, so have read this.
+        # Two keys in turn are enough: a rank starts change n + 2 after all ranks made change n + 1, so have read n.
         key = f"trained/{self._num_changes % 2}"
         self._manager.publish(f"{key}/{mine}", word)
 
@@ -144,7 +144,7 @@ class TrainedParameters(Part):
             theirs = self._manager.read(f"{key}/{rank}") or ""
             return theirs if theirs.startswith(f"{number} ") else None
 
-        # Before the collective of the other ranks times out, whose error says less.
+        # Half of the limit, so that this error comes before the timeout of another rank's collective.
         deadline_s, where = time.monotonic() + self._manager.config.timeout_s / 2, ""
         for rank in range(self._manager.identity.world_size):
             what = f"rank {rank} to change which parameters are trained"
@@ -169,5 +169,5 @@ class TrainedParameters(Part):
 
 
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model, some more than once. Faster than `model.parameters()`, which spells all names."""
+    """Returns the parameters of a model, shared ones repeatedly. `model.parameters()` is slower: it builds names."""
     return [p for module in model.modules() for p in module._parameters.values() if p is not None]

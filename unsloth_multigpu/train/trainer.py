@@ -1,4 +1,4 @@
-"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; this package chooses its samples."""
+"""DDPTrainer: runs one `Trainer.train()` call with this package's parts. The training loop is Hugging Face's."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class DDPTrainer:
     """One training of one Trainer on this rank.
 
     Args:
-        events: Where the rank's events go, if a supervisor reads them.
-        beat: This rank's page, on which it says where it is.
-        arguments: Of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
-        training: How many calls of `train()` this process made before.
-        context: What the supervisor tells this rank.
-        is_comparison: Nothing is saved, and the training resumes only where the script asks for it.
+        events: Writes the rank's events, if a supervisor reads them.
+        beat: This rank's heartbeat page.
+        arguments: Arguments of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
+        training: Number of earlier calls of `train()` in this process.
+        context: Settings from the supervisor.
+        is_comparison: Save nothing, and resume only if the script asks for it.
 
     Attributes:
-        parts: All that steers the training.
-        of_tool: What a tool of the run adds to it. It is there as well where another kind of parallelism trains.
-        is_sharded: The ranks hold parts of the weights.
-        report: Figures of the training, once it is over.
+        parts: All parts of the training.
+        of_tool: A part that a tool of the run adds. It is also attached if another kind of parallelism trains.
+        is_sharded: The ranks hold shards of the weights.
+        report: Figures of the training, after it has ended.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DDPTrainer:
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
         self.of_tool: Part | None = None
         self.is_sharded = False
-        # Their order is that of `train.loop.PLACES`.
+        # `train.loop.PLACES` has their order.
         self.parts: list[Part] = [
             self.steps.metrics,
             self.meter,
@@ -126,11 +126,11 @@ class DDPTrainer:
             self.parts += [self._resume, checkpoints]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
-        """Runs `original_train` with this rank's share of every step, and returns what it returns.
+        """Runs `original_train` with this rank's share of every step, and returns its result.
 
         Args:
-            original_train: Reads `arguments` when it is called.
-            on_agreed: Called with what steers the trainer, once all ranks are about to train it.
+            original_train: The original `train()`, which reads `arguments` when it is called.
+            on_agreed: Called with the loop when all ranks are ready to train.
         """
         of_tool = [] if self.of_tool is None else [self.of_tool]
         engine = find_engine(self.trainer) if self.manager.identity.world_size > 1 else None
@@ -142,7 +142,7 @@ class DDPTrainer:
         verify_seams(self.trainer)
         self.manager.open_group()
         self._shard(engine)
-        # Rows are read to be compared: what a data set counts is as it was.
+        # Reading rows for the comparison must not change counters of a data set.
         with kept_objects(self.trainer.train_dataset, self.trainer.eval_dataset):
             facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
             facts |= facts_of_evaluation(self.trainer)
@@ -167,16 +167,16 @@ class DDPTrainer:
         on_agreed(loop)
         start = time.monotonic()
         with loop.steering():
-            # Every rank has rank 0's weights when the first step begins: new LoRA weights differ before.
+            # DDP copies rank 0's weights to all ranks before the first step: new LoRA weights may differ until then.
             result = original_train()
         self._wait_for_rank_0()
-        # Code around train() runs on every rank, and must make the same random choices there.
+        # Code after train() runs on every rank, and must draw the same random numbers there.
         self.manager.broadcast_random_state()
         self._report(time.monotonic() - start)
         return result
 
     def _wait_for_rank_0(self) -> None:
-        """Rank 0 may still upload what it has saved, for longer than a collective waits."""
+        """Waits for rank 0, which may still upload files for longer than the timeout of a collective."""
         if self.manager.identity.world_size == 1:
             return
         if self.manager.identity.rank == 0:
@@ -186,10 +186,10 @@ class DDPTrainer:
             self.manager.wait_for_number("trained", self._training, what, timeout_s=_UPLOAD_LIMIT_S)
 
     def _step_aside(self, others: list[str]) -> None:
-        """Says that another parallelism has the training, and what an optimizer step becomes.
+        """Warns that another kind of parallelism runs the training, with the resulting size of an optimizer step.
 
         Raises:
-            SetupError: An option was given that only this package follows.
+            SetupError: An option was given that only works with this package's own training.
         """
         name = others[0]
         if asked := self.config.asked(Scope.TRAINER):
@@ -209,10 +209,10 @@ class DDPTrainer:
         logger.warning("%s is on: unsloth_multigpu leaves this training to it%s", name, larger if num > 1 else "")
 
     def _shard(self, engine: Engine | None) -> None:
-        """Prepares for a model that an engine has sharded, or is about to shard.
+        """Prepares for a model that an engine has sharded or will shard.
 
         Raises:
-            SetupError: It was asked for, and no engine does it.
+            SetupError: `shard="on"`, but no engine shards this model.
         """
         is_asked = self.config.shard == "on" and self.manager.identity.world_size > 1
         if engine is None and not is_asked:
@@ -249,10 +249,10 @@ class DDPTrainer:
             )
 
     def _deals_steps(self) -> bool:
-        """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
+        """True if this package chooses the samples of a step. Trainers that generate samples do it themselves."""
         if not self.config.keeps_global_batch:
             return False
-        # Older trainers of TRL may first note what a reference model says of all samples; else they hand on.
+        # Older trainers of TRL may first compute log-probabilities of all samples; else they call their base class.
         notes_all_first = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
         owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
@@ -263,10 +263,10 @@ class DDPTrainer:
                     hint="Leave it out for this trainer.",
                 )
             return False
-        # Unsloth rewrites TRL's trainers, in modules of their names.
+        # Unsloth's rewritten TRL trainers are in modules named after them.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
             if self.manager.identity.world_size == 1 and not self.config.asked(Scope.PLANNER):
-                return False  # Its own batches are those of one process.
+                return False  # In one process, its own batches are right.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
@@ -274,7 +274,7 @@ class DDPTrainer:
         return True
 
     def _deals_completions(self) -> bool:
-        """True where completions that a trainer has drawn are dealt by their length."""
+        """True if generated completions are dealt by their length."""
         is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
         draws = hasattr(self.trainer.args, "steps_per_generation")
         return draws and is_planned and self.manager.identity.world_size > 1
