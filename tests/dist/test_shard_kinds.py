@@ -17,7 +17,7 @@ REFUSED = {
     "t5": "share one weight, of which accelerate's FSDP2 would make two",
     "hooked": "The script's hook on the gradient of lm_head.weight is never called in a sharded training",
     "adafactor": "optim='adafactor' cannot train weights that are sharded by FSDP2 of accelerate",
-    "inner": "model.norm.weight, lm_head.weight came whole out of step 1: a part of the model was called by itself",
+    "inner": "model.norm.weight, lm_head.weight came out of step 1 unsharded: a part of the model was called by itself",
     "own_backward": "OwnBackward.training_step calls backward() by itself, and the model is sharded",
     "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
 }

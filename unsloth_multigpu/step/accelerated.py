@@ -34,26 +34,26 @@ _SCALE = 'global_batch="scale" leaves the batches to accelerate.'
 
 
 def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
-    """How many rows of a batch each rank takes: as even as whole rows allow, the first ranks one more."""
+    """Returns the number of rows of a batch for each rank. If it does not divide, the first ranks take one more."""
     return [num_rows // world_size + (rank < num_rows % world_size) for rank in range(world_size)]
 
 
 def steer_loop(
     accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str], module: str
 ) -> Callable[[], None]:
-    """Lets the loop of this accelerator make the steps of one process, or says that a library's does not.
+    """Makes loops with this accelerator compute the steps of one process, or warns that a library's loop does not.
 
-    A script that has told accelerate to split batches, and other parallelism than of data, are left alone.
+    It does nothing if the script uses `split_batches`, or parallelism other than data parallelism.
 
     Args:
-        accelerator: As it was just made.
+        accelerator: The new accelerator.
         config: The run's options.
-        manager: Gives this rank's manager.
-        told: What was said of such loops in this process.
-        module: That made the accelerator.
+        manager: Returns this rank's manager.
+        told: Messages about such loops that were logged in this process.
+        module: Name of the module that made the accelerator.
 
     Returns:
-        What gives the accelerator back as it was. It does not keep the accelerator, and the models that it holds.
+        A function that restores the accelerator. It holds no reference to it, so that its models can be freed.
     """
     if not _shares_data(accelerator):
         return lambda: None
@@ -77,7 +77,7 @@ def steer_loop(
 
 
 def _shares_data(accelerator: Any) -> bool:
-    """True where accelerate would give each rank batches of its own."""
+    """True if accelerate would give each rank separate batches."""
     parallelism = getattr(accelerator, "parallelism_config", None)  # Not in every version.
     if accelerator.split_batches or not (parallelism is None or parallelism.non_data_parallel_size == 1):
         return False
@@ -86,7 +86,10 @@ def _shares_data(accelerator: Any) -> bool:
 
 
 class _LibraryLoop:
-    """Says once of a library's loop, whose code expects accelerate's own sharing, that its steps are larger."""
+    """Warns once that a step of a library's loop is larger than in one process.
+
+    The library's code expects that accelerate gives each rank separate batches, so this is not changed.
+    """
 
     steers = ("backward",)
 
@@ -97,12 +100,12 @@ class _LibraryLoop:
         self.stack = ExitStack()
 
     def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """`Accelerator.backward`.
+        """Overrides `Accelerator.backward`: warns on the first call.
 
         Raises:
-            SetupError: The run is to refuse what is not exact.
+            SetupError: `inexact="raise"`.
         """
-        # A loader that accelerate has not prepared gives other batches.
+        # The batches of a loader that accelerate has not prepared are not known.
         if not self._is_told and self._accelerator.gradient_state.in_dataloader:
             self._is_told = True
             what = "accelerate gives each rank whole batches: an optimizer step sees "
@@ -119,15 +122,15 @@ class _LibraryLoop:
 
 
 class SharedBatches(BatchSampler):
-    """Yields this rank's rows of each batch of another sampler. All ranks draw the batches.
+    """Yields this rank's rows of each batch of another sampler, which all ranks iterate.
 
-    A rank for which no row is left takes the first one again, which `_Loop` counts as nothing.
+    A rank without a row takes the first row of the batch, with weight 0 (see `_Loop`).
 
     Args:
-        batches: The sampler of the one process, whose batches but for the last have `batch_size` rows.
-        rank: Of this process.
+        batches: The batch sampler of one process. All its batches except the last have `batch_size` rows.
+        rank: Rank of this process.
         world_size: Number of ranks.
-        check_same: Is given the first batch of each pass.
+        check_same: Called with the first batch of each pass.
     """
 
     even_batches = False  # Read by `Accelerator.join_uneven_inputs`.
@@ -135,7 +138,7 @@ class SharedBatches(BatchSampler):
     def __init__(
         self, batches: Any, rank: int, world_size: int, check_same: Callable[[Iterable[Any]], None] | None
     ) -> None:
-        # accelerate looks for these, and may put another sampler there.
+        # accelerate reads these attributes, and may replace the sampler.
         self.batch_sampler = batches
         self.sampler: Any = getattr(batches, "sampler", None)
         self.batch_size: int = batches.batch_size
@@ -143,7 +146,7 @@ class SharedBatches(BatchSampler):
         self._rank = rank
         self._world_size = world_size
         self._check_same = check_same
-        # Rows of the batch that was drawn last, of all ranks.
+        # Rows of the latest batch, over all ranks.
         self.num_drawn = self.batch_size
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -167,10 +170,10 @@ class SharedBatches(BatchSampler):
 
 
 class _CountedState(StateView):
-    """A state of accelerate that counts one process while no loader is read.
+    """A state of accelerate whose `num_processes` is 1 outside loops over data loaders.
 
-    A schedule, or a learning rate, that a script multiplies by the number of processes is that of one process then. In
-    a loop the number is real: a loss that is divided by what was gathered from all ranks is multiplied by it.
+    Scripts multiply schedules and learning rates by it, which must stay those of one process. Inside a loop the number
+    is the real one, because scripts multiply a loss by it that they divide by a count gathered from all ranks.
     """
 
     def __init__(self, state: Any, gradient_state: Any) -> None:
@@ -190,7 +193,7 @@ class _CountedState(StateView):
 
     @contextmanager
     def telling(self, num_processes: int) -> Iterator[None]:
-        """It tells this number while the context is open."""
+        """Sets `num_processes` while the context is open."""
         object.__setattr__(self, "_told", num_processes)
         try:
             yield
@@ -199,7 +202,7 @@ class _CountedState(StateView):
 
 
 class _Loop:
-    """What stands on one accelerator of the script's."""
+    """The overrides on one accelerator of the script."""
 
     steers = ("prepare_data_loader", "backward", "gather")
 
@@ -216,7 +219,7 @@ class _Loop:
         self.state = _CountedState(accelerator.state, accelerator.gradient_state)
 
     def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_data_loader`.
+        """Overrides `Accelerator.prepare_data_loader`: the ranks share each batch of the loader.
 
         Raises:
             SetupError: Ranks cannot share its batches.
@@ -251,12 +254,12 @@ class _Loop:
             prepared = original(mine, *args, **kwargs)
         prepared._drop_last = data_loader.drop_last
         if not is_in_order:
-            # Rank 0's order is that of all: where a pass begins, they get its generator.
+            # All ranks follow rank 0's order: accelerate synchronizes this generator at the start of a pass.
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]
         return prepared
 
     def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
-        """`Accelerator.backward`: the mean over a rank's rows counts as many rows as there are."""
+        """Overrides `Accelerator.backward`: weights the mean over a rank's rows by their number."""
         if (rows := self._rows()) is None:
             self._look_at_other()
             return original(loss, **kwargs)
@@ -274,7 +277,7 @@ class _Loop:
         return original(loss * weight, **kwargs)
 
     def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
-        """`Accelerator.gather`: of an uneven batch each row once, in the order of one process."""
+        """Overrides `Accelerator.gather`: gathers each row of an uneven batch once, in the order of one process."""
         rows = self._rows()
         if rows is None or len(set(rows)) == 1:
             return original(tensor)
@@ -295,7 +298,7 @@ class _Loop:
     def _prepare_stream(
         self, original: Callable[..., Any], data_loader: Any, size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """accelerate reads a stream on rank 0, or on each rank, and shares its batches in equal parts."""
+        """Prepares a stream, which accelerate reads on rank 0 or on each rank and splits into equal parts."""
         if size % self._world_size:
             raise SetupError(
                 f"batch_size={size}: accelerate shares the batches of {type(data_loader.dataset).__name__} in equal "
@@ -306,19 +309,19 @@ class _Loop:
             return original(data_loader, *args, **kwargs)
 
     def _rows(self) -> list[int] | None:
-        """Rows of each rank in the batch that the loop has now; None where none of ours is read."""
+        """Returns the rows of each rank in the current batch; None if the loop reads no loader of this class."""
         loader = self._accelerator.gradient_state.active_dataloader
         sampler = getattr(loader, "batch_sampler", None)
         while sampler is not None and not isinstance(sampler, SharedBatches):
             sampler = getattr(sampler, "batch_sampler", None)  # Of `skip_first_batches`.
         if sampler is None:
             return None
-        # The sampler is ahead of the loop, and only its last batch is shorter.
+        # The sampler is ahead of the loop. Only the last batch is shorter.
         num_rows = sampler.num_drawn if loader.end_of_dataloader else sampler.batch_size
         return rows_of_ranks(num_rows, self._world_size)
 
     def _look_at_other(self) -> None:
-        """Looks at a batch that is not shared here."""
+        """Warns about batches that this class does not share."""
         state = self._accelerator.gradient_state
         if not state.in_dataloader:
             self._tell("the loop reads no loader that was prepared: an optimizer step sees what each rank reads itself")

@@ -1,4 +1,4 @@
-"""How a trainer's loss is reduced: which losses are declared, and what a part of a micro-batch counts in its mean."""
+"""Loss reductions: which trainers have a known one, and the weight of a part of a micro-batch in its mean."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"
-# Found, never asked for: the mean over the rows of a rank, each of which is compared with the rows of all ranks.
+# Not a value of the option: the mean over a rank's rows, each compared with the rows of all ranks.
 GATHERED = "gathered"
 IGNORED = -100
-# What the mean in a loss is taken over. The losses of parts add up where it is a sum.
+# What a loss averages over. With SUM, the losses of parts add up.
 ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
-# Labels that are predicted from the token before lose the first of each row.
+# Labels without the first of each row: a language model predicts a label from the token before.
 NEXT = "next tokens"
-# The sum of an input, such as weights of rows or an attention mask, and the same without the first of each row.
+# The sum of an input, such as row weights or an attention mask; the same without the first column.
 _SUM_OF, _NEXT_SUM_OF = "sum of ", "sum after the first of "
 _MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
-# Of the losses of sentence-transformers, which may compare rows of all ranks.
+# An attribute of sentence-transformers' losses that can compare rows of all ranks.
 _GATHERS = "gather_across_devices"
-# The losses of DPO whose pairs are independent of each other.
+# DPO losses in which pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
-# Losses in which a row's weight depends on the others, though the first step cannot show it: policy and reference are
-# equal there. By the class that computes them.
+# Losses in which the weight of a row depends on other rows. The first step cannot show it, because policy and reference
+# are equal then. By the class that computes them.
 _HIDDEN_AT_FIRST = {
     "DPOTrainer": {"aot", "aot_unpaired"},
     "KTOTrainer": {"kto"},
@@ -50,8 +50,8 @@ class Inexact:
     """Why ranks cannot share a step exactly.
 
     Args:
-        cause: In words.
-        ways: What the user can do about it.
+        cause: The cause, as text.
+        ways: What the user can do.
     """
 
     cause: str
@@ -60,14 +60,14 @@ class Inexact:
 
 @dataclass(frozen=True)
 class LossReduction:
-    """How the losses of parts of a micro-batch make up its own.
+    """How the loss of a micro-batch results from the losses of its parts.
 
     Args:
-        kind: A value of `loss_reduction`, or "gathered"; "auto" = it is not known, and the first step measures it.
-        mean_over: What a part counts among the other parts, see `possible_means`.
-        rows_are_independent: A mean over rows in which the other rows do not change the weight of a row: rows may be
-            exchanged between micro-batches.
-        class_weights: Of the classes, where a mean is weighted by them.
+        kind: A value of `loss_reduction`, or "gathered"; "auto" = unknown, so the first step measures it.
+        mean_over: What the weight of a part is, see `possible_means`.
+        rows_are_independent: A mean over rows in which rows do not influence each other, so that micro-batches may
+            exchange rows.
+        class_weights: Class weights, for a mean that is weighted by them.
     """
 
     kind: str
@@ -77,19 +77,19 @@ class LossReduction:
 
     @property
     def is_token_normalised(self) -> bool:
-        """The loss is a sum divided by the step's `num_items_in_batch`: any micro-batch or rank may have a sample."""
+        """The loss is a sum divided by the step's `num_items_in_batch`, so any rank may compute any sample."""
         return self.kind == TOKEN_SUM
 
     @property
     def is_counted(self) -> bool:
-        """What parts count is read from their inputs; rows are known from the plan, and sums count nothing."""
+        """The weight of a part is counted from its inputs. Rows are known from the plan, and sums need no weight."""
         return self.mean_over not in (ROWS, SUM)
 
     def count(self, inputs: Any) -> float:
-        """What a part of a micro-batch counts among the other parts.
+        """Returns the weight of a part of a micro-batch.
 
         Raises:
-            SetupError: These inputs do not have what is counted: torch would broadcast shapes that do not fit.
+            SetupError: The inputs lack what is counted, or have another shape.
         """
         found = count_of(inputs, self.mean_over, self.class_weights)
         if found is None:
@@ -104,12 +104,12 @@ class LossReduction:
 
 
 def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked: str = AUTO) -> LossReduction:
-    """How the trainer's loss is reduced, by what its class declares or the user says; kind "auto" where neither does.
+    """Returns the loss reduction of a trainer, by its class or by the option; kind "auto" if both leave it open.
 
-    Nothing is called: the first step is compared with that of one process, which shows where this is wrong.
+    Nothing is computed. A wrong result shows in the comparison of the first step with one process.
 
     Args:
-        compute_loss: Its bound `compute_loss`, without what this package puts around it.
+        compute_loss: The trainer's bound `compute_loss`, without this package's override.
         asked: The option `loss_reduction`.
 
     Raises:
@@ -132,7 +132,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
         if name in ("SFTTrainer", "Trainer") and _sums_tokens(trainer, name):
             return LossReduction(TOKEN_SUM, SUM)
         if name == "Trainer" and class_of(base_model(trainer.model)).__name__.endswith("ForSequenceClassification"):
-            # Of labels, which a row may lack: then it does not count.
+            # The mean over labels: a row without a label has weight 0.
             return LossReduction(ROW_MEAN, TOKENS, rows_are_independent=not _has_unlabelled(trainer.train_dataset))
         if name == "DPOTrainer" and _loss_types(trainer) <= _PAIRWISE_LOSSES:
             return LossReduction(ROW_MEAN, rows_are_independent=True)
@@ -140,7 +140,7 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
 
 
 def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """Why the first step cannot show how a trainer's loss is reduced, in words; "" = it can."""
+    """Returns why the first step cannot show how the loss is reduced; "" if it can."""
     hidden = _HIDDEN_AT_FIRST.get(author_of(trainer, compute_loss), set()) & _loss_types(trainer)
     if not hidden:
         return ""
@@ -148,11 +148,11 @@ def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> s
 
 
 def gathering_losses(trainer: TrainerLike) -> list[nn.Module]:
-    """The trainer's loss modules that can gather rows from all ranks, also wrapped ones; [] for other trainers.
+    """Returns the loss modules of sentence-transformers that can gather rows from all ranks; [] for other trainers.
 
-    Such a loss of sentence-transformers compares each row of a micro-batch with all others. A part of the rows has
-    another loss: it lacks the rest of the negatives. With `gather_across_devices` a rank compares its own rows with the
-    rows of all ranks, and the mean over ranks is the loss of the whole micro-batch.
+    Such a loss compares each row of a micro-batch with all others. The loss of a part is different, because it lacks
+    the other negatives. With `gather_across_devices` a rank compares its rows with those of all ranks, and the mean over
+    ranks is the loss of the complete micro-batch.
     """
     loss = getattr(trainer, "loss", None)
     found = [each for each in (loss.values() if isinstance(loss, dict) else [loss]) if isinstance(each, nn.Module)]
@@ -161,7 +161,7 @@ def gathering_losses(trainer: TrainerLike) -> list[nn.Module]:
 
 @contextmanager
 def gathering(losses: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
-    """Lets losses gather the rows of all ranks, which then meet in each forward and backward pass, or not."""
+    """Sets whether losses gather the rows of all ranks, a collective in each forward and backward pass."""
     with ExitStack() as stack:
         for loss in losses:
             stack.enter_context(instance_attribute(loss, _GATHERS, is_on))
@@ -169,13 +169,13 @@ def gathering(losses: Sequence[nn.Module], is_on: bool) -> Iterator[None]:
 
 
 def has_router_loss(trainer: TrainerLike) -> bool:
-    """True where a mixture of experts adds a loss of its own for each micro-batch, whatever is in it."""
+    """True if a mixture of experts adds an auxiliary loss for each micro-batch."""
     config = text_config(trainer.model)
     return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
 
 
 def _sums_tokens(trainer: TrainerLike, name: str) -> bool:
-    """True where a language model's loss is the sum over labelled tokens divided by the step's count of them."""
+    """True if a language model's loss is the sum over labelled tokens, divided by their number in the step."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         return False
     model = base_model(trainer.model)
@@ -187,7 +187,7 @@ def _sums_tokens(trainer: TrainerLike, name: str) -> bool:
 
 
 def _has_unlabelled(rows: Any) -> bool:
-    """True where a column of labels can be read, and a row is left out of the mean: micro-batches keep their rows."""
+    """True if the labels are readable and some row has none. Then micro-batches must keep their rows."""
     for name in ("label", "labels", "label_ids"):
         if name in (getattr(rows, "column_names", None) or ()) and hasattr(rows, "__getitem__"):
             return IGNORED in rows[name]
@@ -201,13 +201,13 @@ def _takes_count(trainer: TrainerLike) -> bool:
 
 
 def _loss_types(trainer: TrainerLike) -> set[str]:
-    """The loss types of a trainer of preferences."""
+    """Returns the loss types of a preference trainer."""
     types = cast(OptionalArguments, trainer.args).loss_type if hasattr(trainer.args, "loss_type") else ()
     return {types} if isinstance(types, str) else set(types or ())
 
 
 def whole_ways(world_size: int) -> str:
-    """What to set so that micro-batches need not be shared, in words."""
+    """Returns a hint: what to set so that micro-batches are not split."""
     return (
         f"Set gradient_accumulation_steps={world_size} or a multiple of it: each micro-batch is then computed whole by "
         "one rank, which is exact for any loss of a micro-batch."
@@ -215,10 +215,10 @@ def whole_ways(world_size: int) -> str:
 
 
 def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[float] = ()) -> float | None:
-    """How much of what a mean is taken over a part of a micro-batch has; None where its inputs do not have that.
+    """Returns the weight of a part of a micro-batch: its number of rows, tokens, ...; None if the inputs lack it.
 
     Args:
-        inputs: The part, collated.
+        inputs: The collated part.
         mean_over: One of `possible_means`.
         class_weights: Weight of each class, for a mean that is weighted by them.
     """
@@ -247,20 +247,20 @@ def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[
 
 
 def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
-    """What the mean in the loss of these inputs may be taken over, the likeliest first where several fit.
+    """Yields what the loss of these inputs may average over, the most likely first.
 
-    Class weights that were seen come first: where all labels are of one class, rows would fit as well.
+    Class weights come first, because rows fit as well if all labels are of one class.
 
     Args:
         inputs: A collated micro-batch.
-        num_classes: Number of class weights that the loss was seen to use.
+        num_classes: Number of class weights that the loss uses.
     """
     labels: Any = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
         valid = labels[labels.ne(IGNORED)]
         if num_classes and valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
             yield CLASSES
-        # Of rows with one label each, models average the labels.
+        # With one label per row, models average over labels.
         yield from (NEXT, TOKENS) if labels.dim() >= 2 else (TOKENS,)
     yield ROWS
     yield SUM
@@ -274,7 +274,7 @@ def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:
-    """Of a collated micro-batch: the first dimension of its labels, or of the first tensor that has one."""
+    """Returns the size of the first dimension of the labels, or else of the first tensor that is not a scalar."""
     tensors = [inputs.get("labels"), *inputs.values()]
     return next((len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()), 1)
 
@@ -287,10 +287,10 @@ def _form(value: Any) -> str:
 
 
 def without_effect(loss: torch.Tensor) -> torch.Tensor:
-    """Zero, with a gradient of zero for each parameter: lets a rank take part in the exchange without an effect."""
+    """Returns a zero loss with a zero gradient for each parameter, for a rank that only joins the all-reduce."""
     if bool(torch.isfinite(loss)):
         return loss * 0.0
-    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
+    # 0 * NaN is NaN, so this sums the parameters of the graph, each multiplied by 0.
     parameters, seen, stack = [], set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -298,7 +298,7 @@ def without_effect(loss: torch.Tensor) -> torch.Tensor:
             continue
         seen.add(node)
         if "Checkpoint" in node.name():
-            return loss * 0.0  # It has parameters that cannot be seen.
+            return loss * 0.0  # The graph hides the parameters of a checkpointed block.
         if hasattr(node, "variable"):
             parameters.append(node.variable)
         stack.extend(following for following, _ in node.next_functions)

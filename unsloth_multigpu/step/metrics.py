@@ -1,4 +1,4 @@
-"""Combines what the ranks have counted and measured into the metrics that one process would log."""
+"""Combines the ranks' losses and metrics into those that one process would log."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 if TYPE_CHECKING:
     from unsloth_multigpu.step.sequence import SharedSequence
 
-# Where TRL's trainers collect what they log, by "train" and "eval".
+# Attributes in which TRL's trainers collect metrics, by "train" and "eval".
 STORES = ("_metrics", "_stored_metrics")
-# Their running count of tokens, and the metric that shows it.
+# The token counter of TRL's trainers, and its metric.
 _TOKENS, _TOKENS_METRIC = "_total_train_tokens", "num_tokens"
-# TRL's metrics that are no means over rows.
+# TRL's metrics that are not means over rows.
 _MEANS_OVER_TOKENS = ("entropy", "mean_token_accuracy")
 _EXTREMES: dict[str, Callable[..., float]] = {"min_reward": min, "max_reward": max}
-# Steps after which the ranks exchange what they noted where nothing is logged for long: it would become large.
+# If nothing is logged, the ranks exchange their records after this many steps, to bound their size.
 _MOST_STEPS = 256
 
 
 class Metrics(Part):
-    """Everything that reaches `Trainer.log`, as one process has it.
+    """Makes the numbers that reach `Trainer.log` those of one process.
 
-    Each rank notes what its micro-batches add to the trainer's metrics, and the loss of each step. Before a line is
-    written, an evaluation or a checkpoint, and when an epoch ends, the ranks exchange this once; each then holds the
-    mean over the micro-batches that one process would have computed. TRL logs and clears it as ever. Fillers count
-    nothing.
+    Each rank records what its micro-batches add to the trainer's metrics, and the loss of each step. The ranks exchange
+    the records before a log line, an evaluation, a checkpoint, and at the end of an epoch. Each then has the mean over
+    the micro-batches of one process, which TRL logs and clears as usual. Fillers have weight 0.
 
-    A micro-batch that one rank has computed whole has its own value. Of micro-batches that ranks share, the values of
-    the parts are averaged, weighted by rows; means over tokens are weighted by tokens, and the least and the greatest
-    reward is that of all. What is another mean than these is near that of one process, see docs/your_run.md.
+    A micro-batch computed by one rank keeps its value. For shared micro-batches, the values of the parts are averaged,
+    weighted by rows, or by tokens for means over tokens; the minimum and maximum reward are those of all parts. Other
+    kinds of means are only near those of one process, see docs/your_run.md.
 
     Attributes:
-        is_dealing: True where we chose the samples; other trainers gather their metrics themselves.
+        is_dealing: The step feed deals the samples. Otherwise trainers gather their metrics themselves.
     """
 
     place = "metrics"
@@ -55,15 +54,15 @@ class Metrics(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         super().__init__(trainer, manager)
         self.is_dealing = False
-        # Micro-batches of one process in an epoch and in a step of it; None where an epoch has no length.
+        # Micro-batches of one process in an epoch and in a step; None if the epoch has no length.
         self._num_references: tuple[int, int] | None = None
-        # Of each step since the last exchange: the number of steps before it, whether ranks share its micro-batches,
-        # and what this rank's micro-batches add to its loss.
+        # For each step since the last exchange: number of steps before it, whether ranks share its micro-batches, and
+        # what this rank's micro-batches add to its loss.
         self._losses: list[tuple[int, bool, torch.Tensor]] = []
-        # Metric, number of the step (below 0: of a micro-batch whose samples ranks share) and whether ranks share the
-        # micro-batch -> value, its weight, and how many micro-batches of one process it is of; of each of this rank's.
+        # (metric, step, whether ranks share the micro-batch) -> for each micro-batch of this rank: value, weight, and
+        # the number of micro-batches of one process it stands for. A step below 0: ranks share the samples.
         self._noted: dict[tuple[str, int, bool], list[tuple[float, float, float]]] = defaultdict(list)
-        # Metric -> sum and number of its values that were exchanged, and are not logged yet.
+        # Metric -> sum and number of exchanged values that are not logged yet.
         self._merged: dict[str, tuple[float, float]] = {}
         self._loss_sum = 0.0
         self._last_logged = -1
@@ -74,11 +73,11 @@ class Metrics(Part):
         return {"_maybe_log_save_evaluate": self._log_save_evaluate}
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # The Trainer is about to log what its last step has left; after the last epoch nothing else comes.
+        # After the last epoch, this is the last chance to log.
         self._is_epoch_end = True
 
     def begin(self, loader: Any, num_accumulated: int) -> None:
-        """From here on steps are dealt. Called with the loader of one process, and its micro-batches in a step."""
+        """Called when steps are dealt, with the loader of one process and its micro-batches per step."""
         from transformers.trainer_utils import has_length
 
         self.is_dealing = True
@@ -89,9 +88,9 @@ class Metrics(Part):
     def micro_batch(
         self, micro_batch: MicroBatch, step: Step, sequence: SharedSequence | None = None
     ) -> Iterator[None]:
-        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again.
+        """Records what the loss of a micro-batch adds to the trainer's metrics, and removes it there.
 
-        Ranks that share its samples note a part each, and the first one its tokens.
+        Fillers are not recorded. Ranks that share samples record a part each; only the first counts tokens.
         """
         before = {name: len(values) for name, values, _ in self._collected()}
         num_tokens = getattr(self._trainer, _TOKENS, None)
@@ -121,16 +120,16 @@ class Metrics(Part):
                 self._noted[name, place, is_shared].append(row)
 
     def end_step(self, losses: torch.Tensor, *, is_shared: bool) -> None:
-        """All micro-batches of a step are computed.
+        """Records the loss of a step.
 
         Args:
-            losses: What each adds to its loss, times the ranks.
+            losses: What each micro-batch adds to the loss, times the number of ranks.
             is_shared: Ranks share the micro-batches of one process.
         """
         self._losses.append((self._trainer.state.global_step, is_shared, losses.detach()))
 
     def _collected(self) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
-        """Each training metric: its name with its store's, its values, and where they lie."""
+        """Returns for each training metric: its name with that of its store, its values, and the store."""
         found = []
         for attribute in STORES:
             stores = getattr(self._trainer, attribute, None)
@@ -140,10 +139,10 @@ class Metrics(Part):
         return found
 
     def _log_save_evaluate(self, original: Callable[..., Any], tr_loss: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        """`Trainer._maybe_log_save_evaluate`: what every rank comes by when a step or an epoch has ended."""
+        """Overrides `Trainer._maybe_log_save_evaluate`, which every rank calls at the end of a step or an epoch."""
         control, is_end, self._is_epoch_end = self._trainer.control, self._is_epoch_end, False
         if is_end and not self._manager.config.is_synchronous:
-            # Ranks that step by themselves need not wait for each other before the end.
+            # Ranks that step independently wait for each other only at the end of the training.
             state = self._trainer.state
             is_end = control.should_training_stop or state.global_step >= state.max_steps
         is_long = len(self._losses) >= _MOST_STEPS and self._manager.config.is_synchronous
@@ -152,7 +151,7 @@ class Metrics(Part):
                 self.merge()
                 tr_loss.fill_(self._loss_sum)
             elif is_end:
-                # The last line has what this rank adds up after the last one.
+                # The last line has the loss since the line before, on each rank.
                 rows = self._manager.gather_floats([float(tr_loss)])
                 tr_loss.fill_(sum(row[0] for row in rows) / len(rows))
         result = original(tr_loss, *args, **kw)
@@ -161,7 +160,7 @@ class Metrics(Part):
         return result
 
     def epoch_of(self, epoch: float) -> float:
-        """How many epochs are done where the Trainer has counted our steps, of which the last may be a small one."""
+        """Converts the Trainer's epoch, which counts steps, to that of one process: the last step may be smaller."""
         if self._num_references is None:
             return epoch
         of_epoch, of_step = self._num_references
@@ -170,7 +169,7 @@ class Metrics(Part):
         return begun + min(round((epoch - begun) * num_steps) * of_step, of_epoch) / of_epoch
 
     def merge(self) -> None:
-        """Gives every rank what all ranks have noted since the last exchange. Collective, if there was a step."""
+        """Exchanges the records since the last exchange. Collective, if there was a step."""
         if not self._losses:
             return
         num_tokens = getattr(self._trainer, _TOKENS, 0) - self._num_tokens
@@ -189,7 +188,7 @@ class Metrics(Part):
         self._noted.clear()
 
     def _add_losses(self, ranks: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Adds the losses of each step as the Trainer would, which skips those that are not finite."""
+        """Adds the losses of each step as the Trainer does, which leaves out those that are not finite."""
         last_logged = self._trainer._globalstep_last_logged
         if last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, last_logged
@@ -201,9 +200,9 @@ class Metrics(Part):
                 self._loss_sum += loss / len(ranks)
 
     def _write(self, found: Mapping[tuple[str, int, bool], Sequence[tuple[float, float, float]]]) -> None:
-        """Puts the mean over what one process would have added into each list."""
+        """Writes into each metric's list the mean over the values that one process would have added."""
         there = {name for name, _, _ in self._collected()}
-        # What was logged since is no longer there.
+        # Metrics that were logged meanwhile are gone.
         merged = {name: total for name, total in self._merged.items() if name in there}
         for (name, _, is_shared), rows in found.items():
             value = sum(v * weight for v, weight, _ in rows) / sum(weight for _, weight, _ in rows)
@@ -211,7 +210,7 @@ class Metrics(Part):
             if is_shared:
                 if _metric(name) in _EXTREMES:
                     value = _EXTREMES[_metric(name)](v for v, _, _ in rows)
-                # A part may have nothing to add, as of chosen answers.
+                # A part may add no value, for example without chosen answers.
                 num_references = max(1, round(num_references))
             before = merged.get(name, (0.0, 0.0))
             merged[name] = (before[0] + num_references * value, before[1] + num_references)
@@ -224,16 +223,16 @@ class Metrics(Part):
 
 
 def _metric(name: str) -> str:
-    """As TRL calls it: without the store."""
+    """Returns TRL's name of a metric, without that of the store."""
     return name.partition("/")[2]
 
 
 def _of_references(piece: Piece, sizes: Sequence[int]) -> tuple[float, bool]:
-    """How many micro-batches of one process the rows of a piece are, and whether other pieces have more of their rows.
+    """Returns how many micro-batches of one process a piece stands for, and whether other pieces share them.
 
     Args:
-        piece: Of a step.
-        sizes: Rows of each micro-batch of that step in one process.
+        piece: A micro-batch of this rank.
+        sizes: Rows of each micro-batch of the step in one process.
     """
     ends = list(itertools.accumulate(sizes))
     rows = Counter(bisect_right(ends, position) for position in piece.positions)
@@ -241,7 +240,7 @@ def _of_references(piece: Piece, sizes: Sequence[int]) -> tuple[float, bool]:
 
 
 def _num_targets(inputs: Mapping[str, Any]) -> int:
-    """Tokens that the loss of a micro-batch is taken over; 0 where they are not known."""
+    """Returns the number of tokens in the loss of a micro-batch; 0 if unknown."""
     labels, mask = inputs.get("labels"), inputs.get("completion_mask")
     if isinstance(labels, torch.Tensor) and labels.dim() == 2:
         return int(labels[:, 1:].ne(IGNORED).sum())

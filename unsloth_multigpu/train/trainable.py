@@ -120,8 +120,8 @@ class TrainedParameters(Part):
             who = "FSDP"
         else:
             raise SetupError(
-                f"{self._names(added)} is unsharded after step {self._step}: a part of the model was called by itself "
-                "(model.model(...), say). FSDP2 shards weights again only after a call of the complete model.",
+                f"{self._names(added)} came out of step {self._step} unsharded: a part of the model was called by "
+                "itself (model.model(...), say). FSDP2 shards weights again only after a call of the complete model.",
                 hint="Call the model itself, in callbacks and in the loss.",
             )
         raise SetupError(f"{what} {who} exchanges what was trainable when it was made.", hint=hint)
