@@ -1,8 +1,7 @@
-"""What a micro-batch costs, in the time of one token, and how that is found out. Pure.
+"""The cost model of a micro-batch, in units of the time of one token, and how it is fitted. Pure.
 
-A micro-batch costs `overhead + max(floor, rows x (L + q L^2))`, `L` its longest row: kernels have to be launched
-however little they have to do (overhead), a device is not full below some size (floor), and attention grows with the
-square.
+A micro-batch costs `overhead + max(floor, rows x (L + q L^2))`, where `L` is its longest row: launching kernels takes
+time (overhead), a small micro-batch does not fill a device (floor), and attention grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -11,24 +10,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# With fewer micro-batches, or too similar ones, overhead and slope cannot be told apart.
+# Overhead and slope cannot be distinguished with fewer or too similar micro-batches.
 _MIN_SAMPLES = 8
 _MIN_SPREAD = 2.0
-# Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
+# Smaller differences of speed are noise. Equal shares then keep the plan the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
-# A candidate is as good as the best one if its squared error is larger by no more than this many units of noise. A
-# device differs from the model by some per cent, whatever the noise is.
+# A candidate is as good as the best one if its squared error exceeds it by at most this many units of noise. Devices
+# deviate from the model by about one per cent, in addition to noise.
 _DOUBT = 9.0
 _SYSTEMATIC = 0.01
-# Work of this many times overhead and floor can be told from them.
+# Overhead and floor are known if some work exceeds them by this factor.
 _WORK_SHOWS = 2.0
-# Candidates for the overhead and the floor of a device, in tokens. No device has needed more than the largest.
+# Candidates for overhead and floor, in tokens. No device has needed more than the largest.
 _OVERHEADS = (0.0, *(2.0**k for k in range(3, 16)))
 _FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
-# A micro-batch that took this many times its predicted time met something else: a compilation, a busy machine.
+# A micro-batch that takes this many times its predicted time is an outlier, from a compilation or a busy machine.
 _OUTLIER = 3.0
-# The overhead of a device on which nothing is measured yet: a plan of more micro-batches is not worth it.
+# Overhead assumed before anything is measured, so large that a plan never has more micro-batches than in order.
 _UNKNOWN_OVERHEAD = 2.0**20
 
 
@@ -37,12 +36,12 @@ class CostModel:
     """Cost of a micro-batch in tokens.
 
     Args:
-        overhead_tokens: What each micro-batch costs whatever is in it (`c0`).
-        floor_tokens: Less work than this takes as long as this.
-        attention: The `q` of `L + q L^2`, per token.
-        is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
-        pad_multiple: Rows are padded to a multiple of it.
-        is_unknown: Overhead and floor are assumed, and those of the device may be far larger.
+        overhead_tokens: Constant cost of a micro-batch.
+        floor_tokens: Minimum cost of the rows of a micro-batch.
+        attention: `q` in `L + q L^2`, per token.
+        is_padded: Rows are padded to the longest of their micro-batch; False if a collator packs them.
+        pad_multiple: Rows are padded to a multiple of this number.
+        is_unknown: Overhead and floor are assumed, not measured.
     """
 
     overhead_tokens: float = 32.0
@@ -53,52 +52,52 @@ class CostModel:
     is_unknown: bool = False
 
     def padded(self, length: int) -> int:
-        """Tokens of a row when it is the longest."""
+        """Returns the padded length of a row that is the longest of its micro-batch."""
         return -(-length // self.pad_multiple) * self.pad_multiple if self.is_padded else length
 
     def row_work(self, length: int) -> float:
-        """Cost of one row that is not padded further."""
+        """Returns the cost of one row that is the longest of its micro-batch."""
         tokens = self.padded(length)
         return tokens + self.attention * tokens * tokens
 
     def work(self, lengths: Sequence[int]) -> float:
-        """Cost of the rows of one micro-batch, without overhead and floor."""
+        """Returns the cost of the rows of a micro-batch, without overhead and floor."""
         if self.is_padded:
             return len(lengths) * self.row_work(max(lengths))
         return sum(self.row_work(length) for length in lengths)
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Tokens that a micro-batch holds in memory, padding included."""
+        """Returns the tokens of a micro-batch, padding included."""
         return len(lengths) * self.padded(max(lengths)) if self.is_padded else sum(lengths)
 
     def of_work(self, work: float) -> float:
-        """Cost of a micro-batch whose rows cost `work`."""
+        """Returns the cost of a micro-batch whose rows cost `work`."""
         return self.overhead_tokens + max(self.floor_tokens, work)
 
     def to_plan_with(self) -> CostModel:
-        """The same, with an overhead for which no rank gets more micro-batches than in order, where it is unknown."""
+        """Returns the model for planning: if the overhead is unknown, plans get no additional micro-batches."""
         return replace(self, overhead_tokens=_UNKNOWN_OVERHEAD) if self.is_unknown else self
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Cost of a micro-batch with rows of these lengths."""
+        """Returns the cost of a micro-batch with rows of these lengths."""
         return self.of_work(self.work(lengths))
 
 
 def attention_factor(
     hidden_size: int, num_layers: int, num_weights: int, *, is_frozen: bool, is_causal: bool = False
 ) -> float:
-    """The `q` of `L + q L^2`: operations of attention per token and context token, over those of the matrices.
+    """Returns `q` of `L + q L^2`: FLOPs of attention per token and context token, divided by FLOPs of the matrices.
 
-    Forward, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token in attention
-    (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). Backward, attention costs twice as much;
-    so do the matrices, but once where their weights are frozen. Fused causal kernels skip the half that is masked.
+    In the forward pass, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token
+    in attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). The backward pass costs twice
+    as much, but for frozen matrices as much as the forward pass. Fused causal kernels skip the masked half.
 
     Args:
-        hidden_size: Of the model.
-        num_layers: Of the model.
+        hidden_size: Hidden size of the model.
+        num_layers: Layers of the model.
         num_weights: Elements of the matrices that each token is multiplied with.
-        is_frozen: Their weights get no gradient, as with LoRA.
-        is_causal: Tokens attend to those before them, in a kernel that computes no others.
+        is_frozen: The matrices get no gradient, as with LoRA.
+        is_causal: Attention is causal, and its kernel skips the masked half.
     """
     attention = 3 * 4 * hidden_size * num_layers * (0.5 if is_causal else 1.0)
     matrices = (2 if is_frozen else 3) * 2 * num_weights
@@ -106,13 +105,13 @@ def attention_factor(
 
 
 def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostModel:
-    """Finds overhead and floor from measured micro-batches.
+    """Fits overhead and floor to measured micro-batches.
 
-    Candidates are powers of two: the plan is not to change with each small difference of a measurement.
+    Candidates are powers of two, so that the plan does not change with small differences of measurements.
 
     Args:
-        model: What was assumed so far; returned unchanged where the samples cannot tell.
-        samples: Work of each micro-batch in tokens, and its seconds.
+        model: The current model, returned unchanged if the samples are not sufficient.
+        samples: Work in tokens and seconds of each micro-batch.
     """
     works = sorted(work for work, _ in samples)
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
@@ -125,21 +124,21 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
         if overhead <= 1.5 * most and (not floor or works[0] < floor < most / _MIN_SPREAD)
     }
     limit = min(errors.values()) * (1 + _DOUBT / len(samples)) + len(samples) * _SYSTEMATIC**2
-    # The most costly one that explains them: a plan of too many micro-batches loses more than one of too few.
+    # The most expensive of the good candidates, because too many micro-batches cost more than too few.
     best = max((pair for pair, error in errors.items() if error <= limit), key=sum)
     return replace(model, overhead_tokens=best[0], floor_tokens=best[1], is_unknown=False)
 
 
 def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:
-    """True where overhead and floor are known: some micro-batch did far more."""
+    """True if overhead and floor are known, because some micro-batch had much more work."""
     is_seen = max(work for work, _ in samples) >= _WORK_SHOWS * (model.overhead_tokens + model.floor_tokens)
     return is_seen and not model.is_unknown
 
 
 def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float], float]:
-    """How badly each candidate (overhead, floor) explains the samples.
+    """Returns the squared relative error of each candidate (overhead, floor), with the best scale.
 
-    It is the least squared relative error of `seconds = scale x (overhead + max(floor, work))` over all scales.
+    The model is `seconds = scale x (overhead + max(floor, work))`.
     """
     points = [(work, seconds, seconds**-2) for work, seconds in samples if seconds > 0]
     y, yy = sum(w * s for _, s, w in points), sum(w * s * s for _, s, w in points)
@@ -156,21 +155,21 @@ def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float],
 
 
 def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Leaves out micro-batches that took far longer than `model` says, and than most others did."""
+    """Removes micro-batches that took far longer than predicted by `model`, and than most others."""
     usual = statistics.median(seconds / model.of_work(work) for work, seconds in samples)
     middle = statistics.median(seconds for _, seconds in samples)
-    # Small ones may take as long as others: overhead and floor are found from them.
+    # Small micro-batches may take as long as others: they show overhead and floor.
     kept = [(work, s) for work, s in samples if s <= _OUTLIER * max(usual * model.of_work(work), middle)]
     return kept or list(samples)
 
 
 def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:
-    """Speed of each rank, the fastest 1.
+    """Returns the speed of each rank relative to the fastest.
 
-    Rounded, and equal where the difference is small, so that like devices get like plans.
+    Speeds are rounded, and equal if the difference is small, so that equal devices get equal shares.
 
     Args:
-        rates: Cost that each rank computes in a second, waiting for others excluded; 0 = not measured.
+        rates: Cost per second of each rank, without waiting for others; 0 = not measured.
     """
     if min(rates) <= 0 or max(rates) < _EQUAL_WITHIN * min(rates):
         return (1.0,) * len(rates)

@@ -151,8 +151,8 @@ def gathering_losses(trainer: TrainerLike) -> list[nn.Module]:
     """Returns the loss modules of sentence-transformers that can gather rows from all ranks; [] for other trainers.
 
     Such a loss compares each row of a micro-batch with all others. The loss of a part is different, because it lacks
-    the other negatives. With `gather_across_devices` a rank compares its rows with those of all ranks, and the mean over
-    ranks is the loss of the complete micro-batch.
+    the other negatives. With `gather_across_devices` a rank compares its rows with those of all ranks, and the mean
+    over ranks is the loss of the complete micro-batch.
     """
     loss = getattr(trainer, "loss", None)
     found = [each for each in (loss.values() if isinstance(loss, dict) else [loss]) if isinstance(each, nn.Module)]

@@ -1,6 +1,6 @@
-"""What was measured of this model, its device and its collator.
+"""Measures the model, the device and the collator for the planner.
 
-The shape of the model says what attention costs, two collated rows say how a batch is padded, and a stopwatch times
+The shape of the model gives the cost of attention, two collated rows show how batches are padded, and a stopwatch times
 micro-batches. `step.balance` plans with all three.
 """
 
@@ -19,24 +19,24 @@ from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.step.cost import CostModel, attention_factor
 
-# What tells a model where rows begin that lie end to end.
+# Inputs that tell a model where packed rows begin.
 _ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")
 
 
 def attention_of(model: nn.Module) -> float:
-    """The `q` of `step.cost.CostModel`, per token; 0 for a model whose config does not tell its shape."""
+    """Returns `q` of `step.cost.CostModel`, per token; 0 if the model's config does not have its shape."""
     config = text_config(model)
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
     modules: list[Any] = list(model.modules())
-    # By the names of their sizes: weights of quantised layers are packed. PEFT's layers have the sizes of those that
-    # they hold.
+    # Sizes come from attributes, because weights of quantized layers are packed. PEFT's layers repeat the sizes of
+    # their base layers.
     matrices = [m for m in modules if hasattr(m, "in_features") and hasattr(m, "out_features")]
     num_weights = sum(int(m.in_features) * int(m.out_features) for m in matrices if not hasattr(m, "base_layer"))
     if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
         return 0.0
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # transformers' attention layers say it. "eager" computes what it then masks; so does "sdpa" where rows are padded,
-    # but the long rows, with which it counts, mostly stand alone. The lengths of an encoder's rows are planned with.
+    # "eager" attention computes the masked half as well. So does "sdpa" for padded rows, but long rows, where attention
+    # matters, are mostly alone in a micro-batch. Of encoder-decoder models, the encoder's lengths are planned with.
     is_causal = any(getattr(m, "is_causal", False) is True for m in modules)
     is_causal &= not getattr(config, "is_encoder_decoder", False)
     skips = getattr(config, "_attn_implementation", None) != "eager"
@@ -46,14 +46,17 @@ def attention_of(model: nn.Module) -> float:
 
 
 def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[int], CostModel]:
-    """Compares the lengths with what the collator makes of the shortest and the longest row, and learns how it pads.
+    """Finds out how the collator pads, by collating the shortest and the longest row.
+
+    Returns:
+        The lengths, truncated as by the collator, and the cost model with its padding.
 
     Raises:
-        SetupError: It makes more of them than their lengths say, so that a plan would not hold the limit of memory.
+        SetupError: The collator makes rows longer than their lengths, so that a plan could exceed the memory.
     """
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    # Two rows each: some collators cannot do with one.
+    # Two rows each, because some collators need more than one.
     alike, both = (_collated(loader, [shortest, other]) for other in (shortest, longest))
     least, widest = alike["input_ids"].shape[-1], both["input_ids"].shape[-1]
     padded = dataclasses.replace(cost, pad_multiple=_pad_multiple(loader.collate_fn))
@@ -62,7 +65,7 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
         if widest > padded.padded(total) or not _keeps_rows_apart(both, lengths[shortest]):
             raise SetupError("the collator joins rows without telling them apart", hint="Set balance='off'.")
         return lengths, dataclasses.replace(cost, is_padded=False)
-    # A collator may cut what is too long.
+    # A collator may truncate long rows.
     cut = [min(length, widest) for length in lengths]
     if least > padded.padded(cut[shortest]) or widest > padded.padded(cut[longest]):
         raise SetupError(
@@ -74,19 +77,19 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
 
 
 def _keeps_rows_apart(batch: Mapping[str, Any], length: int) -> bool:
-    """True if attention and labels end with the first of two rows that lie end to end, which has `length` tokens."""
+    """True if two packed rows are separate in attention and labels. The first has `length` tokens."""
     labels = batch.get("labels")
     is_masked = not isinstance(labels, torch.Tensor) or not length or int(labels[0, length]) == -100
     return is_masked and any(name in batch for name in _ROW_BOUNDS)
 
 
 def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
-    """Two rows as the collator makes them: `input_ids` is 2 x longest, or 1 x all where it lays them end to end."""
+    """Collates two rows. `input_ids` has the shape (2, longest), or (1, all tokens) if the collator packs."""
     two = [loader.dataset[i] for i in rows]
     try:
         batch = loader.collate_fn(two)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # A script of one row in a micro-batch needs no collator that pads.
+        # With one row per micro-batch, a collator need not pad.
         raise SetupError(
             f"the collator cannot put two rows together ({type(error).__name__}: {str(error)[:100]})",
             hint="Set balance='off', or let it pad.",
@@ -96,33 +99,32 @@ def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
         raise SetupError("the collator makes no input_ids", hint="Set balance='off'.")
     more = [n for n, v in batch.items() if isinstance(v, torch.Tensor) and v.numel() > ids.numel()]
     if more:
-        # Their size is not counted, so that the limit of memory would not hold.
+        # Their size is not planned with, so a micro-batch could exceed the memory.
         raise SetupError(f"rows are more than their tokens: {', '.join(more)}", hint="Set balance='off'.")
     found: Mapping[str, Any] = batch
     return found
 
 
 def _pad_multiple(collate: Any) -> int:
-    # The Trainer wraps a collator that takes columns away.
+    # The Trainer may wrap the collator to remove columns.
     inner = getattr(collate, "data_collator", collate)
     return int(getattr(inner, "pad_to_multiple_of", None) or 1)
 
 
 class Stopwatch:
-    """Runs from the start of a micro-batch until the last gradient is there.
+    """Times a micro-batch from its start until its last gradient is computed.
 
-    The model's first trainable parameter gets its gradient last. In DDP the wait for other ranks comes after that, at
-    the end of the backward pass. On a GPU it reads the device's own clock, and nothing waits for the device.
+    The first trainable parameter of the model gets its gradient last. DDP waits for other ranks after that, at the end
+    of the backward pass. On a GPU, events of the device are used, which the host does not wait for.
 
     Args:
-        model: Gives the model whose parameters are trained; asked in the first micro-batch. `model_init` makes it in
-            the midst of `train()`.
-        device: Where.
+        model: Returns the model. Called in the first micro-batch, since `model_init` makes the model within `train()`.
+        device: The device of the model.
     """
 
     def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
         self._model = model
-        # What ends the watching; None = no training is under way.
+        # Removes the hook at the end; None = no training is running.
         self._open: ExitStack | None = None
         self._is_watching = False
         self._device = device
@@ -131,7 +133,7 @@ class Stopwatch:
 
     @contextmanager
     def on_model(self) -> Iterator[None]:
-        """Watches the parameter for the time of a training."""
+        """Surrounds a training."""
         try:
             with ExitStack() as self._open:
                 yield
@@ -152,12 +154,12 @@ class Stopwatch:
         self._begin = self._now()
 
     def lap(self) -> Lap | None:
-        """Called after the backward pass; None where the parameter got no gradient."""
+        """Called after the backward pass. Returns None if the parameter got no gradient."""
         return None if self._end is None else Lap(self._begin, self._end)
 
     @property
     def last_gradient(self) -> Any:
-        """When the last gradient came: `time.perf_counter`, or an event of the device; None where none has come."""
+        """Time of the last gradient: `time.perf_counter()`, or a device event; None if there is none."""
         return self._end
 
     def _now(self) -> Any:

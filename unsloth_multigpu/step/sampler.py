@@ -1,9 +1,9 @@
-"""A data loader whose every item is one optimizer step of this rank.
+"""A data loader in which each item is one optimizer step of this rank.
 
-The order of samples is the one-process run's own: the Trainer's sampler draws it on rank 0, the others receive it.
-Because one item is one step, ranks may do different numbers of micro-batches, and resuming in the middle of an epoch
-skips steps, whatever the number of ranks was. What the data set and the collator draw for a step depends on the step's
-place in the training alone, so that a step is the same whether those before it were computed or skipped.
+The order of samples is that of one process: the Trainer's sampler draws it on rank 0, and the other ranks receive it.
+Since an item is a step, ranks may have different numbers of micro-batches, and a training can resume in the middle of
+an epoch with another number of ranks. Random numbers of the data set and the collator depend only on the step's
+position in the training, so a step is the same whether earlier steps were computed or skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 
-# Gives every rank what rank 0 passes in.
+# Broadcasts rank 0's argument to every rank.
 BroadcastOrder = Callable[[Iterable[Sequence[int]]], list[list[int]]]
-# Is told rank 0's order, the state of generators at which it was drawn (None = it draws nothing), and its source.
+# Takes rank 0's order, the state of the generators before it was drawn (None = nothing is drawn), and its source.
 CompareOrder = Callable[[list[list[int]], dict[str, Any] | None, Iterable[Sequence[int]]], None]
 # Prepares a loader as accelerate does for one process.
 Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
@@ -32,13 +32,13 @@ Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 @dataclass(eq=False)
 class _StepIndex:
-    """What the sampler asks the data set for: the samples of this rank's pieces.
+    """The index that the sampler passes to the data set: a step, and how to make this rank's pieces.
 
     Args:
-        samples: Of the whole step.
-        sizes: Rows of each micro-batch that the one-process run would do in it.
-        seed: For what the data set and the collator draw.
-        make_pieces: Makes this rank's pieces, where the step is loaded: a step that is skipped needs no plan.
+        samples: Samples of the complete step.
+        sizes: Rows of each micro-batch of the step in one process.
+        seed: Seed of the data set and the collator.
+        make_pieces: Makes this rank's pieces when the step is loaded. A skipped step needs no plan.
     """
 
     samples: tuple[int, ...]
@@ -52,15 +52,15 @@ class StepSampler(BatchSampler):
     """Yields one step of this rank at a time, as a list with one element.
 
     Args:
-        reference: Loader of the one-process run; its batch sampler gives the micro-batches.
-        shape: How they are dealt.
-        broadcast: Sends rank 0's order to all.
-        compare: Compares it with that of this rank; None = it is a library's.
+        reference: The loader of one process; its batch sampler yields the micro-batches.
+        shape: How samples are dealt.
+        broadcast: Sends rank 0's order to all ranks.
+        compare: Compares it with the order of this rank; None for samplers of libraries.
 
     Attributes:
-        order_state: Of rank 0's generators when the order of this epoch was drawn; None where it does not depend on
-            them, and on other ranks.
-        resumed_order_state: The same of a resumed epoch; the next order is drawn from it.
+        order_state: State of rank 0's generators before the order of this epoch was drawn; None if the order does not
+            depend on them, and on other ranks.
+        resumed_order_state: The state of a resumed epoch, from which the next order is drawn.
     """
 
     reference: DataLoader[Any]
@@ -72,7 +72,7 @@ class StepSampler(BatchSampler):
     _epoch: int = field(init=False, default=0)
 
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
-        # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
+        # A sampler may use a random state that differs between ranks. All ranks follow rank 0's order.
         batches = self.broadcast(self._draw_order())
         if self.compare is not None:
             assert self.reference.batch_sampler is not None
@@ -83,7 +83,7 @@ class StepSampler(BatchSampler):
             sizes = tuple(map(len, step))
             seed = draw_seed(self.shape.rank_seed, self._epoch, place)
             make = None if self.shape.planner is None else self.shape.planner(samples, sizes)
-            # A worker of the loader gets no planner: it holds the trainer.
+            # The planner holds the trainer, which a worker of the loader must not get.
             dealt_by = replace(self.shape, planner=None)
             yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
 
@@ -98,22 +98,22 @@ class StepSampler(BatchSampler):
         return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Lets the one-process sampler draw the order of `epoch`."""
+        """Sets the epoch of the sampler of one process."""
         self._epoch = epoch
         self.reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 class StepLoader(DataLoader[Any]):
-    """Loads whole steps; made by `step_loader`.
+    """Loads optimizer steps. Made by `step_loader`.
 
     Attributes:
-        one_process: The loader that one process has in its place, with the script's own data set and batches.
+        one_process: The corresponding loader of one process, with the script's own data set and batches.
     """
 
     one_process: DataLoader[Any]
 
     def __len__(self) -> int:
-        """Steps of an epoch. TypeError for a stream whose data set does not say its length."""
+        """Returns the steps of an epoch. TypeError for a stream without a length."""
         return self.dataset.num_steps() if isinstance(self.dataset, StepStream) else super().__len__()
 
     @property
@@ -126,7 +126,7 @@ class StepLoader(DataLoader[Any]):
         return self._steps.shape  # type: ignore[no-any-return]
 
     def deal(self, shape: StepShape) -> None:
-        """Deals samples by another shape, from the next epoch on."""
+        """Changes how samples are dealt from the next epoch on."""
         self._steps.shape = shape
 
     def set_epoch(self, epoch: int) -> None:
@@ -141,18 +141,18 @@ def step_loader(
     broadcast: BroadcastOrder,
     compare: CompareOrder | None = None,
 ) -> StepLoader:
-    """Turns the loader that a Trainer built for one process into this rank's loader of whole steps.
+    """Converts a Trainer's data loader into this rank's loader of optimizer steps.
 
     Args:
-        loader: As the Trainer built it, not yet prepared by accelerate.
+        loader: The Trainer's loader, not yet prepared by accelerate.
         shape: How samples are dealt.
         reference: Prepares a loader as accelerate does for one process.
         broadcast: Sends rank 0's order to all ranks.
-        compare: Compares it with a rank's own, where the script's own sampler draws it.
+        compare: Compares it with a rank's own order, if the script defines the sampler.
 
     Raises:
-        SetupError: The data set gives whole batches. There are fewer rows than a batch, and incomplete ones are
-            dropped. Or the script's sampler has divided the rows among the ranks.
+        SetupError: The data set yields ready batches; there are fewer rows than a batch with `drop_last`; or the
+            script's sampler has divided the rows among the ranks.
     """
     assert loader.collate_fn is not None
     if loader.batch_sampler is None:
@@ -188,7 +188,7 @@ def step_loader(
         _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
         collate_fn=_only,
-        # It seeds the workers before the sampler is asked for the order, which it may draw from the same generator.
+        # Workers are seeded before the sampler draws the order, possibly from the same generator.
         generator=loader.generator,
         pin_memory=loader.pin_memory,
         **worker_settings(loader),
@@ -198,13 +198,13 @@ def step_loader(
 
 
 def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a loader that say how its rows are read."""
+    """Returns the arguments of a loader that configure how rows are read."""
     names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(loader, name) for name in (*names, "timeout")}
 
 
 class _StepDataset(Dataset[Any]):
-    """Looks up and collates a whole step. A class, because worker processes may receive it pickled."""
+    """Looks up and collates the rows of a step. A class, because worker processes may receive it pickled."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
@@ -219,9 +219,9 @@ class _StepDataset(Dataset[Any]):
         return step
 
     def rows_of(self, indices: Sequence[int]) -> Rows:
-        """Looks rows up."""
+        """Returns the rows with these indices."""
         indices = list(indices)
-        # Hugging Face data sets read many rows at once much faster than one by one.
+        # Hugging Face data sets read many rows at once much faster.
         if hasattr(self._dataset, "__getitems__"):
             return list(self._dataset.__getitems__(indices))
         return [self._dataset[i] for i in indices]
@@ -231,19 +231,19 @@ class _StepDataset(Dataset[Any]):
 
 
 def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """What draws the order of its rows: the sampler of batches, and that of rows, which it may ask."""
+    """Returns the objects that draw the order of rows: the batch sampler, and its row sampler if it has one."""
     rows = getattr(loader.batch_sampler, "sampler", None)
     return [loader.batch_sampler] if rows is None else [loader.batch_sampler, rows]
 
 
 def own_samplers(loader: DataLoader[Any]) -> list[str]:
-    """Names of the classes of those that the script wrote."""
+    """Returns class names of samplers that the script defines."""
     classes = map(type, _samplers_of(loader))
     return [each.__name__ for each in classes if not is_library(each.__module__)]
 
 
 def _refuse_divided(loader: DataLoader[Any]) -> None:
-    """A sampler for one of several ranks has a part of the rows: all that there is of them in rank 0's order."""
+    """Refuses a distributed sampler: rank 0's order would only have rank 0's part of the rows."""
     for sampler in _samplers_of(loader):
         if (num_parts := getattr(sampler, "num_replicas", None) or 1) > 1:
             raise SetupError(

@@ -1,4 +1,4 @@
-"""Which batches of an evaluation does this rank compute? Whole ones of one process, in turn with the other ranks."""
+"""Divides the batches of an evaluation among the ranks, which take the batches of one process in turn."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from unsloth_multigpu.wire.digest import digest_int64
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What a rank computes of an evaluation.
+    """A rank's share of an evaluation.
 
     Args:
-        loader: Gives this rank's batches, on its device.
-        turns: Whose turn each batch is.
-        rows_kept: Of the last batch: to how many rows accelerate cuts in one process what it gives; None = it does not.
+        loader: Yields this rank's batches, on its device.
+        turns: Assigns batches to ranks.
+        rows_kept: Returns to how many rows accelerate truncates the gathered last batch in one process; None = it does
+            not.
     """
 
     loader: Any
@@ -39,14 +40,14 @@ class Share:
 
 @dataclass(eq=False)
 class Turns:
-    """This rank's part of the batches of one process: batch `i` is for rank `i % num_ranks`.
+    """Yields this rank's part of the batches of one process: batch `i` is for rank `i % num_ranks`.
 
-    Ranks meet in each round. One that has no batch in the last round gets the first batch again, as a filler.
+    The ranks synchronize in each round. A rank without a batch in the last round gets the first batch as a filler.
 
     Args:
-        batches: Of one process: indices, or rows.
-        read: Begins a pass over them.
-        meet: Called with each round that was read; with an empty one at the end.
+        batches: Batches of one process, as indices or rows.
+        read: Starts a pass over the batches.
+        meet: Called with each round of batches, and with an empty one at the end.
     """
 
     batches: Any
@@ -54,7 +55,7 @@ class Turns:
     rank: int
     num_ranks: int
     meet: Callable[[list[Any]], None] = lambda _: None
-    # Of one process; known when the last round is given out.
+    # Number of batches of one process, known in the last round.
     num_batches: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -86,15 +87,15 @@ class Turns:
 
 
 def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole: bool) -> Share | None:
-    """A rank's share of an evaluation; None for what stays accelerate's.
+    """Returns a rank's share of an evaluation; None if accelerate divides it.
 
-    That are trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
-    `eval_do_concat_batches=False`), loaders that are divided in a way that cannot be undone, loaders without
-    batches, and what is no loader.
+    These are trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
+    `eval_do_concat_batches=False`), loaders whose division cannot be undone, loaders without batches, and other
+    iterables.
 
     Args:
-        loader: As the evaluation loop was given it.
-        is_whole: It was prepared as for one process.
+        loader: The loader that the evaluation loop got.
+        is_whole: The loader was prepared as for one process.
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 
@@ -106,7 +107,7 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
     is_stream = isinstance(loader.dataset, IterableDataset)
     is_dispatcher = type(loader) is DataLoaderDispatcher
     asked = trainer.accelerator.dataloader_config.dispatch_batches
-    # As of one process, for which accelerate dispatches as well.
+    # accelerate dispatches in one process as well.
     is_dispatched = is_dispatcher or (is_whole and (is_stream if asked is None else asked))
     if is_stream:
         if not (is_whole or is_dispatcher or type(loader) is DataLoader):
@@ -123,7 +124,7 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
     is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
     def read() -> Iterable[Any]:
-        # All ranks draw, so that their generators stay alike; rank 0's draw counts.
+        # All ranks draw an order, so that their generators stay equal, and use rank 0's.
         return batches if is_in_order else manager.broadcast_batches(list(batches))
 
     turns = Turns(batches, read, manager.identity.rank, world_size)
@@ -145,7 +146,7 @@ def _rows_kept(loader: Any, batch_size: int | None, is_dispatched: bool) -> Call
     if is_dispatched:
         return ignorant_find_batch_size  # type: ignore[no-any-return]
     try:
-        # A loader that accelerate has not prepared has no such attribute, and nothing is cut.
+        # A loader that accelerate has not prepared lacks the attribute, and nothing is truncated.
         rest = 0 if getattr(loader, "_drop_last", True) else len(loader.dataset) % int(batch_size or 0)
     except (TypeError, NotImplementedError, ZeroDivisionError):  # As accelerate does where a length is not known.
         rest = 0
@@ -184,7 +185,7 @@ def _share_of_stream(
 
 
 class _StreamLoader:
-    """This rank's batches of a stream that each rank reads whole; only these are collated.
+    """Yields this rank's batches of a stream. Each rank reads the complete stream and collates only its batches.
 
     Attributes:
         dataset: The stream.
@@ -201,7 +202,7 @@ class _StreamLoader:
             yield send_to_device(self._collate(rows), self._device)
 
     def __len__(self) -> int:
-        """TypeError where the stream does not say its length."""
+        """Returns the number of batches. TypeError if the stream has no length."""
         return len(self._turns)
 
 
@@ -210,21 +211,21 @@ def _as_it_is(row: Any) -> Any:
 
 
 class EvaluationLoaders:
-    """Loaders for evaluations: the batches of one process for who reads them, divided where an evaluation loop does."""
+    """Loaders of evaluations. Scripts read the batches of one process from them, evaluation loops a rank's share."""
 
     def __init__(self) -> None:
-        # Loader of one process -> what divides the same one as accelerate does, once.
+        # Loader of one process -> function that returns accelerate's divided loader, made once.
         self._divided: WeakKeyDictionary[DataLoader[Any], Callable[[], Any]] = WeakKeyDictionary()
-        # A share is of one trainer and one manager.
+        # A share belongs to one trainer and one manager.
         self._shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
 
     @contextmanager
     def building(self, trainer: TrainerLike) -> Iterator[None]:
-        """Loaders that the Trainer builds while the context is open have the batches of one process."""
+        """Makes loaders that the Trainer builds meanwhile have the batches of one process."""
 
         def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
             whole = as_one_process(trainer, loader, is_placed=True)
-            # Once: the workers of a loader may live as long as it does.
+            # Made once, because worker processes may live as long as the loader.
             self._divided[whole] = functools.cache(functools.partial(divide, loader, *args, **kwargs))
             return whole
 
@@ -232,16 +233,16 @@ class EvaluationLoaders:
             yield
 
     def is_whole(self, loader: Any) -> bool:
-        """True for one that was built here: each rank that reads it reads all rows."""
+        """True for a loader built in `building`, from which each rank reads all rows."""
         return isinstance(loader, DataLoader) and loader in self._divided
 
     def divided(self, loader: Any) -> Any:
-        """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
+        """Returns accelerate's divided loader for one built in `building`; other loaders unchanged."""
         divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None
         return loader if divide is None else divide()
 
     def share(self, trainer: TrainerLike, manager: DDPManager, loader: Any) -> Share | None:
-        """What this rank computes of an evaluation over a loader, see `share_of`: made once, as are its workers."""
+        """Returns this rank's share of an evaluation over a loader, see `share_of`. It is made once."""
         if not isinstance(loader, DataLoader):
             return None
         found = self._shares.get(loader)

@@ -1,4 +1,4 @@
-"""Whole optimizer steps of a data set without random access."""
+"""Optimizer steps from a data set without random access."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unsloth_multigpu.wire.digest import digest_of
 
 
 class StepStream(IterableDataset[Step]):
-    """Whole steps of a data set without random access: every rank reads the whole stream and keeps its share.
+    """Yields optimizer steps of a stream. Every rank reads the complete stream and keeps its share.
 
-    A pass may end with fewer micro-batches than a step has. As in one process they are a step of their own where the
-    data set has said its length; else they are not a step: their gradient stays until the first step of the next pass,
-    which adds its own. Both parts are divided by themselves. So they are that step's `left_over` here, and those of the
-    last pass are never computed.
+    A pass may end with fewer micro-batches than a step has. If the data set has a length, they are a step of their own,
+    as in one process. Otherwise Hugging Face's loop keeps their gradient until the first step of the next pass, which
+    adds its own; each part has its own divisor. Here they are the `left_over` of that step. Those of the last pass are
+    never computed.
 
     Args:
-        reference: Loader of the one-process run whose collator returns the rows as they are.
+        reference: The loader of one process, with a collator that returns the rows unchanged.
         shape: How rows are dealt.
         collate: The Trainer's collator.
     """
@@ -41,38 +41,38 @@ class StepStream(IterableDataset[Step]):
         self._digest = ""
 
     def __len__(self) -> int:
-        """Rows of a pass, where the data set says it. TypeError where it does not."""
+        """Returns the rows of a pass. TypeError if the data set has no length."""
         return len(self._reference.dataset)  # type: ignore[arg-type]
 
     def num_steps(self) -> int:
-        """Steps of a pass, where the data set says its length. TypeError where it does not."""
+        """Returns the steps of a pass. TypeError if the data set has no length."""
         return -(-len(self._reference) // self.shape.num_accumulated)
 
     def cursor(self) -> dict[str, int]:
-        """How often the stream was read before, and how many "steps" and "samples" of this pass were given out."""
+        """Returns the number of earlier passes ("epoch"), and the "steps" and "samples" yielded in this pass."""
         return dict(self._cursor)
 
     def go_on(self, cursor: Mapping[str, int], num_skipped: int) -> None:
-        """Lets the first pass be the one that a checkpoint was written in.
+        """Starts with the pass in which a checkpoint was written.
 
         Args:
-            cursor: Of the checkpoint.
-            num_skipped: Items that the caller drops before it takes one: all steps of the training, where it counts
-                a stream without length that was read several times as one.
+            cursor: The cursor in the checkpoint.
+            num_skipped: Items that the caller drops first. For a stream without a length these are all steps of the
+                training, since the caller counts all passes as one.
         """
         length = self._num_micro_batches()
         if length is not None:
-            # The caller counts its passes, and tells them by `set_epoch`.
+            # The caller counts passes itself, and calls `set_epoch`.
             num_skipped %= self.num_steps()
             if not num_skipped:
                 return
         self._num_skipped = num_skipped
-        # The caller's own count begins again with each process.
+        # The caller's count of passes starts at 0 in each process.
         self._next_epoch = cursor["epoch"]
         self._cursor = dict(cursor)
 
     def digest(self) -> str:
-        """Of the first row of each step that was read: ranks that read other rows do not share one stream."""
+        """Returns a digest of the first row of each step. It differs if ranks read different rows."""
         return self._digest
 
     def __iter__(self) -> Iterator[Step]:
@@ -97,7 +97,7 @@ class StepStream(IterableDataset[Step]):
                 return
             if not batch:
                 return
-            # Before a collator writes into its rows, which are other ones on each rank.
+            # Before collating, because a collator may change rows, and each rank collates others.
             self._digest = digest_of([self._digest, plain_values(batch[0][0])])
             self._cursor["steps"] += 1
             self._cursor["samples"] += sum(map(len, batch))
@@ -105,7 +105,7 @@ class StepStream(IterableDataset[Step]):
                 yield _SKIPPED
                 continue
             step = self._collated(batch, step_index)
-            # In a resumed pass it was part of a step that is skipped.
+            # In a resumed pass, the left-over belongs to a skipped step.
             step.left_over, self._left_over = self._left_over, None
             yield step
 
