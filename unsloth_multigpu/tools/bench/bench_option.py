@@ -21,7 +21,7 @@ MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
     "1b": (2048, 16, 32000),
 }
 HEAD_SIZE = 64
-# The maximum is this many standard deviations above the median. With lognormal:150:1024, 60 % of random batches of 8 is
+# The maximum is this many standard deviations above the median. With lognormal:75:512, 60 % of random batches of 8 is
 # padding, as in instruction data.
 _MAX_AT = 2.1
 # A causal loss needs a second token to predict.
@@ -55,7 +55,7 @@ def _check_lengths(name: str, value: str) -> str:
     is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
     if not is_known or min(numbers) < _FEWEST_TOKENS or sorted(numbers) != numbers:
         expected = "lognormal:MEDIAN:MAX or fixed:N (tokens, at least 2)"
-        raise ConfigError(f"{name}={value!r}; expected {expected}.", hint="Leave it out for lognormal:150:1024.")
+        raise ConfigError(f"{name}={value!r}; expected {expected}.", hint="Leave it out for lognormal:75:512.")
     return value
 
 
@@ -102,12 +102,12 @@ class BenchOptions(Arguments):
     library: Annotated[str, Option(_MODEL, words=_LIBRARIES)] = TRANSFORMERS
     four_bit: Annotated[bool, Option(_MODEL)] = False
     optim: Annotated[str, Option(_MODEL, shown="NAME")] = "adamw_torch"
-    lengths: Annotated[str, Option(_SAMPLES, check=_check_lengths, shown="SPEC")] = "lognormal:150:1024"
+    lengths: Annotated[str, Option(_SAMPLES, check=_check_lengths, shown="SPEC")] = "lognormal:75:512"
     padding_free: Annotated[bool, Option(_SAMPLES)] = False
     batch_size: Annotated[int, Option(_SAMPLES, least=1)] = 8
     accumulation: Annotated[int, Option(_SAMPLES, least=1)] = 1
     seed: Annotated[int, Option(_SAMPLES)] = 0
-    # With the defaults a bench takes about three minutes on two cores.
+    # With the defaults a bench takes about two minutes on two cores.
     steps: Annotated[int, Option(_RUN, least=1)] = 2
     warmup: Annotated[int | None, Option(_RUN, otherwise="2; 20 on GPUs")] = None
     repeats: Annotated[int, Option(_RUN, least=1)] = 3
