@@ -1,4 +1,4 @@
-"""What the comparison of a step with that of one process has found, and how it is said. Needs no torch."""
+"""The result of comparing a step with one process, and its text. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-# How much more the gradient of a single parameter may differ by rounding than that of all together.
+# The gradient of a single parameter may differ by this many times the bound for all parameters together.
 _OF_ONE = 20.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a gradient is from another one.
+    """The difference of two gradients.
 
     Args:
-        norm: Of the first.
-        other_norm: Of the second.
-        off: Norm of their difference by `norm`; inf where one of them alone is not finite, nan where both are not.
-        worst: The parameter whose own gradient differs most, relative to its norm.
-        worst_off: By how much.
+        norm: Norm of the first gradient.
+        other_norm: Norm of the second gradient.
+        off: Norm of their difference divided by `norm`; inf if only one of them is not finite, nan if both are not.
+        worst: The parameter whose gradient has the largest relative difference.
+        worst_off: The relative difference of that gradient.
     """
 
     norm: float
@@ -29,19 +29,19 @@ class Difference:
     worst_off: float = 0.0
 
     def is_within(self, bound: float) -> bool:
-        """True where gradients are equal but for rounding; those that are not finite are not told apart."""
+        """True if the gradients are equal up to rounding, or both are not finite."""
         return math.isnan(self.off) or (self.off <= bound and not self.worst_off > _OF_ONE * bound)
 
 
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
-    """What a step takes: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
+    """Describes the times of a step: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
 
-    Where the ranks take longer, it ends with "(1.90 times slower)".
+    If the ranks take longer, it ends with "(1.90 times slower)".
 
     Args:
-        one_s: Seconds as one process.
-        dealt_s: Seconds as the ranks share it, above 0.
-        num_ranks: That share it; 1 = a planner deals it.
+        one_s: Seconds in one process.
+        dealt_s: Seconds on the ranks, above 0.
+        num_ranks: Number of ranks; 1 = one process with a planner.
     """
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "one rank, as planned"
     times = f"{one_s / dealt_s:.2f} times as fast" if dealt_s <= one_s else f"{dealt_s / one_s:.2f} times slower"
@@ -50,22 +50,21 @@ def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One step, as one process computes it and as the ranks share it.
+    """The comparison of a step on the ranks with the same step in one process.
 
     Args:
-        step: Its number, from 1 on.
-        num_ranks: That share it.
+        step: Number of the step, from 1.
+        num_ranks: Number of ranks.
         num_compared: Micro-batches of one process that were compared.
-        num_references: Those of the step.
-        difference: Of the gradients; None where they were not compared.
-        bound: Largest relative difference that rounding makes in this precision.
-        one_s: Seconds of these micro-batches as one process; nan = not measured.
-        dealt_s: Seconds as the ranks share them.
-        unproven: Why they were not compared, in words; "" = they were.
-        draws: What draws random numbers in the training, of which ranks have others than one process; it is compared
-            without.
-        counts: What the script counts on each rank by itself, and otherwise than in one process: it may change a later
-            step.
+        num_references: Micro-batches of the step in one process.
+        difference: Difference of the gradients; None if they were not compared.
+        bound: Largest relative difference due to rounding in this precision.
+        one_s: Seconds of these micro-batches in one process; nan = not measured.
+        dealt_s: Seconds on the ranks.
+        unproven: Why the gradients were not compared; "" = they were.
+        draws: What draws random numbers in the training, which differ from those of one process. The comparison uses
+            equal ones.
+        counts: Counters of the script that differ from those of one process, and may change a later step.
     """
 
     step: int
@@ -82,7 +81,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """The gradients are equal but for rounding."""
+        """True if the gradients are equal up to rounding."""
         return self.difference is not None and not self.unproven and self.difference.is_within(self.bound)
 
     @property
@@ -94,7 +93,7 @@ class Comparison:
         return math.isfinite(self.one_s) and self.dealt_s > 0
 
     def in_short(self) -> str:
-        """For a table: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
+        """Returns a short form: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
         if self.unproven or self.difference is None:
             return f"{self._what}: not compared"
         times = f", {self.one_s / self.dealt_s:.2f} times as fast" if self._is_timed else ""
@@ -114,7 +113,7 @@ class Comparison:
         return f"{what}: {seconds}{size} {self.difference.off:.1e}{draws}{counts}"
 
     def values(self) -> dict[str, Any]:
-        """As JSON values, for files and reports; None for what is no number."""
+        """Returns JSON values for files and reports; None for numbers that are not finite."""
         found = self.difference
         numbers = {
             "difference": math.nan if found is None else found.off,

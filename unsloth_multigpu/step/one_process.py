@@ -1,4 +1,4 @@
-"""What one process has, in a rank of several: its batches, read without another rank, and its number of ranks."""
+"""Lets code in a rank see one process: the batches of one process, and a world size of 1."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False
     """Prepares a loader as accelerate does for one process.
 
     Args:
-        trainer: Whose options of accelerate count.
-        loader: As the Trainer built it, not yet prepared.
-        is_placed: Batches come to the Trainer's device.
-        is_seedable: The order of a random sampler depends on seed and epoch alone, where accelerate is asked for that.
+        trainer: The trainer with accelerate's options.
+        loader: A loader that is not prepared yet.
+        is_placed: Move batches to the Trainer's device.
+        is_seedable: Allow accelerate's `use_seedable_sampler`.
     """
     from accelerate.data_loader import prepare_data_loader
 
@@ -28,7 +28,7 @@ def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False
     if is_placed:
         placing = {"put_on_device": True, "device": trainer.args.device}
         placing["non_blocking"] = accelerator.dataloader_config.non_blocking
-    # Without `rng_types` and `dispatch_batches` no rank waits for another one.
+    # Without `rng_types` and `dispatch_batches` there are no collectives.
     return prepare_data_loader(
         loader,
         num_processes=1,
@@ -42,7 +42,7 @@ def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False
 
 @contextmanager
 def batches_of_one_process(trainer: TrainerLike) -> Iterator[None]:
-    """Loaders that the Trainer builds while the context is open have the batches of one process."""
+    """Makes loaders that the Trainer builds meanwhile have the batches of one process."""
 
     def prepare(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
         return as_one_process(trainer, loader, is_placed=True)
@@ -52,18 +52,18 @@ def batches_of_one_process(trainer: TrainerLike) -> Iterator[None]:
 
 
 def is_being_dealt(trainer: TrainerLike) -> bool:
-    """True while the loader of a training that we steer is built: it is divided there."""
+    """True while the step feed builds the loader of a training, which it divides itself."""
     return isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered)
 
 
 class StateView:
-    """A state of accelerate that tells other numbers: what a subclass does not define is the state's own."""
+    """A proxy of accelerate's state. Subclasses override single attributes."""
 
     def __init__(self, state: Any) -> None:
         object.__setattr__(self, "_state", state)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_state":  # Of a copy, which has none yet.
+        if name == "_state":  # A copy does not have it yet.
             raise AttributeError(name)
         return getattr(self._state, name)
 
@@ -75,7 +75,7 @@ class StateView:
 
 
 class _Alone(StateView):
-    """It is of one process."""
+    """The state of a single process."""
 
     num_processes = 1
     process_index = local_process_index = 0
@@ -84,9 +84,9 @@ class _Alone(StateView):
 
 @contextmanager
 def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
-    """`accelerator` and `args` tell of rank 0 of one process while the context is open, and nothing else changes.
+    """Makes `accelerator` and `args` report rank 0 of one process while the context is open.
 
-    A loss of a script is then the one that it is in one process. Collectives still reach all ranks.
+    A loss that reads them is then that of one process. Collectives still reach all ranks.
     """
     with ExitStack() as stack:
         for owner, name in ((trainer.accelerator, "state"), (trainer.args, "distributed_state")):
@@ -96,15 +96,15 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
 
 
 def seen_alone(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While it is open, a loss that the script wrote sees rank 0 of one process."""
+    """Makes a loss defined by the script see rank 0 of one process while the context is open."""
     return counted_as_one_process(trainer) if is_of_script(trainer, compute_loss) else nullcontext()
 
 
 @contextmanager
 def without_other_ranks() -> Iterator[None]:
-    """A script's own code finds no process group while the context is open: its exchanges would meet copies of itself.
+    """Makes `torch.distributed` report no default process group while the context is open.
 
-    A script that trains in one process asks before it exchanges. Libraries name the group that they mean.
+    A script that also trains in one process asks before it uses collectives. Libraries pass a group explicitly.
     """
     import torch.distributed as dist
 

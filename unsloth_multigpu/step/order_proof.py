@@ -1,7 +1,7 @@
-"""Computes the gradient of a step with the trainer's own micro-batches and with others of the same rows, and compares.
+"""Compares the gradient of the trainer's own micro-batches with that of other micro-batches of the same rows.
 
-Nothing has to be known about the loss or the model. Both passes begin with the same weights, buffers, random numbers
-and state of the script, and leave them as they were; dropout is off, and no gradient is sent.
+No knowledge of the loss or the model is needed. Both passes start from the same weights, buffers, random state and
+script state, and restore them. Dropout is off, and gradients are not synchronized.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from unsloth_multigpu.step.snapshot import Still, kept_training_state
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
-# Both passes are made once more, for their time, where they are quicker than this together: kernels compile in the
-# first one.
+# If both passes take less time than this, they are timed again: kernels compile in the first pass.
 _TIMED_AGAIN_S = 20.0
 
 MicroBatches = Sequence[Mapping[str, Any]]
@@ -34,12 +33,12 @@ MicroBatches = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class OrderDifference:
-    """What two orders of the completions of a step do.
+    """The difference between two orders of the completions of a step.
 
     Args:
-        of_gradient: Of the mean over ranks.
-        one_s: Seconds of forward and backward passes in the first order, on the slowest rank.
-        other_s: The same in the other one.
+        of_gradient: Difference of the gradients, averaged over ranks.
+        one_s: Seconds of the forward and backward passes in the first order, on the slowest rank.
+        other_s: Seconds in the other order.
     """
 
     of_gradient: Difference
@@ -48,7 +47,7 @@ class OrderDifference:
 
 
 class OrderProof:
-    """Compares two orders of one training's completions.
+    """Compares two orders of completions.
 
     Args:
         trainer: A trainer whose `training_step` takes what `_prepare_inputs` returns.
@@ -61,20 +60,20 @@ class OrderProof:
         self._trainer = trainer
         self._manager = manager
         self._beat = beat
-        # Parameters that a pass has used, where DDP looks for those that are not used.
+        # Parameters used by a pass, if DDP searches for unused ones.
         self._used: list[nn.Parameter] = []
         self.called: tuple[Any, Any, Any] = (None, None, None)
 
     def compared(self, one: MicroBatches, other: MicroBatches, *, is_timed: bool) -> OrderDifference:
-        """Both passes. Collective.
+        """Runs both passes. Collective.
 
         Args:
             one: The trainer's own micro-batches on this rank.
-            other: The same completions of all ranks, in as many micro-batches.
-            is_timed: The times are to be shown.
+            other: The same completions of all ranks, in the same number of micro-batches.
+            is_timed: The times will be shown.
 
         Raises:
-            SetupError: What can be computed in one order cannot in the other.
+            SetupError: The loss can be computed in the first order only.
         """
         mine, one_s = self.gradient(one)
         try:
@@ -91,20 +90,20 @@ class OrderProof:
             self._zero_used()
         ranks = self._manager.gather_floats([*mine, *theirs])
         ones, others = [row[: len(mine)] for row in ranks], [row[len(mine) :] for row in ranks]
-        # Sharded gradients are means already. What is not finite has no mean.
+        # Sharded gradients are means over ranks already. Values that are not finite have no mean.
         if not has_shards(self._trainer.model) and all(math.isfinite(value) for row in ranks for value in row):
             ones, others = [mean_of(ones)], [mean_of(others)]
         return OrderDifference(difference(ones, others, names_of(self._trainer.model)), one_s, other_s)
 
     def gradient(self, micro_batches: MicroBatches) -> tuple[list[float], float]:
-        """A sketch of this rank's gradient, and the seconds of the slowest rank. Collective."""
+        """Returns a sketch of this rank's gradient, and the seconds of the slowest rank. Collective."""
         trainer, (model, inputs, num_items) = self._trainer, self.called
         device, accelerator = trainer.args.device, trainer.accelerator
         is_synced_before = accelerator.gradient_state.sync_gradients
         training_step = unsteered(trainer.training_step)
-        # Not the wrapper: it would count the pass as one of its own.
+        # DDP's wrapper would take this pass for a pass of the training.
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._manager.gather_floats([0.0])  # All ranks begin at once.
+        self._manager.gather_floats([0.0])  # All ranks start at the same time.
         with ExitStack() as stack:
             for context in (kept_training_state(trainer), tried_pass(trainer.model), Still()):
                 stack.enter_context(context)
@@ -115,11 +114,11 @@ class OrderProof:
                 self._beat.mark()
                 is_last = i == len(micro_batches) - 1
                 accelerator.gradient_state._set_sync_gradients(is_last)
-                # The gradient of sharded ranks is a mean of equal ones.
+                # Sharded ranks all compute the same gradient here, so its mean is unchanged.
                 is_synced = is_last and has_shards(trainer.model)
                 if is_synced:
-                    # The loop is within this context in the first micro-batches of a step, and its end lets the
-                    # gradients of shards meet: what has not met would be added to the next pass.
+                    # The loop may be within `no_sync`. Leaving such a context turns the reduction of shards on again:
+                    # otherwise this gradient would be added to that of the next pass.
                     with accelerator.no_sync(model):
                         pass
                 given = instance_attribute(trainer, "_prepare_inputs", lambda *_, of=micro_batch: dict(of))
@@ -132,7 +131,7 @@ class OrderProof:
         return found, max(row[0] for row in self._manager.gather_floats([seconds]))
 
     def _zero_used(self) -> None:
-        """DDP counts what a pass by itself has used as used in the next exchange, and wants a gradient of it there."""
+        """Gives parameters of a pass a zero gradient: DDP takes them for used in its next all-reduce."""
         for parameter in self._used:
             if parameter.grad is None:
                 parameter.grad = zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Which code of a training step did the script write? No table of ours can know what that code does."""
+"""Finds out which code of a training step the script defines. Its effect is not known in advance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import unsteered
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
-# Libraries that a training uses. They may be installed in a folder of their own, as a clone is.
+# Libraries of a training, which may also be installed in another folder, such as a clone.
 _LIBRARIES = frozenset(
     {
         "accelerate",
@@ -33,16 +33,16 @@ _LIBRARIES = frozenset(
         "unsloth_zoo",
     }
 )
-# What Unsloth writes beside a script when it compiles a model, and code that comes with a model from the Hub.
+# Modules that Unsloth generates when it compiles a model, and code that comes with a model from the Hub.
 _GENERATED = ("Unsloth", "unsloth_compiled_module_", "transformers_modules")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
-# Whose trainers compute losses that we know.
+# Libraries whose trainers have known losses.
 _KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
 
 
 @functools.cache
 def is_library(module: str) -> bool:
-    """True for what is installed or a part of Python, False for the script and the modules in its folder."""
+    """True for installed modules and those of Python, False for the script and modules in its folder."""
     root = module.partition(".")[0]
     if root == "__main__":
         return False
@@ -53,7 +53,7 @@ def is_library(module: str) -> bool:
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
-    """The script's own code in a step, in words.
+    """Names the parts of a step that the script defines.
 
     Args:
         loader: The `StepLoader` of the training.
@@ -70,37 +70,37 @@ def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
 
 
 def hooked(model: nn.Module) -> Iterator[str]:
-    """Names of parameters with hooks of the script's own on their gradients. Those of libraries are known."""
+    """Yields names of parameters with gradient hooks of the script. Hooks of libraries are left out."""
     for name, parameter in model.named_parameters():
         later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         hooks: Any = [*(parameter._backward_hooks or {}).values(), *later.values()]
         for hook in hooks:
-            function = getattr(hook, "func", hook)  # Of a functools.partial.
+            function = getattr(hook, "func", hook)  # functools.partial
             if not is_library(getattr(function, "__module__", None) or type(function).__module__):
                 yield name
 
 
 def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
+    """Returns the class of transformers, TRL or Unsloth that defines the loss; "" if the script does."""
     owner = _owner_of(trainer, "compute_loss")
     is_method = getattr(compute_loss, "__self__", None) is trainer
-    # TRL marks some trainers by a text instead of the function.
+    # Some TRL trainers have a text here instead of a function.
     if not is_method or callable(trainer.compute_loss_func) or not owner.__module__.startswith(_KNOWN_AUTHORS):
         return ""
     return owner.__name__.removeprefix("_Unsloth")
 
 
 def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
-    """True where the script wrote the loss, or the model that computes it: it may read the number of ranks."""
+    """True if the script defines the loss or the model that computes it, which may read the number of ranks."""
     model = class_of(base_model(trainer.model))
     return not author_of(trainer, compute_loss) or not model.__module__.startswith(_STOCK_MODELS)
 
 
 def has_own_step(trainer: TrainerLike) -> bool:
-    """True where `training_step` may compute its loss by itself.
+    """True if `training_step` may compute the loss without `compute_loss`.
 
-    That is one that the script wrote, in a class of its own or for the one object, and one of a library's class that
-    has no `compute_loss` beside it (`OnlineDPOTrainer`).
+    That is the case if the script overrides it, in a class or on the object, or if a library's class overrides it
+    without `compute_loss` (`OnlineDPOTrainer`).
     """
     is_replaced = getattr(unsteered(trainer.training_step), "__self__", None) is not trainer
     owner = _owner_of(trainer, "training_step")
@@ -109,12 +109,12 @@ def has_own_step(trainer: TrainerLike) -> bool:
 
 
 def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """The name of the loss that a user knows."""
+    """Returns the name of the loss for messages."""
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
     if getattr(compute_loss, "__self__", None) is not trainer:
         return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
-    if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # Of sentence-transformers.
+    if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # sentence-transformers
         return f"the loss {type(loss).__name__}"
     owner = _owner_of(trainer, "compute_loss")
     if owner.__module__.startswith("transformers."):

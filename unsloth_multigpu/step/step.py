@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: how it is dealt, and its collated micro-batches."""
+"""One optimizer step of a rank: how it is dealt, and its collated micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unsloth_multigpu.step.deal import Piece, Plan, deal_step, in_lockstep
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
-# Makes a plan. It can be pickled, so that the worker of a loader can call it.
+# Makes a plan. It can be pickled, so that a worker of a loader can call it.
 MakePlan = Callable[[], Plan]
 
 
@@ -24,16 +24,16 @@ class StepShape:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        num_accumulated: Micro-batches of one step of the one-process run.
+        num_accumulated: Micro-batches of a step in one process.
         regroup: See `deal_step`.
-        planner: Called with the samples of a step and the rows of each micro-batch of the one-process run, at the same
-            place of the training on all ranks; None, also in place of what it returns = these are dealt in order.
-        seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
-        rank_seed: The same of what this rank looks up and collates for itself.
+        planner: Called with the samples of a step and the rows of its micro-batches in one process, at the same point
+            of the training on all ranks. If it is None, or returns None, samples are dealt in order.
+        seed: Seed of random numbers that are equal on all ranks: those of a stream, which each rank reads completely.
+        rank_seed: Seed for the rows that this rank reads and collates.
         whole: See `deal_step`.
         in_each: See `deal_step`.
-        is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
-        num_sharing: Ranks that share each sample, which count as one.
+        is_lockstep: Ranks synchronize in every micro-batch, so all have the same number.
+        num_sharing: Ranks that share each sample. They count as one rank here.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class StepShape:
     num_sharing: int = 1
 
     def pieces(self, sizes: Sequence[int], make: MakePlan | None = None) -> list[Piece]:
-        """This rank's pieces of a step, by a plan of the planner or in order."""
+        """Returns this rank's pieces of a step, from a plan or in order."""
         how = {"regroup": self.regroup, "whole": self.whole, "in_each": self.in_each}
         plan = deal_step(sizes, self.world_size, **how) if make is None else make()
         keeps_whole = self.whole or self.in_each
@@ -57,12 +57,12 @@ class StepShape:
 
 
 class MicroBatch:
-    """Collated inputs of one forward-backward pass with the piece of the plan that they are.
+    """Collated inputs of a forward and backward pass, with their piece of the plan.
 
     Attributes:
-        share: See `Piece`; where a mean is not over rows, what it is weighted by instead.
-        factor: Its loss is multiplied by it.
-        is_weighed: That was done as the loss was computed, and not as its backward pass began.
+        share: See `Piece`; for means that are not over rows, the corresponding weight.
+        factor: Factor of the loss.
+        is_weighed: The factor was applied when the loss was computed, not when its backward pass started.
     """
 
     def __init__(self, inputs: Any, piece: Piece) -> None:
@@ -82,15 +82,16 @@ class MicroBatch:
 class Step:
     """This rank's micro-batches of one optimizer step.
 
-    Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is not a
+    `step[key]` returns all values of an input in one flat tensor, with which the Trainer counts tokens. It is not a
     Mapping, since torch's loader would turn one into a dict.
 
     Attributes:
-        num_references: Micro-batches that the one-process run would do in this step.
+        num_references: Micro-batches of this step in one process.
         sizes: Rows of each of them.
-        samples: What all rows of the step are looked up by: indices, or the rows themselves of a stream.
-        left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.
-        left_over_items: Its tokens over all ranks, where they are counted.
+        samples: Indices of all rows of the step, or the rows themselves for a stream.
+        left_over: Micro-batches from the previous pass of a stream, see `StepStream`. They are computed first and have
+            their own divisor.
+        left_over_items: Tokens of `left_over` over all ranks, if they are counted.
     """
 
     def __init__(self, micro_batches: list[MicroBatch], num_references: int, sizes: Sequence[int] = ()) -> None:
@@ -130,11 +131,11 @@ def collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], num_references: 
 
 
 def without_labels(inputs: Any) -> Any:
-    """The same micro-batch, of which no token counts: its token-normalised loss and gradient are zero."""
+    """Returns the micro-batch with all labels ignored, so that its token-normalized loss and gradient are zero."""
     if not isinstance(inputs, Mapping):
         return inputs
     labels = {k: v for k in ("labels", "shift_labels") if isinstance(v := inputs.get(k), torch.Tensor)}
-    # In a copy of the batch, whose class may give keys as attributes.
+    # A copy keeps the class of the batch, which may offer keys as attributes.
     muted = copy.copy(inputs)
     muted.update({k: torch.full_like(v, -100) for k, v in labels.items()})  # type: ignore[attr-defined]
     return muted

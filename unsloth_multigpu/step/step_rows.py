@@ -1,4 +1,4 @@
-"""The rows of a step, read once: collated as one process does, and as they are dealt."""
+"""Reads the rows of a step once, and collates them as in one process and as dealt to this rank."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from unsloth_multigpu.step.step import MicroBatch, Rows, Step, StepShape, collat
 
 
 class NotPossibleError(Exception):
-    """Steps cannot be computed twice; its argument says why."""
+    """A step cannot be computed twice, for the reason in the argument."""
 
 
 class StepRows:
     """The rows of a step.
 
-    Both ways begin with the same state of the data set and the collator: what these count, each rank counts by itself.
+    Both ways of collating start from the same state of the data set and the collator.
 
     Args:
-        dataset: Of the loader of whole steps.
-        step: This rank's.
-        seed: Rows and collators draw from it.
-        begin_again: Puts the state of the data set and the collator back.
+        dataset: The data set of the step loader.
+        step: This rank's step.
+        seed: Seed for reading rows and collating.
+        begin_again: Restores the state of the data set and the collator.
 
     Attributes:
-        is_drawn: The collator draws: another seed gives other batches.
-        are_rows_drawn: The data set does.
+        is_drawn: The collator draws random numbers, so another seed gives other batches.
+        are_rows_drawn: The data set draws random numbers.
     """
 
     def __init__(self, dataset: Any, step: Step, seed: int, begin_again: Callable[[], None]) -> None:
@@ -49,10 +49,10 @@ class StepRows:
         self.is_drawn = False
 
     def part(self, num_references: int, shape: StepShape | None) -> StepRows:
-        """The same of the first micro-batches alone.
+        """Returns the rows of the first `num_references` micro-batches.
 
         Args:
-            shape: How they are dealt; None = they are not.
+            shape: How they are dealt; None = they are not dealt.
         """
         if num_references == len(self.sizes):
             return self
@@ -64,7 +64,7 @@ class StepRows:
         return found
 
     def as_one_process(self) -> list[Any]:
-        """The micro-batches of one process, not yet on the device."""
+        """Returns the micro-batches of one process, not yet on the device."""
         if self._batches is None:
             ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
             rows = [self._rows[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
@@ -78,7 +78,7 @@ class StepRows:
             return self._dataset.collate([_copied(row) for row in rows])
 
     def as_dealt(self) -> Step:
-        """This rank's part, not yet on the device."""
+        """Returns this rank's part, not yet on the device."""
         whole = self.as_one_process()
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
@@ -100,10 +100,10 @@ class StepRows:
 
 
 def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -> Any:
-    """Rows of collated micro-batches: a collator that draws would give them other values by themselves.
+    """Returns rows of collated micro-batches, since a collator that draws would give them other values alone.
 
     Raises:
-        NotPossibleError: They are of several micro-batches.
+        NotPossibleError: The rows are in several micro-batches.
     """
     begin = 0
     for batch, size in zip(whole, sizes, strict=True):
@@ -135,13 +135,13 @@ def _is_equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_is_equal, one, other))
     if one is other or type(one) is not type(other):
         return True
-    if hasattr(one, "tobytes"):  # An array or a picture: how they are shown says little, or where they lie.
+    if hasattr(one, "tobytes"):  # An array or an image, whose repr is abbreviated or has an address.
         return bool(one.tobytes() == other.tobytes())
     return repr(one) == repr(other)
 
 
 def _copied(value: Any) -> Any:
-    """A copy of rows or batches: collators and losses may write into them."""
+    """Returns a copy of rows or batches, which collators and losses may write to."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, MutableMapping):
