@@ -1,11 +1,11 @@
-"""Rank 0 writes files and the other ranks wait for it, by the path that is written. Needs no torch.
+"""Lets rank 0 write files while the other ranks wait for it. Needs no torch.
 
-The script runs on every rank, and so does `if exists(folder): rmtree(folder)` before a save. So rank 0 waits a few
-seconds before it writes: a rank that comes late has removed by then what it removes. It is no barrier: an export may
-take longer than a collective may, and code that only rank 0 reaches must not wait for the others.
+The script runs on every rank, including `if exists(folder): rmtree(folder)` before a save. So rank 0 waits a few
+seconds before it writes, until the other ranks have come to the same save. This is no barrier: an export may take
+longer than the timeout of a collective, and code that only rank 0 reaches must not wait for the others.
 
-In the store, `saves/of/WHAT` is rank 0's latest save of WHAT, a saver and its path: its number among these and, once it
-has ended, how. `saves/at/R` says where rank R is.
+In the store, `saves/of/WHAT` describes rank 0's latest save of WHAT (a saver and its path): its number, and its outcome
+once it has ended. `saves/at/R` is the current position of rank R.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# How long rank 0 waits for the others before it writes. Code that only rank 0 reaches waits that long once.
+# Time that rank 0 waits for the others before it writes. Code that only rank 0 reaches waits that long once.
 MEET_LIMIT_S = 5.0
-# After this time without a save of rank 0, a folder that rank 0 does not name counts as another rank's own.
+# After this time without a save by rank 0, a folder that rank 0 does not save to belongs to the waiting rank alone.
 OWN_PATH_GRACE_S = 10.0
-# An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
+# An export may take hours. If rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
-# After this time without the other ranks a save of a sharded model says whom it waits for.
+# After this time, a save of a sharded model logs which ranks it waits for.
 _QUIET_S = 3.0
 _AT = "saves/at/{}"
 _OF = "saves/of/{}"
@@ -45,13 +45,13 @@ _ON_ALL_RANKS = "Call it on all ranks, not under `if rank == 0:`. The files are 
 
 
 class _Place(NamedTuple):
-    """Where a rank is, as the others are told.
+    """The position of a rank, as published to the others.
 
     Attributes:
-        what: The saver that it has come to last, and its path.
-        number: How often it has come to it.
-        waits: True until it leaves that saver.
-        num_saves: How often it has come to any saver.
+        what: The latest saver and its path.
+        number: Number of calls of this saver with this path.
+        waits: True until the rank leaves the saver.
+        num_saves: Number of calls of all savers.
     """
 
     what: str = ""
@@ -61,18 +61,18 @@ class _Place(NamedTuple):
 
 
 class Saves:
-    """The saves of a run, as this rank knows them. A new manager has an empty store, and new ones.
+    """This rank's part in the saves of a run.
 
     Args:
-        manager: Its store works before there is a process group.
+        manager: This rank's manager. Its store works without a process group.
     """
 
     def __init__(self, manager: DDPManager) -> None:
         self._manager = manager
         self._at = _Place()
         self._counts: Counter[str] = Counter()
-        self._is_late = False  # On another rank: rank 0 had begun the save when this rank came to it.
-        # On rank 0: its last save at a place in the code to which not all ranks came.
+        self._is_late = False  # On ranks above 0: rank 0 had started this save before.
+        # On rank 0: the last save at each call site that not all ranks reached.
         self._lonely: dict[int, _Place] = {}
 
     @property
@@ -81,10 +81,10 @@ class Saves:
 
     @contextmanager
     def visit(self, what: str) -> Iterator[None]:
-        """This rank is in a saver.
+        """Surrounds a call of a saver on this rank.
 
         Args:
-            what: The saver and its path, equal on all ranks that make the same save.
+            what: The saver and its path, equal on all ranks for the same save.
         """
         self._counts[what] += 1
         self._is_late = self._told(what) is not None
@@ -99,11 +99,11 @@ class Saves:
             self._tell(self._at._replace(waits=False))
 
     def write(self, path: str, save: Callable[[], Any]) -> Any:
-        """Rank 0's part of the save that it visits: waits for the others, saves, and tells them how it went.
+        """Rank 0's part of a save: waits for the others, saves, and publishes the outcome.
 
         Args:
-            path: Absolute path that is written; "" where the saver chooses it.
-            save: Writes.
+            path: Absolute path of the save; "" if the saver chooses it.
+            save: Writes the files.
         """
         self._wait_for_others()
         self._publish(None)
@@ -112,21 +112,21 @@ class Saves:
         return result
 
     def follow(self) -> tuple[bool, Any]:
-        """Another rank's part of the save that it visits: waits until rank 0 has made it.
+        """Another rank's part of a save: waits until rank 0 has made it.
 
-        A folder can be the rank's own, from tempfile say. That is so once rank 0 has made as many saves as this rank,
-        none of them here, and is not about to make another.
+        A folder may belong to this rank alone, for example from tempfile. That is so if rank 0 has made as many saves
+        as this rank, none of them to this folder, and is not in a save.
 
         Returns:
-            (False, None) for a folder of its own, else True and rank 0's result.
+            (False, None) if the folder belongs to this rank alone, else True and rank 0's result.
 
         Raises:
-            DistributedError: Rank 0 failed, has left without this save, or what it saved is gone.
+            DistributedError: Rank 0 failed, has left without this save, or the saved files are gone.
             RankTimeoutError: Rank 0 does not come within `timeout_s`.
         """
         what, since_s, before = self._at.what, time.monotonic(), _Place()
         while True:
-            # Asked first, so that a save before it left is still seen below.
+            # Read first, so that a save which rank 0 made before it left is seen below.
             is_over = self._has_left(0)
             has_left = is_over or self._manager.is_abandoned()
             first = self._place_of(0)
@@ -155,17 +155,17 @@ class Saves:
             time.sleep(POLL_S)
 
     def meet(self) -> None:
-        """Waits in the save that this rank visits for all ranks, each of which holds a part of what is saved.
+        """Waits in a save of a sharded model until all ranks have come to it.
 
         Raises:
-            DistributedError: Another rank's script or cell has ended without it.
+            DistributedError: Another rank's script or cell has ended without this save.
             RankTimeoutError: Another rank does not come within `timeout_s`.
         """
         here = self._at
         missing = list(range(self._manager.identity.world_size))
 
         def are_there() -> bool:
-            is_over = self._manager.is_abandoned()  # Asked first: a rank may save and leave.
+            is_over = self._manager.is_abandoned()  # Read first: a rank may save and then leave.
             gone = [rank for rank in missing if is_over or self._has_left(rank)]
             missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != here[:2]]
             if lost := [rank for rank in gone if rank in missing]:
@@ -187,17 +187,17 @@ class Saves:
             )
 
     def leave(self) -> None:
-        """This rank's script is over: others may wait for it."""
+        """Publishes that this rank's script has ended, since others may wait for it."""
         try:
             self._manager.publish(_LEFT.format(self._rank))
         except RuntimeError as gone:
             logger.debug("who serves the store has left before: %s", gone)
 
     def _wait_for_others(self) -> None:
-        """Waits until every other rank waits for a save of rank 0, this one or a later one; has a limit.
+        """Waits, with a limit, until every other rank waits for this or a later save of rank 0.
 
-        A rank that waits elsewhere does not come here: only rank 0 saves here, or the folder is that rank's own. Where
-        not all came in time, the next save at the same place in the code does not wait, unless they have come since.
+        A rank that waits in another save will not come: only rank 0 saves here, or the folder belongs to that rank. If
+        not all ranks came in time, the next save at the same call site does not wait, unless they have come since.
         """
         missing = list(range(1, self._manager.identity.world_size))
 
@@ -205,7 +205,7 @@ class Saves:
             missing[:] = [rank for rank in missing if not self._waits(rank) and not self._has_left(rank)]
             return not missing
 
-        # Equal for two calls that came the same way, line by line.
+        # The call site: equal for two calls with the same stack, line by line.
         place = hash(tuple((frame.f_code, line) for frame, line in traceback.walk_stack(None)))
         before = self._lonely.get(place)
         limit_s = min(MEET_LIMIT_S, self._manager.config.timeout_s)
@@ -224,7 +224,7 @@ class Saves:
             )
 
     def _waits(self, rank: int) -> bool:
-        """True while a rank waits for a save that rank 0 has not made."""
+        """True if a rank waits for a save that rank 0 has not made yet."""
         at = self._place_of(rank)
         num_made = self._counts[at.what] - (at.what == self._at.what)
         return at.waits and at.number > num_made
@@ -241,13 +241,13 @@ class Saves:
         self._manager.publish(_AT.format(self._rank), json.dumps(at))
 
     def _publish(self, outcome: dict[str, Any] | None) -> None:
-        """Tells the others how rank 0's save has ended, None = it has begun."""
+        """Publishes the outcome of rank 0's save; None = it has started."""
         self._manager.publish(_OF.format(self._at.what), json.dumps([self._at.number, outcome]))
 
     def _told(self, what: str) -> dict[str, Any] | None:
-        """How rank 0's save that this rank's is has ended: {} while it lasts, None where rank 0 has not begun it.
+        """Returns the outcome of rank 0's corresponding save: {} while it runs, None if it has not started.
 
-        Where rank 0 has begun a later one of the same path, it is of that one.
+        If rank 0 has started a later save to the same path, the outcome is that of the later one.
         """
         told = self._manager.read(_OF.format(what))
         number, outcome = (0, None) if told is None else json.loads(told)
@@ -269,7 +269,7 @@ class Saves:
 
 
 def saved_alone(what: str) -> DistributedError:
-    """The error where a sharded model is saved in code that the other ranks do not run."""
+    """Returns the error for a save of a sharded model in code that the other ranks do not run."""
     return DistributedError(f"{what} is called on this rank alone. {_GATHERS}", hint=_ON_ALL_RANKS)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part: the weights and gradients of a model that FSDP2 has sharded."""
+"""Sharded tensors: the weights and gradients of a model that FSDP2 has sharded."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _ENTERED_BELOW = re.compile(r"FSDP (requires a single root module|state has alre
 
 
 def is_sharded(tensor: Any) -> TypeIs[DTensor]:
-    """True if the ranks hold different parts of it. False for a tensor that every rank holds whole."""
+    """True if each rank holds a part of the tensor. False for a tensor that every rank holds completely."""
     placements = getattr(tensor, "placements", None)  # Of a DTensor.
     return placements is not None and not all(placement.is_replicate() for placement in placements)
 
 
 def has_shards(model: nn.Module | None) -> bool:
-    """True if a parameter of the model is sharded, though a forward pass may have left it whole for the moment."""
+    """True if a parameter of the model is sharded, even if a forward pass has left it unsharded for the moment."""
     if model is None:
         return False
     return any(is_sharded(p) for p in model.parameters()) or next(fsdp_modules(model), None) is not None
@@ -53,17 +53,17 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, which shares its memory; a plain tensor is its own part."""
+    """Returns this rank's part of a tensor, which shares its memory; a plain tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the parts of all ranks. Collective where it is sharded."""
+    """Returns the complete tensor. Collective if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights that a forward pass has left on some modules, so that `parameters()` are parts again.
+    """Frees unsharded weights that a forward pass has left on some modules, so that `parameters()` are shards again.
 
     An optimizer that is made of the whole weights would train copies that nothing reads.
     """

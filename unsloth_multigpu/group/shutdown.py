@@ -1,7 +1,7 @@
-"""A store that rank 0 serves goes with rank 0's process: rank 0 is the last to leave.
+"""Keeps rank 0's process alive until all ranks have left the store that it serves.
 
-Torch elastic serves the ranks' store from a process of its own. Under srun and Ray rank 0 serves it, and a rank
-that still waits for a word of the others would lose its connection.
+Torch elastic serves the store from a separate process. Under srun and Ray rank 0 serves it, and a rank that still reads
+from it would lose its connection.
 """
 
 from __future__ import annotations

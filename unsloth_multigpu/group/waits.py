@@ -1,4 +1,4 @@
-"""The clock of a device, and how long a rank waits for others: between two of its moments, no rank is asked for it."""
+"""Measures times on a device, and how long a rank waits for others, without collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def moment(device: torch.device) -> Any:
-    """This point in time, for a `Lap`: on a GPU an event of its current stream, for which nothing waits."""
+    """Returns the current time for a `Lap`. On a GPU it is an event of the current stream, which nothing waits for."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device=device, enable_timing=True)
@@ -21,7 +21,7 @@ def moment(device: torch.device) -> Any:
 
 
 class Lap:
-    """Time between two moments, as of one micro-batch; on a GPU it may still be running."""
+    """The time between two moments, such as that of a micro-batch. On a GPU it may not be over yet."""
 
     def __init__(self, begin: Any, end: Any) -> None:
         self._begin = begin
@@ -32,7 +32,7 @@ class Lap:
         return isinstance(self._end, float) or bool(self._end.query())
 
     def seconds(self) -> float:
-        """Waits for the device if it has to."""
+        """Returns the seconds. Waits for the device if it has not passed the end."""
         if isinstance(self._end, float):
             return self._end - float(self._begin)
         if not self._end.query():
@@ -41,13 +41,11 @@ class Lap:
 
 
 class Waits:
-    """Adds up the seconds in which this rank stands still until others have come.
+    """Adds up the seconds in which this rank waits for others, including the transfer.
 
-    On an accelerator the time between two moments around a wait is that in which the device has nothing to do, or sends
-    what the ranks exchange. It is read when it is over, so that nothing waits for the device.
-
-    Counted are the exchange of gradients from this rank's last gradient on, our own collectives, what the Trainer
-    gathers, such as the count of tokens over ranks, and the wait for what rank 0 decides. The transfer is part of it.
+    These are the all-reduce of gradients after this rank's last gradient, our own collectives, what the Trainer gathers
+    (such as token counts), and waiting for decisions of rank 0. On an accelerator, the times come from events around
+    each wait, which are read when they are over, so that the host does not wait for the device.
 
     Args:
         device: Where this rank computes; asked when something is first counted.
@@ -64,14 +62,14 @@ class Waits:
         self._pending: deque[Lap] = deque()
 
     def count_on(self, device: torch.device) -> None:
-        """Takes the clock of the device that trains: a script may train on the CPU of a machine with a GPU."""
+        """Uses the clock of the device that trains, which may be the CPU of a machine with a GPU."""
         if device != self._device:
             self.settle()
             self._device = device
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what happens inside as waiting; once, if it is called inside of itself."""
+        """Counts the time inside the context as waiting. Nested contexts count once."""
         if self._is_counting:
             yield
             return
@@ -95,11 +93,11 @@ class Waits:
         self.poll()
 
     def poll(self) -> None:
-        """Takes in what the device has passed. Does not wait."""
+        """Adds the times that the device has passed. Does not wait."""
         while self._pending and self._pending[0].is_over():
             self.seconds += self._pending.popleft().seconds()
 
     def settle(self) -> None:
-        """Takes in all. Waits for the device."""
+        """Adds all times. Waits for the device."""
         while self._pending:
             self.seconds += self._pending.popleft().seconds()

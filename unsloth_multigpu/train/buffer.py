@@ -1,4 +1,4 @@
-"""In evaluations all ranks compute with rank 0's buffers, such as running statistics, and act on its numbers."""
+"""Gives all ranks rank 0's buffers, such as running statistics, and its metrics in evaluations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 class EqualEvaluations(Part):
     """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and callbacks its metrics.
 
-    DDP gives every rank rank 0's buffers as a step begins, so after a step they differ again. A warning names what
-    training has changed: these values are not those of one process, because each rank has seen its own samples only.
+    DDP copies rank 0's buffers at the start of a step, so they differ again after it. A warning names buffers that the
+    training has changed: their values are not those of one process, because each rank has seen only its own samples.
     """
 
     place = "buffers"

@@ -1,4 +1,4 @@
-"""What callbacks decide is one decision: rank 0's `TrainerControl` counts on all ranks."""
+"""Makes all ranks follow rank 0's `TrainerControl`, which callbacks change."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "
 
 
 class OneDecision(Part):
-    """Lets rank 0's `control` count on all ranks, before the loop acts on it.
+    """Copies rank 0's `control` to all ranks before the loop acts on it.
 
-    Callbacks run on every rank and need not agree: they look at a clock, at their own GPU, or decide on rank 0 only. An
-    evaluation, a save or a stop on one rank alone would leave the others waiting for it.
+    Callbacks run on every rank and need not agree: they may read a clock, their own GPU, or decide on rank 0 only. An
+    evaluation, a save or a stop on one rank alone would hang.
 
-    Rank 0 publishes its flags and continues; the other ranks take them over, see `Lead`. Ranks that step by themselves
-    do not wait for each other: between two synchronizations they act on what the arguments of the training say, such
-    as `save_steps`, and what callbacks decide takes effect at the next synchronization.
+    Rank 0 publishes its flags and continues; the other ranks read them, see `Lead`. Ranks that step independently do
+    not wait for each other: between two synchronizations they follow the arguments of the training, such as
+    `save_steps`, and decisions of callbacks take effect at the next synchronization.
 
     Args:
-        lead: Of this training.
+        lead: Publishes rank 0's decisions.
     """
 
     place = "decision"
@@ -41,13 +41,13 @@ class OneDecision(Part):
         self._exchange = exchange
         self._is_log_due = False
         self._postponed = 0
-        # Flags that rank 0 has set at some point, and after which step this rank has set one that did not count then.
+        # Flags that rank 0 has set so far; and flags that only this rank has set, with the step.
         self._flags_of_rank_0 = 0
         self._overruled: dict[str, int] = {}
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Says in the end which decisions had no effect."""
+        """Warns at the end about decisions that had no effect."""
         yield
         for name, step in self._overruled.items():
             if name not in _names(self._flags_of_rank_0):
@@ -73,7 +73,7 @@ class OneDecision(Part):
         self._note_log(control)
 
     def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # A script may log on one rank. All ranks make the loop's own call, which is the first one after the step.
+        # A script may log on one rank only. The first call after a step is the loop's own, on all ranks.
         is_loops, self._is_log_due = self._is_log_due, False
         if is_loops:
             self._agree(Moment.LOG, control)
@@ -96,7 +96,7 @@ class OneDecision(Part):
             found = mine & self._scheduled(moment)
             self._postpone(mine & ~found, step)
         else:
-            # All ranks come here: they compute together, or have just logged, evaluated or saved together.
+            # All ranks reach this point: they have just computed, logged, evaluated or saved together.
             mine, self._postponed = mine | self._postponed, 0
             found = self._lead.follow(moment, mine, step)
             self._flags_of_rank_0 |= found
@@ -106,7 +106,7 @@ class OneDecision(Part):
             setattr(control, name, bool(found >> i & 1))
 
     def _scheduled(self, moment: Moment) -> int:
-        """The flags that the arguments of the training set here, on all ranks alike."""
+        """Returns the flags that the arguments of the training set here, equal on all ranks."""
         from transformers import DefaultFlowCallback
 
         flow, control = DefaultFlowCallback(), SimpleNamespace(**dict.fromkeys(_FLAGS, False))

@@ -1,4 +1,4 @@
-"""DDP for one training: accelerate wraps the model in it, with our settings, and no step may pass it by."""
+"""DDP for one training: accelerate wraps the model, with the settings of this package."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _READ_BY_SCRIPTS = (
 
 
 class DDPWrapping(GradientExchange):
-    """Exchanges gradients by DDP."""
+    """Synchronizes gradients by DDP."""
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         super().__init__(trainer, manager)
@@ -64,9 +64,9 @@ class DDPWrapping(GradientExchange):
         return {"prepare_model": self._prepare_model}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Starts with rank 0's values of what is trained outside the model, such as the classifier of a loss."""
+        """Copies rank 0's values of parameters that are trained outside the model, such as the classifier of a loss."""
         trainer = self._trainer
-        # An optimizer in fp16 has looked for overflows, rank by rank, before it could be told of the mean.
+        # With fp16, the optimizer has already checked each rank's own gradient for overflows.
         if trainer.accelerator.scaler is None:
             self._outside = [p for _, p in parameters_beside_the_model(trainer) if p.dtype != torch.float16]
         self._manager.broadcast_tensors(self._outside)
@@ -75,7 +75,7 @@ class DDPWrapping(GradientExchange):
         self._manager.average_gradients(self._outside)
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings."""
+        """Overrides `Accelerator.prepare_model`, which makes DDP and is the only reader of its settings."""
         # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -236,7 +236,7 @@ def uses_every_parameter(model: nn.Module) -> bool:
 
 
 def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
-    """Names and tensors of what the optimizer trains outside the model, of which DDP does not know."""
+    """Returns names and tensors that the optimizer trains outside the model, which DDP does not synchronize."""
     own = {id(p) for p in trainer.model.parameters()}
     return [
         (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)

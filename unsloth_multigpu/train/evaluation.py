@@ -1,4 +1,4 @@
-"""Evaluates as one process does: ranks share its batches whole, and each batch's numbers count by themselves."""
+"""Evaluates with the numbers of one process: each rank computes some of its batches, without splitting them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PADDING = -100  # The loop's own.
 class Evaluation:
     """One pass over an evaluation data set.
 
-    accelerate fills up the last batches with rows from the start, whose losses and metrics then count; TRL gathers its
-    metrics of all ranks' batches together. Here each batch is one of one process's, and what it gives is its own. A
-    rank without one computes a filler, which counts nothing.
+    accelerate fills the last batches with rows from the start, which then count in losses and metrics, and TRL gathers
+    its metrics over the batches of all ranks. Here each batch is a batch of one process. A rank without a batch
+    computes a filler, whose results are dropped.
 
     Args:
-        share: What this rank computes.
-        cuts_last: What the last batch gives is cut, as accelerate does in one process. `Seq2SeqTrainer` does without.
+        share: This rank's share of the batches.
+        cuts_last: Truncate the results of the last batch, as accelerate does in one process. `Seq2SeqTrainer` does not.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share, *, cuts_last: bool) -> None:

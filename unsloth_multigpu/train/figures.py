@@ -31,12 +31,12 @@ _OTHER_IDS = ("decoder_input_ids",)
 
 
 class Meter(Part):
-    """Writes the figures of this rank on its page after each step.
+    """Writes the figures of this rank into its heartbeat after each step.
 
     Seconds of a step go from the end of the step before to its own end, without evaluations and checkpoints.
 
-    Seconds of waiting are those of `train.waiting` and of our own collectives. Where the ranks hold parts of the
-    weights, they meet in every layer; what of that is waiting is not known, so `waiting_s` is None.
+    Seconds of waiting are those of `train.waiting` and of our own collectives. Sharded
+    ranks synchronize in every layer, where waiting cannot be measured, so `waiting_s` is None.
 
     Args:
         steps: Deals the samples; None where the script's own batches are trained on.
@@ -242,7 +242,7 @@ def _token_ids(inputs: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 
 
 def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
-    """The reports of all ranks, in their order. Collective."""
+    """Returns the reports of all ranks, in their order. Collective."""
     ranks = manager.gather_texts(json.dumps(dataclasses.asdict(mine)))
     return tuple(RankReport(**{**json.loads(text), "rank": rank}) for rank, text in enumerate(ranks))
 

@@ -1,7 +1,7 @@
-"""Rank 0 leads: what it decides at a point of the training counts on all ranks, which read it in their store.
+"""Publishes rank 0's decisions in the store, from which the other ranks read them.
 
-It is no collective: rank 0 publishes a value and continues. A key of the store is used again after `_RING` points, so
-that none has to be deleted.
+This is no collective: rank 0 publishes a value and continues. Keys are used again after `_RING` points, so that none
+has to be deleted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
 
-# Between two collectives a rank can only be a few points ahead of another.
+# Between two collectives, a rank can only be a few points ahead of another.
 _RING = 4096
 _HINT = "Let no callback work this long on rank 0 alone, or raise timeout_s."
 
 
 class Moment(enum.IntEnum):
-    """The points of Hugging Face's loop at which the ranks take over rank 0's decision."""
+    """The points of Hugging Face's loop at which the ranks read rank 0's decision."""
 
     STEP = 0
     SUBSTEP = 1
@@ -30,16 +30,16 @@ class Moment(enum.IntEnum):
     LOG = 3
     EVALUATION = 4
     SAVE = 5
-    BATCH = 6  # Of an evaluation.
+    BATCH = 6  # A batch of an evaluation.
     END = 7
 
 
 class Lead:
-    """Rank 0's decisions in one training: the flags of its callbacks, and the signal for which all ranks stop.
+    """Rank 0's decisions in one training: the flags of its callbacks, and the signal on which all ranks stop.
 
     Attributes:
-        asked: The signal that asks this rank to stop, 0 = none. Rank 0 also hears of those of other ranks.
-        signal_number: The signal for which all ranks stop, 0 = none. It changes inside `follow` only.
+        asked: Returns the signal that this rank has received, 0 = none.
+        signal_number: The signal on which all ranks stop, 0 = none. It only changes inside `follow`.
     """
 
     def __init__(self, manager: DDPManager, beat: HeartbeatPage) -> None:
@@ -52,20 +52,20 @@ class Lead:
         self.signal_number = 0
 
     def begin(self) -> None:
-        """Numbers this training, where all ranks are about to begin it: words of another one do not count."""
+        """Called when all ranks start a training. Its number separates its keys from those of other trainings."""
         self._training = self._manager.number_of_training()
 
     @property
     def name(self) -> str:
-        """Begins the names of this training's keys."""
+        """Prefix of this training's keys."""
         return f"lead/{self._training}"
 
     def follow(self, moment: Moment, flags: int, step: int) -> int:
-        """Returns rank 0's flags at a point to which all ranks come in the same order; `flags` are this rank's.
+        """Returns rank 0's flags at a point that all ranks reach in the same order. `flags` are this rank's.
 
         Raises:
-            RankTimeoutError: Rank 0 did not come to this point.
-            DivergenceError: Rank 0 came to another one.
+            RankTimeoutError: Rank 0 did not reach this point.
+            DivergenceError: Rank 0 reached another point.
             DistributedError: Rank 0 has left the cell, or is too far ahead.
         """
         manager, index = self._manager, self._num_points
@@ -102,7 +102,7 @@ class Lead:
             return manager.wait(lambda: self._read(index), what, timeout_s=manager.config.timeout_s, hint=_HINT)
 
     def _read(self, index: int) -> list[int] | None:
-        """Moment, flags and signal of a point; None where rank 0 has not come to it."""
+        """Returns moment, flags and signal of a point; None if rank 0 has not reached it."""
         text = self._manager.read(self._key(index))
         if text is None:
             return None
