@@ -11,9 +11,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "data.py"
 LIBRARIES = light("peft", "rich", "triton")
 SOURCES = [
     *("plain", "grouped", "own_sampler", "mean_loss", "evaluated", "masked_lm", "hf_dataset", "end_to_end"),
-    *("workers", "silent", "streaming", "whole", "scheduled", "looked_at", "looked_at_stream"),
+    *("workers", "silent", "fixed_width", "streaming", "whole", "scheduled", "looked_at", "looked_at_stream"),
 ]
-MORE_SOURCES = ["own_generator_workers", "list", "subset", "hf_streaming", "drop_last", "fixed_width"]
+MORE_SOURCES = ["own_generator_workers", "list", "subset", "hf_streaming", "drop_last"]
 # Three ranks differ from two in how they divide: one source of each kind is enough there.
 ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "streaming", "whole"]
 # name -> rows that one process predicts

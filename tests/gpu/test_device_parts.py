@@ -91,6 +91,7 @@ def test_killed_rank_costs_no_step_and_the_adapter_is_that_of_one_process(folder
     }
 
 
+@pytest.mark.thorough
 def test_adapter_of_parts_is_merged_in_one_process(folder: Path, killed: str) -> None:
     """As docs/sharding.md says: into the model in 16 bits or more. Equal to the merge of one process's training."""
     from peft import PeftModel
