@@ -1,4 +1,4 @@
-"""Data sets are mapped once per node: the first rank calls the function, the others read its cache."""
+"""Patches `datasets` so that the first rank of a node maps a data set, and the others read its cache."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
 
     Args:
         run_dir: Private folder that all ranks of this node see; None if the launcher gave none.
-        get_manager: Gives the manager, whose store works before there is a process group; None where the other ranks
-            do not run this code.
+        get_manager: Returns the manager, whose store works without a process group; None if the other ranks do not run
+            this code.
     """
     return [
         Patch(
@@ -39,11 +39,11 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
 
 
 class _MapOrder:
-    """Lets the first rank of a node do a `map` before the others do the same one.
+    """Lets the first rank of a node run a `map` before the others run the same one.
 
-    A call is identified by the data's fingerprint, the function's hash and the arguments. Where ranks differ in these
-    (a function that cannot be hashed, say) each does its own work. What the function drew from the global random
-    generators the other ranks take over; what else it changed they do not see.
+    A call is identified by the data's fingerprint, the function's hash and the arguments. If these differ between ranks
+    (for example, if the function cannot be hashed), each rank runs its own map. The other ranks take over the state of
+    the global random generators. Other side effects of the function happen on the first rank only.
     """
 
     def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -55,7 +55,7 @@ class _MapOrder:
         self._is_inside = False
 
     def run(self, original: Callable[..., Any], dataset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """In place of `Dataset.map`."""
+        """Replaces `Dataset.map`."""
         manager = None if self._is_inside or kwargs.get("keep_in_memory") else self._get_manager()
         if manager is None:
             return original(dataset, *args, **kwargs)
@@ -84,7 +84,7 @@ class _MapOrder:
             self._is_inside = False
 
     def _lead(self, manager: DDPManager, key: str, call: str, work: Callable[[], Any]) -> Any:
-        """The first rank's part: works, and tells the others what it has drawn."""
+        """The first rank's part: runs the map, and publishes the random state."""
         from unsloth_multigpu.launch.seeding import generator_digests
 
         before, drawn = generator_digests(), ""
@@ -103,7 +103,7 @@ class _MapOrder:
             manager.publish(call)
 
     def _wait(self, manager: DDPManager, key: str, call: str) -> str:
-        """Waits for the first rank, and returns what it has drawn in this call."""
+        """Waits for the first rank, and returns its random state after this call."""
 
         def read() -> str | None:
             # Once the first rank has passed its call with this number, it will not make this call any more. Where only
@@ -119,7 +119,7 @@ class _MapOrder:
         )
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Gives data that was made in memory a cache file, by which the other ranks read the result."""
+        """Gives data in memory a cache file, from which the other ranks read the result."""
         is_shareable = self._run_dir is not None and not dataset.cache_files and len(args) <= 1
         if not is_shareable or kwargs.get("cache_file_name") or kwargs.get("load_from_cache_file") is False:
             return kwargs
@@ -130,7 +130,7 @@ class _MapOrder:
 
 
 def _take_over(drawn: str) -> None:
-    """Gives this rank the random state that the first rank's call has left, unless the script seeds ranks apart."""
+    """Sets the random state after the first rank's call on this rank, unless the script seeds ranks differently."""
     from unsloth_multigpu.group.random_state import write_random_state
     from unsloth_multigpu.launch.seeding import generator_digests
 
@@ -140,7 +140,7 @@ def _take_over(drawn: str) -> None:
 
 
 def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Equal on all ranks for the same call; None where something in it cannot be hashed."""
+    """Returns a hash that is equal on all ranks for the same call; None if something cannot be hashed."""
     from datasets.fingerprint import Hasher
 
     # The number of processes and the progress bar's text change nothing in the result.

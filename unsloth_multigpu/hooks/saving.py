@@ -1,4 +1,4 @@
-"""Files are written once: rank 0 saves, the others wait until the file is there and continue."""
+"""Patches savers so that rank 0 writes files once, while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PUSHERS = {
 
 
 def saving_patches(gate: SaveGate) -> list[Patch]:
-    """Patches of everything that writes files or uploads."""
+    """Returns patches of all functions that write files or upload."""
     trainer = "transformers.trainer:Trainer"
     reason = "What fails where rank 0 alone uploads would leave the others waiting for its save."
     rotated = "It counts incomplete checkpoints, also those of another run, and would remove them or this run's."
@@ -80,11 +80,11 @@ def saving_patches(gate: SaveGate) -> list[Patch]:
 
 
 class SaveGate:
-    """Lets rank 0 write and the other ranks wait for it, by the path that is written: see `group.saves`.
+    """Lets rank 0 write while the other ranks wait for it, see `group.saves`.
 
     Args:
-        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
-            closed: savers that Unsloth has put on a model outlive it.
+        get_manager: Returns the manager, whose store works without a process group; None after the session is closed,
+            since savers that Unsloth has put on a model outlive it.
     """
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
@@ -100,19 +100,19 @@ class SaveGate:
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """In place of a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
+        """Wraps a function `(self, path, ...)` that writes `path`, so that only rank 0 calls it."""
         return self._save(original, args, kwargs, runs_everywhere=False)
 
     def upload_once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """In place of a function `(self, name, ...)` that uploads: only rank 0 calls it."""
+        """Wraps a function `(self, name, ...)` that uploads, so that only rank 0 calls it."""
         return self._save(original, args, kwargs, runs_everywhere=False, writes_files=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """In place of one that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
+        """Wraps a function that all ranks call and in which only rank 0 writes. The others then wait for it."""
         return self._save(original, args, kwargs, runs_everywhere=True)
 
     def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """As `after_rank_0`, for a function whose first argument is no path."""
+        """Like `after_rank_0`, for a function whose first argument is not a path."""
         return self._save(original, args, kwargs, runs_everywhere=True, names_path=False)
 
     def _save(
@@ -159,14 +159,14 @@ class SaveGate:
         return saved_alone(getattr(original, "__qualname__", "save"))
 
     def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
-        """Puts the shards of a model together on rank 0, unless the saver does. Collective.
+        """Gathers the weights of a sharded model on rank 0, unless the saver does. Collective.
 
         Returns:
-            True for a saver that puts them together itself, which all ranks are to call.
+            True if the saver gathers them itself, so that all ranks must call it.
 
         Raises:
-            DistributedError: Another rank's script has ended without it.
-            RankTimeoutError: Another rank has not come to this save.
+            DistributedError: Another rank's script has ended without this save.
+            RankTimeoutError: Another rank has not reached this save.
         """
         from unsloth_multigpu.group.shards import whole_state
 
@@ -178,7 +178,7 @@ class SaveGate:
         return False
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a model's saver, with its whole weights where these were gathered."""
+        """Returns the arguments of a saver, with the complete weights if they were gathered."""
         if not args or sharded_model(args) is not args[0]:
             return kwargs
         from unsloth_multigpu.group.shards import tied_again
@@ -188,7 +188,7 @@ class SaveGate:
         return kwargs if self._state is None else {**kwargs, "state_dict": self._state}
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A sharded model whose whole weights are written has its own class meanwhile."""
+        """Calls the saver. A sharded model has its original class meanwhile."""
         if not kwargs.get("state_dict") or sharded_model(args) is not args[0]:
             return original(*args, **kwargs)
         from unsloth_multigpu.group.shards import own_class
@@ -207,7 +207,7 @@ class SaveGate:
             self._state = None
 
     def leave(self) -> None:
-        """This rank's script is over: others may wait for it to save a sharded model."""
+        """Publishes that this rank's script has ended, since others may wait for it to save a sharded model."""
         dist, manager = sys.modules.get("torch.distributed"), self._get_manager()
         if manager is None or dist is None or not dist.is_initialized():
             return  # It has trained nothing with them.
@@ -215,7 +215,7 @@ class SaveGate:
 
 
 def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """`rotate_checkpoints`: `Checkpoints` calls it itself, when the new one is complete and in its place."""
+    """Replaces `rotate_checkpoints`. `Checkpoints` calls the original when the new one is complete."""
     folder = inspect.signature(original).bind(*args, **kwargs).arguments.get("output_dir")
     if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
         original(*args, **kwargs)
@@ -224,12 +224,12 @@ def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: An
 def _bind_guarded(
     gate: SaveGate, original: Callable[..., Any], /, func: Callable[..., Any], obj: Any, name: str
 ) -> Any:
-    """Unsloth puts its savers on each model and tokenizer as instance attributes, all through one function."""
+    """Wraps the function by which Unsloth puts its savers on each model and tokenizer."""
     return original(functools.wraps(func)(functools.partial(gate.once, func)), obj, name)
 
 
 def sharded_model(args: tuple[Any, ...]) -> Any:
-    """The model that a saver's `self` is, or has as its `model`, where its weights are sharded."""
+    """Returns the sharded model of a saver: its `self`, or the `model` of that; None if nothing is sharded."""
     torch = sys.modules.get("torch")
     if torch is None or not args:
         return None
@@ -240,7 +240,7 @@ def sharded_model(args: tuple[Any, ...]) -> Any:
 
 
 def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What is written: the first argument after `self`, or the keyword that names it. None for file objects."""
+    """Returns the path: the first argument after `self`, or its keyword. None for file objects."""
     names = ("save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id")
     value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
     if isinstance(value, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""Seams of the Trainer: how a training starts, and what its arguments mean for several ranks."""
+"""Patches of the Trainer: how a training starts, and what its arguments mean for several ranks."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
 @dataclass(eq=False)
 class TrainerHooks:
-    """What stands in place of methods of `transformers.Trainer` and of its arguments, in one session.
+    """Replacements for methods of `transformers.Trainer` and of its arguments, in one session.
 
     Args:
         config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
-        run: Called in place of `train`, see `RunTraining`.
-        get_manager: Gives the manager, which opens the group of CPU ranks and gathers an evaluation's metrics.
-        notice: Called where a training begins.
-        adjust: Called with new `TrainingArguments` before they check themselves.
+        run: Called instead of `train`, see `RunTraining`.
+        get_manager: Returns the manager, which opens the group of CPU ranks and gathers metrics of an evaluation.
+        notice: Called when a training begins.
+        adjust: Called with new `TrainingArguments` before their own checks.
     """
 
     config: MultiGPUConfig
@@ -72,8 +72,8 @@ class TrainerHooks:
     adjust: Callable[[ArgumentsLike], None] = lambda _: None
 
     def patches(self) -> list[Patch]:
-        """All of them."""
-        # Here transformers has accelerate read the rank.
+        """Returns all patches of the Trainer."""
+        # transformers lets accelerate read the rank here.
         adjusted = functools.partial(_told_world_size, self.world_size, self._adjusted_arguments)
         return [
             Patch(
@@ -127,7 +127,7 @@ class TrainerHooks:
         ]
 
     def _loader_patches(self) -> list[Patch]:
-        """Patches that hold where a step has the samples of one process."""
+        """Returns patches for steps with the samples of one process."""
         return [
             Patch(
                 f"{_TRAINER}.get_train_dataloader",
@@ -280,7 +280,7 @@ class TrainerHooks:
 
 
 def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls with this in WORLD_SIZE, where that is set."""
+    """Calls a function with this number in WORLD_SIZE, if that variable is set."""
     before = os.environ.get("WORLD_SIZE")
     if before is None:
         return call(*args, **kwargs)
@@ -292,10 +292,10 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
 
 
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
-    """The patch of a program that `unsloth-multigpu verify` runs, below those of `trainer_patches`.
+    """Returns the patch for a program run by `unsloth-multigpu verify`, below those of `trainer_patches`.
 
     Args:
-        is_followed: True where the training is recorded, and ended after the steps that were asked for.
+        is_followed: True if the training is recorded, and ended after the requested steps.
     """
     error = SetupError(
         "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
@@ -306,10 +306,10 @@ def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
 
 
 def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
-    """The patch of a process that multiprocessing has started, and in which `enable_multi_gpu` does nothing.
+    """Returns the patch for a process started by multiprocessing, in which `enable_multi_gpu` does nothing.
 
     Args:
-        is_lone: True where `enable_multi_gpu` is in effect after all, and in a process that is not a rank.
+        is_lone: True if `enable_multi_gpu` is in effect nevertheless, or the process is not a rank.
     """
     error = SetupError(
         "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was called "
@@ -350,7 +350,7 @@ def _given_arguments(
 
 
 def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
-    """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO): they deal it to ranks.
+    """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO) by dividing their arguments.
 
     Raises:
         ConfigError: The ranks cannot share the completions evenly.
@@ -387,7 +387,7 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
 
 
 def _means_of_micro_batches(args: OptionalArguments, *, is_same_batch: bool) -> list[str]:
-    """Options of TRL whose meaning depends on the shape of a micro-batch, as they were given."""
+    """Returns options of TRL whose meaning depends on the shape of a micro-batch, as the script gave them."""
     loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
     quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.
     parts = [f"top_entropy_quantile={quantile!r}"] if quantile < 1 else []

@@ -66,7 +66,7 @@ class SerialTrainer(Part):
         self._num_steps = self._num_samples = self._num_shards = 0
 
     def run(self, original_train: Callable[[], Any]) -> Any:
-        """Runs `original_train` on all devices, and returns what it returns.
+        """Runs `original_train` on all devices, and returns its result.
 
         Raises:
             SetupError: The training cannot be cut into shards, or the model cannot be copied.
@@ -93,7 +93,7 @@ class SerialTrainer(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The replicas are let go of."""
+        """Frees the replicas at the end."""
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ class SerialTrainer(Part):
         self._num_steps += 1
 
     def send_weights(self) -> None:
-        """Gives the copies the model's trained weights, and the buffers that a checkpoint would keep."""
+        """Copies the model's trained weights and persistent buffers to the replicas."""
         for replica in self._replicas[1:]:
             trained = zip(self._replicas[0].parameters(), replica.parameters(), strict=True)
             buffers = zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True)
@@ -125,7 +125,7 @@ class SerialTrainer(Part):
     def _training_step(
         self, original: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """`Trainer.training_step`: forward and backward of each shard on its replica, then the gradients together."""
+        """Overrides `Trainer.training_step`: computes each shard on its replica, then adds up the gradients."""
         if not self._replicas or self._replicas[0] is not model:
             self._replicas[:] = [model, *(copy_of(model, device) for device in self._devices[1:])]
         parameters = list(model.parameters())
@@ -154,7 +154,7 @@ class SerialTrainer(Part):
         return torch.stack(losses).sum()
 
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
-        """`Trainer.compute_loss`: on the shard's device, multiplied by the shard's factor."""
+        """Overrides `Trainer.compute_loss`: runs on the shard's device, and multiplies by the shard's factor."""
         from accelerate.utils import send_to_device
 
         if self._shard is None:  # An evaluation.
@@ -166,7 +166,7 @@ class SerialTrainer(Part):
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
 
     def _added(self, total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """A sum on the CPU, of float32 at least."""
+        """Returns a sum on the CPU, in float32 or more."""
         if gradient is None:
             return total
         self.moved_bytes += num_bytes(gradient)
@@ -179,7 +179,7 @@ class SerialTrainer(Part):
         return gradient if before is None else before.add_(gradient)
 
     def _cut(self, inputs: Any) -> list[tuple[Any, float]]:
-        """Shards of rows, each with what its loss is multiplied by, so that losses and gradients add up."""
+        """Returns shards of rows, each with the factor of its loss."""
         rows = count_rows(inputs)
         self._num_samples += rows
         if rows == 1:
@@ -193,7 +193,7 @@ class SerialTrainer(Part):
         return [(piece, factor) for (piece, _), factor in zip(weighed, factors, strict=True)] or [(inputs, 1.0)]
 
     def _find_reduction(self) -> LossReduction:
-        """Of the loss, as its class declares it or the user says it."""
+        """Returns the loss reduction, by the class of the trainer or by the option."""
         reduction = find_reduction(self.trainer, self._loss, self.config.loss_reduction)
         if reduction.kind in (AUTO, WHOLE, GATHERED):
             raise SetupError(
@@ -204,14 +204,14 @@ class SerialTrainer(Part):
         return reduction
 
     def _weight(self, reduction: LossReduction, piece: Mapping[str, Any]) -> float:
-        """Labelled tokens of a shard, or what else its mean is taken over."""
+        """Returns the weight of a shard: its labelled tokens, or what else the loss averages over."""
         # transformers 4 does not say that a loss does not shift.
         counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
         return (count_of(piece, counted) or 0.0) if reduction.is_token_normalised else reduction.count(piece)
 
 
 def count_rows(inputs: Any) -> int:
-    """Rows of a micro-batch; raises SetupError where it cannot be cut."""
+    """Returns the rows of a micro-batch. Raises SetupError if it cannot be split."""
     lengths = {_length(value) for value in inputs.values()} - {None} if isinstance(inputs, Mapping) else set()
     if len(lengths) != 1 or 0 in lengths:
         raise SetupError(
@@ -223,7 +223,7 @@ def count_rows(inputs: Any) -> int:
 
 
 def _length(value: Any) -> int | None:
-    """None for what all shards share."""
+    """Returns the length of an input; None if all shards share it."""
     if isinstance(value, torch.Tensor):
         return len(value) if value.dim() else None
     if isinstance(value, (list, tuple)):
@@ -234,7 +234,7 @@ def _length(value: Any) -> int | None:
 
 
 def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]:
-    """Cuts a micro-batch into neighbouring rows, whose numbers differ by at most one."""
+    """Splits a micro-batch into contiguous shards whose sizes differ by at most one row."""
     rows = count_rows(inputs)
     ends = [rows * (i + 1) // num_shards for i in range(num_shards)]
     parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -242,7 +242,7 @@ def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]
 
 
 def shard_factors(weights: Sequence[float], reduction: LossReduction) -> list[float]:
-    """What the losses of a micro-batch's shards are multiplied by, so that losses and gradients add up to its own.
+    """Returns factors of the shards' losses with which losses and gradients add up to those of the micro-batch.
 
     Args:
         weights: Labelled tokens of each shard, or rows, all above 0.

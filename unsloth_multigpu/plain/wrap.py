@@ -35,13 +35,13 @@ def wrap_model(model: nn.Module, manager: DDPManager, *, find_unused_parameters:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model itself, below DistributedDataParallel and `torch.compile` in any order and number."""
+    """Returns the model inside DistributedDataParallel and `torch.compile`, in any order and number."""
     *_, innermost = _chain(model)
     return innermost
 
 
 def _chain(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, what it wraps, and so on."""
+    """Yields the model, the model that it wraps, and so on."""
     yield model
     while (name := inner_name(model)) is not None:
         model = getattr(model, name)
@@ -49,7 +49,7 @@ def _chain(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
-    """Refuses options of enable_multi_gpu that nothing follows in a plain loop."""
+    """Refuses options of enable_multi_gpu that have no effect in a plain loop."""
     if asked := config.asked(Scope.TRAINER):
         raise SetupError(
             f"{asked[0]} needs a transformers.Trainer, and nothing follows it in a plain loop.",

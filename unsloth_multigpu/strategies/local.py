@@ -1,4 +1,4 @@
-"""Ranks that step independently and synchronize from time to time: less is sent, but the result is not that of DDP."""
+"""Strategies in which ranks step independently and synchronize rarely. They send less, and differ from DDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LocalSGDSync(GradientSync):
 
     @property
     def are_replicas_equal(self) -> bool:
-        """False from the first step after a synchronization to the next one."""
+        """False from the first step after a synchronization until the next one."""
         return self._num_local_steps == 0
 
     def after_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Puts a gradient strategy around Hugging Face's loop, in place of DDP."""
+"""Runs a gradient strategy in Hugging Face's loop, in place of DDP."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Exchange(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Lets each rank count its own tokens, where ranks do not synchronize in every step."""
+        """Makes each rank count its own tokens if ranks do not synchronize in every step."""
         if not self._config.is_synchronous:
             # Counting over all ranks would be a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
@@ -93,7 +93,7 @@ class Exchange(GradientExchange):
         self.sync.end()
 
     def _synchronize_if_read(self, control: ControlLike) -> None:
-        """Makes the ranks' weights equal where something is about to read them. Collective."""
+        """Synchronizes the ranks' weights before they are read. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             with self._manager.waits.counted():
                 self.sync.synchronize()
@@ -131,12 +131,12 @@ class Exchange(GradientExchange):
             logger.warning("%s is missing: strategy=%s begins with a new state", file, self._config.strategy)
 
     def _load_optimizer(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
-        """`Trainer._load_optimizer_and_scheduler`."""
+        """Overrides `Trainer._load_optimizer_and_scheduler`."""
         self._checkpoint = checkpoint
         return original(checkpoint)
 
     def _prepare_alone(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, without the wrapper that only a model to be trained gets: DDP."""
+        """Overrides `Accelerator.prepare_model`: does not wrap the model in DDP."""
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
         if is_trained and getattr(model, "_orig_mod", model) is not self._trainer.model:
             raise SetupError(
@@ -148,14 +148,14 @@ class Exchange(GradientExchange):
         return original(model, placement, evaluation_mode=True)
 
     def _synchronize_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
+        """Overrides `Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
         if self.sync is not None:
             with self._manager.waits.counted():
                 self.sync.synchronize()
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step`: exchanges the gradients after the backward that ends an optimizer step."""
+        """Overrides `Trainer.training_step`: synchronizes gradients after the last backward pass of a step."""
         loss = original(*args, **kwargs)
         if self._trainer.accelerator.sync_gradients:
             assert self.sync is not None
@@ -167,7 +167,7 @@ class Exchange(GradientExchange):
 def make_sync(
     config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
 ) -> GradientSync:
-    """What carries out `config.strategy`, which is not DDP.
+    """Returns the implementation of `config.strategy`, which is not DDP.
 
     Args:
         model: On this rank's device, without a wrapper.

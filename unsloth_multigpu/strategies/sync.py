@@ -1,4 +1,4 @@
-"""How ranks exchange gradients where DDP does not: the contract, and the strategies that synchronize in every step."""
+"""The contract of gradient strategies other than DDP, and the strategies that synchronize in every step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GradientSync:
     def after_step(self) -> None:
         """Called when the optimizer has stepped."""
         self.num_steps += 1
-        # They hold gradients, whose memory the next forward needs.
+        # Handles hold gradients, whose memory the next forward pass needs.
         self._last_works.clear()
 
     @property
@@ -123,7 +123,7 @@ class GradientSync:
         self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives every rank rank 0's values. Collective."""
+        """Copies rank 0's values to all ranks. Collective."""
         # As bytes: backends do not know all dtypes.
         self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)))
 
@@ -184,7 +184,7 @@ class AllReduceSync(GradientSync):
         self.average(self.shared_gradients())
 
     def after_step(self) -> None:
-        """Gives every rank rank 0's buffers. Collective."""
+        """Copies rank 0's buffers to all ranks. Collective."""
         super().after_step()
         self.broadcast(self.buffers)
 
@@ -232,7 +232,7 @@ class ParameterServerSync(GradientSync):
             token.grad = torch.zeros_like(token) + overflow
 
     def after_step(self) -> None:
-        """Gives every rank rank 0's trained weights and buffers. Collective."""
+        """Copies rank 0's trained weights and buffers to all ranks. Collective."""
         super().after_step()
         self.broadcast([*self.parameters, *self.buffers])
 
