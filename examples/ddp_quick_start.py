@@ -98,11 +98,12 @@ def train(options: argparse.Namespace, output: Path):
         ),
     )
     times = log_steps(trainer)
-    before = score(model, tokenizer)
+    before = "" if options.dataset else score(model, tokenizer)
     trainer.train()
-    after = score(model, tokenizer)
-    if trainer.is_world_process_zero():
-        print(f"  before: {before}\n  after:  {after}", flush=True)
+    if before:
+        after = score(model, tokenizer)
+        if trainer.is_world_process_zero():
+            print(f"  before: {before}\n  after:  {after}", flush=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     save_metrics(trainer, times, output)

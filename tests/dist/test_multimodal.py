@@ -16,28 +16,46 @@ from tests.helpers.tiny import build_tiny
 SCRIPT = Path(__file__).parent / "scripts" / "multimodal.py"
 SHARED = ["llava:6x1", "qwen2_vl:6x1", "mixed:6x1", "whisper:6x1"]
 WHOLE = ["llava:3x2", "speech:3x2"]
+MORE = ["qwen2_vl:3x2", "mixed:3x2", "whisper:3x2"]
 # Batch norm reads the micro-batch.
 NOT_SHARED = "speech:6x1"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("multimodal")
+def train(path, jobs):
     build_tiny(path / "model", hidden_size=32, num_layers=1, vocab_size=300)
     for num_ranks in (1, 2):
-        arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *SHARED, *WHOLE, NOT_SHARED])
+        arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *jobs])
         run = run_python([SCRIPT, *arguments], path, light("rich", "triton"))
         assert run.code == 0, run.err
         (path / f"{num_ranks}.txt").write_text(run.err)
     return path
 
 
-@pytest.mark.parametrize("job", [*SHARED, *WHOLE])
-def test_training_is_that_of_one_process(folder, job):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("multimodal"), [*SHARED, *WHOLE, NOT_SHARED])
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("more_multimodal"), MORE)
+
+
+@pytest.fixture
+def trained(request):
+    """The folder with the trainings of the job that a test asks for."""
+    return request.getfixturevalue("more" if request.node.callspec.params["job"] in MORE else "folder")
+
+
+JOBS = [*SHARED, *WHOLE, *(pytest.param(job, marks=pytest.mark.thorough) for job in MORE)]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_training_is_that_of_one_process(trained, job):
     (one, weights), (first, of_first), (second, of_second) = (
-        outcome(folder / "1", job),
-        outcome(folder / "2", job),
-        outcome(folder / "2", job, rank=1),
+        outcome(trained / "1", job),
+        outcome(trained / "2", job),
+        outcome(trained / "2", job, rank=1),
     )
     assert len(one["grad_norm"]) == 2
     assert first["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -57,9 +75,9 @@ def without_buffers(path):
     }
 
 
-@pytest.mark.parametrize("job", [*SHARED, *WHOLE])
-def test_model_and_processor_are_saved_as_by_one_process(folder, job):
-    one, two = (folder / name / job.replace(":", "_") for name in "12")
+@pytest.mark.parametrize("job", JOBS)
+def test_model_and_processor_are_saved_as_by_one_process(trained, job):
+    one, two = (trained / name / job.replace(":", "_") for name in "12")
     files = sorted(path.name for path in one.iterdir())
     assert "model.safetensors" in files
     assert {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"} & {*files}

@@ -22,19 +22,19 @@ COMPARED = Path(__file__).with_name("compared.py")
 IN_PARTS = Path(__file__).with_name("in_parts.py")
 QUANTIZED = Path(__file__).with_name("quantized.py")
 pytestmark = [needs_device, pytest.mark.slow]
-# Tests of CPU ranks that run again on devices, each with the trainings that it needs.
-AGAIN = {
-    "test_resume.py": "goes_on_to_the_same_weights or other_numbers_of_ranks",
-    "test_strategies.py": "meets_in_every_step",
-}
+# Tests of CPU ranks that run again on devices. test_nccl.py has tests of a killed rank and of other numbers of ranks.
+AGAIN = [
+    ("test_strategies.py", "meets_in_every_step"),
+    pytest.param("test_strategies.py", "local or diloco", marks=pytest.mark.thorough),
+    pytest.param("test_resume.py", "goes_on_to_the_same_weights or other_numbers_of_ranks", marks=pytest.mark.thorough),
+]
 
 
-# Of a killed rank and of other numbers of ranks there are tests of devices alone, in test_nccl.py.
-@pytest.mark.parametrize("file", [pytest.param("test_resume.py", marks=pytest.mark.thorough), "test_strategies.py"])
-def test_what_holds_for_cpu_ranks_holds_on_devices(file: str) -> None:
+@pytest.mark.parametrize(("file", "names"), AGAIN)
+def test_what_holds_for_cpu_ranks_holds_on_devices(file: str, names: str) -> None:
     plugin = ("-p", "tests.helpers.on_device", "-p", "no:cacheprovider", "-n", "0", "-q", "-m", "")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugin, f"tests/dist/{file}", "-k", AGAIN[file]],
+        [sys.executable, "-m", "pytest", *plugin, f"tests/dist/{file}", "-k", names],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -96,6 +96,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     ("result", "told"),
     [
         (("a.json", "b.json"), ("a.json", "b.json")),
+        (["a.json", "b.json"], ["a.json", "b.json"]),
+        ((object(),), None),
         (
             {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},
             {"gguf_files": ["m.gguf"], "is_vlm": False, "modelfile": None},

@@ -108,7 +108,8 @@ class Saves:
         self._wait_for_others()
         self._publish(None)
         result = save()
-        self._publish({"result": _plain(result), "path": path if path and os.path.lexists(path) else ""})
+        written = path if path and os.path.lexists(path) else ""
+        self._publish({"result": _plain(result), "is_tuple": isinstance(result, tuple), "path": written})
         return result
 
     def follow(self) -> tuple[bool, Any]:
@@ -265,7 +266,7 @@ class Saves:
                 hint="Remove what is in the way on rank 0 alone: if ump.is_main_process().",
             )
         result = outcome["result"]
-        return tuple(result) if isinstance(result, list) else result
+        return tuple(result) if outcome["is_tuple"] and result is not None else result
 
 
 def saved_alone(what: str) -> DistributedError:

@@ -23,10 +23,9 @@ from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.shard.describe import micro_batch
 from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
 from unsloth_multigpu.shard.groups import layers_of
-from unsloth_multigpu.shard.memory import MemoryForecast, Mode, StepBytes, Training, forecast_of
+from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
-_WITHOUT = "Set shard='on' or shard='off', which need no forecast."
 # Set by transformers for accelerate, which reads it when weights are loaded.
 _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -46,7 +45,7 @@ class Rows:
         if draws_completions(trainer):
             raise SetupError(
                 f"The memory of a {type(trainer).__name__} cannot be forecast, because it generates its samples.",
-                hint=_WITHOUT,
+                hint=WITHOUT_FORECAST,
             )
         self._trainer = trainer
         self._training = training
@@ -80,7 +79,7 @@ class Rows:
             raise SetupError(
                 f"{self._training.model}: the first step cannot be run on tensors without values: "
                 f"{type(error).__name__}: {error}",
-                hint=_WITHOUT,
+                hint=WITHOUT_FORECAST,
             ) from error
 
 
@@ -222,7 +221,7 @@ def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) 
     if kind == "Params4bit":
         return _in_4_bits(tensor, device, is_sharded=is_sharded)
     if kind == "Int8Params":
-        raise SetupError("The memory of 8-bit weights cannot be forecast.", hint=_WITHOUT)
+        raise SetupError("The memory of 8-bit weights cannot be forecast.", hint=WITHOUT_FORECAST)
     # Not `empty_like`, which returns a real tensor for a real argument.
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

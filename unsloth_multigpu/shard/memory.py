@@ -18,6 +18,8 @@ RESERVE = 0.15
 # Memory of a device outside torch's allocator: the context with its kernels, and NCCL's buffers.
 CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
 MAX_RANKS = 4096
+# The hint of errors of a forecast.
+WITHOUT_FORECAST = "shard='on' or shard='off' needs no forecast."
 
 
 @dataclass(frozen=True)

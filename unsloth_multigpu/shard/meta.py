@@ -13,10 +13,10 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.shard.memory import WITHOUT_FORECAST
 from unsloth_multigpu.versions import installed_version
 
 _TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
-_WITHOUT = "shard='on' or shard='off' needs no forecast."
 # Arguments of from_pretrained that concern the model and not its configuration.
 _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
 # Arguments of `_from_config`, in addition to those of the model's `__init__`.
@@ -76,7 +76,7 @@ def meta_patches() -> list[Patch]:
 
 def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
     if kwargs.get("gguf_file"):
-        raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=_WITHOUT)
+        raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=WITHOUT_FORECAST)
     wants_info = kwargs.pop("output_loading_info", False)
     config, kwargs = _configuration(cls, name, kwargs)
     config.name_or_path = str(name)
@@ -138,7 +138,7 @@ def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
     merged = asked if stored is None else AutoHfQuantizer.merge_quantization_configs(stored, asked)
     method = str(getattr(merged.quant_method, "value", merged.quant_method))
     if "bitsandbytes" not in method:
-        raise SetupError(f"The memory of weights quantized by {method} cannot be forecast.", hint=_WITHOUT)
+        raise SetupError(f"The memory of weights quantized by {method} cannot be forecast.", hint=WITHOUT_FORECAST)
     config.quantization_config = merged
     return AutoHfQuantizer.from_config(merged, pre_quantized=stored is not None)
 
@@ -154,7 +154,7 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
         if dtype is None:
             raise SetupError(
                 "The model's configuration has no dtype, and its files are not read for a forecast.",
-                hint=f"Give dtype= to from_pretrained. {_WITHOUT}",
+                hint=f"Give dtype= to from_pretrained. {WITHOUT_FORECAST}",
             )
     if dtype is None and quantizer is not None:
         dtype = quantizer.update_dtype(None)  # float16 for bitsandbytes.

@@ -22,7 +22,7 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.shard.memory import MAX_RANKS, MemoryForecast, Mode, Training, fits
+from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryForecast, Mode, Training, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
@@ -33,7 +33,6 @@ from unsloth_multigpu.words import how_ended
 DEFAULT_LIMIT_S = 600.0
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
-_WITHOUT = "shard='on' or shard='off' needs no forecast."
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,8 @@ def ask(
             )
         if code is None:
             raise RankTimeoutError(
-                f"The script did not reach train() within {limit_s:g} seconds.", hint=f"Raise the limit. {_WITHOUT}"
+                f"The script did not reach train() within {limit_s:g} seconds.",
+                hint=f"Raise the limit. {WITHOUT_FORECAST}",
             )
         if not outcome.exists():
             raise _no_answer(code, log)
@@ -139,7 +139,7 @@ def _no_answer(code: int, log: Path) -> SetupError:
         hint = "Models that the script builds without from_pretrained are in this machine's memory."
     return SetupError(
         f"The script {how_ended(code)} before train() of a transformers Trainer; its memory cannot be forecast.{shown}",
-        hint=f"{hint} {_WITHOUT}",
+        hint=f"{hint} {WITHOUT_FORECAST}",
     )
 
 

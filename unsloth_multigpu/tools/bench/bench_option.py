@@ -107,7 +107,7 @@ class BenchOptions(Arguments):
     batch_size: Annotated[int, Option(_SAMPLES, least=1)] = 8
     accumulation: Annotated[int, Option(_SAMPLES, least=1)] = 1
     seed: Annotated[int, Option(_SAMPLES)] = 0
-    # With the defaults a bench takes about five minutes of CPU time, three to four minutes on two slow cores.
+    # With the defaults a bench takes about five minutes of CPU time.
     steps: Annotated[int, Option(_RUN, least=1)] = 2
     warmup: Annotated[int | None, Option(_RUN, otherwise="2; 20 on GPUs")] = None
     repeats: Annotated[int, Option(_RUN, least=1)] = 3
