@@ -26,7 +26,7 @@ class MultiGPUError(Exception):
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
-        self.hint = hint
+        self.hint = hint.strip()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are pickled in worker processes. Exception's own method would lose the keyword argument.

@@ -157,7 +157,7 @@ class Overview:
 
 
 def last_line(path: Path) -> str:
-    """Returns the last line of a log that is not empty, as a terminal shows it, printable characters only."""
+    """Returns the last line of a log that has a letter or digit, as a terminal shows it, printable characters only."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -165,7 +165,7 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     shown = [_CONTROL.sub("", line).strip() for line in shown_lines(text)]
-    return next((line for line in reversed(shown) if line), "")
+    return next((line for line in reversed(shown) if any(map(str.isalnum, line))), "")
 
 
 def columns_of(look: Look) -> list[tuple[str, list[str]]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 # Shown in place of the number.
 NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
+# The name of all optimizer steps but the first, and of what needs less time than this fraction.
+STEPS, _NOTICEABLE = "steps", 0.05
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class RankReport:
         loop_s: Seconds from the begin of the first step to the end of the last one.
         setup_s: Seconds from the call of `train()` to the begin of the first step.
         runtime_s: The Trainer's own `train_runtime`.
+        phases_s: Seconds from the begin of the first step on, by what the main thread did: "steps", "saves".
     """
 
     rank: int
@@ -86,6 +89,16 @@ class RankReport:
     loop_s: float | None = None
     setup_s: float | None = None
     runtime_s: float | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> list[tuple[str, float]]:
+        """The phases with a noticeable part of the time, and that part, the largest first."""
+        total_s = sum(self.phases_s.values())
+        found = [
+            (name, seconds / total_s) for name, seconds in self.phases_s.items() if seconds > _NOTICEABLE * total_s
+        ]
+        return sorted(found, key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True)
@@ -155,15 +168,17 @@ class RunReport:
                 f"{self.resumed or f'checkpoint-{self.resumed_step}'} is the end of this training ({self.resumed_step} "
                 f"of {self.max_steps} steps): nothing to do; another output_dir starts a new training"
             )
-        shares = f" ({' + '.join(str(r.num_samples) for r in self.ranks)})" if len(self.ranks) > 1 else ""
+        of_ranks = f" ({' + '.join(str(r.num_samples) for r in self.ranks)})" if len(self.ranks) > 1 else ""
         seconds = max(r.train_s for r in self.ranks) if first.runtime_s is None else first.runtime_s
         line = f"trained {_counted(first.num_steps, 'step')}"
         # Samples are not counted if the script makes its own batches.
         if is_counted := self.num_samples > 0 or first.num_steps == 0:
-            line += f", {_counted(self.num_samples, 'sample')}{shares}"
+            line += f", {_counted(self.num_samples, 'sample')}{of_ranks}"
         line += f" in {seconds:.1f} s"
         if is_counted and seconds > 0:
             line += f" ({_rounded(self.num_samples / seconds)} samples/s)"
+        if others := [f"{share:.0%} {name}" for name, share in first.shares if name != STEPS]:
+            line += f", of which {' and '.join(others)}"
         if first.setup_s is not None:
             line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]

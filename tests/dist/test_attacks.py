@@ -228,7 +228,10 @@ def test_first_step_is_said_to_be_equal_with_its_time(folder):
     dealt, line, ended = [text for _, text in facts_of(folder, f"class_weights:{SHARED}")["said"]]
     assert re.match(r"samples per step: 5 = .*, dealt in order: the loss is not known as a sum over the tokens", dealt)
     assert ended.startswith("trained ")
-    assert re.fullmatch(r"first step: \S+ s as one process, \S+ s on 2 ranks \(\S+ times (as fast|slower)\), .*", line)
+    assert re.fullmatch(
+        r"first step: forward and backward \S+ s as one process, \S+ s on 2 ranks \(\S+ times (as fast|slower)\), .*",
+        line,
+    )
     assert float(line.rpartition("equal gradient, differs by ")[2]) < 1e-5
     said = [text for _, text in facts_of(folder, "counter:24x4x2")["said"] if text.startswith("trained ")]
     assert "; not exactly the training of one process: first step: " in said[0]

@@ -150,7 +150,7 @@ def test_run_starts_no_ranks_inside_a_rank(started):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["walk"], "invalid choice: 'walk'"),
+        (["walk"], "there is no command 'walk'.\nHint: Commands: run, top, "),
         (["run"], "run: no script was given.\nHint: "),
         (["run", "--num-gpus", "2"], "run: no script was given.\nHint: "),
         (["run", "-m"], "run: no module was given.\nHint: "),
@@ -164,12 +164,12 @@ def test_run_starts_no_ranks_inside_a_rank(started):
             ["run", "--num-gpu", "2", "train.py"],
             "--num-gpu\nHint: Did you mean --num-gpus? See unsloth-multigpu run --help.",
         ),
-        (["verfy", "train.py"], "invalid choice: 'verfy'"),
+        (["verfy", "train.py"], "there is no command 'verfy'.\nHint: Did you mean verify? Commands: run, "),
         (
             ["bench", "--device", "gpu"],
             "device='gpu'; expected 'auto' or 'cpu' or 'cuda'.\nHint: ",
         ),
-        (["bench", "--model-size", "smal"], "Hint: Did you mean small? "),
+        (["bench", "--model-size", "smal"], "Hint: Did you mean small?"),
         (["run", "--balance", "token", "train.py"], "Hint: Did you mean 'tokens'? Leave balance out"),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
         (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),

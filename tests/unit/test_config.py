@@ -174,7 +174,7 @@ def test_former_argument_is_unknown_and_its_replacement_is_named(name: str) -> N
 def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() -> None:
     with pytest.raises(ConfigError) as error:
         from_keywords({"num_gpu": 2})
-    assert_says(error, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus? ")
+    assert_says(error, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus?")
     with pytest.raises(ConfigError) as error:
         from_keywords({"xyzzy": 2})
     assert error.value.hint == f"Options: {', '.join(options_of(MultiGPUConfig))}."

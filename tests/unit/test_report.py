@@ -56,6 +56,9 @@ def test_run_report_says_the_training_in_a_sentence() -> None:
     timed = tuple(dataclasses.replace(rank, runtime_s=2.5, setup_s=0.86) for rank in ranks)
     text = "trained 15 steps, 240 samples (109 + 131) in 2.5 s (96 samples/s), set-up 0.9 s"
     assert RunReport(timed).summary() == text
+    spent = {"steps": 1.0, "saves": 3.0, "evaluations": 0.9, "the first step": 0.1}
+    found = RunReport((dataclasses.replace(timed[0], phases_s=spent), timed[1])).summary()
+    assert found == text.replace(", set-up", ", of which 60% saves and 18% evaluations, set-up")
     moved = dataclasses.replace(timed[0], num_steps=1, num_samples=1, sent_bytes=2_500_000)
     line = RunReport((moved,)).summary("moved {:.1f} MB")
     unknown = dataclasses.replace(timed[0], num_samples=0)

@@ -149,7 +149,13 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
     ("kind", "checkpoint", "how", "resume", "text"),
     [
         ("stopped", "/c-4", "saved", "auto", " after step 4. The same command resumes from /c-4."),
-        ("stopped", "/c-4", "saved", "off", " after step 4. With resume='auto' the same command resumes from /c-4."),
+        (
+            "stopped",
+            "/c-4",
+            "saved",
+            "off",
+            " after step 4. UNSLOTH_MULTIGPU_RESUME=auto before the same command resumes from /c-4.",
+        ),
         ("stopped", "", "saved", "off", " after step 4. Nothing was saved."),
         (
             "training",

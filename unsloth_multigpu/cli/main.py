@@ -77,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 0
     own, program = split_program(given)
     try:
+        if given[0] not in commands and not given[0].startswith("-"):
+            meant = did_you_mean(given[0], {name: name for name in commands})
+            raise ConfigError(f"there is no command {given[0]!r}.", hint=f"{meant}Commands: {', '.join(commands)}.")
         parsed, unknown = parser.parse_known_args(own)
         command = commands[parsed.command]
         if unknown:

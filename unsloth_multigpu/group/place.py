@@ -30,7 +30,7 @@ def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment:
     if not num_visible:
         is_for_devices = any(getattr(torch.version, name, None) for name in ("hip", *KINDS))
         build = "" if is_for_devices else f", torch {torch.__version__} is built for the CPU only"
-        return f"no GPU is visible{chosen}{build}: this process trains alone"
+        return f"no GPU is visible{chosen}{build}: this process trains alone; num_gpus=2 starts two ranks on the CPU"
     if num_visible > 1:
         return f"{num_visible} GPUs are visible{chosen}, num_gpus=1: this process trains alone"
     return f"1 GPU is visible{chosen}: this process trains alone"

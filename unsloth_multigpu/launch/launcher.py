@@ -20,7 +20,7 @@ from unsloth_multigpu.launch.generation_server import GenerationServer, free_por
 from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
-from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
+from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop, how_to_resume
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
@@ -190,6 +190,8 @@ class DDPLauncher:
         if not cause.traceback:
             lines = read_tail(self.log_dir / f"rank_{cause.rank}.log", 15).splitlines()
             tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in lines))
+            resumes = how_to_resume("the last complete checkpoint, if there is one", self.config.resume)
+            tell(f"unsloth_multigpu: {resumes}\n")
         if self.num_ranks > 1:
             tell(f"unsloth_multigpu: logs of ranks without a terminal: {self.log_dir}/rank_N.log\n")
         return cause.exit_code

@@ -140,6 +140,17 @@ class Stop:
         )
 
 
+def how_to_resume(checkpoint: str, resume: str) -> str:
+    """Describes how to continue from a complete checkpoint.
+
+    Args:
+        resume: The option.
+    """
+    if resume == "auto":
+        return f"The same command resumes from {checkpoint}."
+    return f"UNSLOTH_MULTIGPU_RESUME=auto before the same command resumes from {checkpoint}."
+
+
 def _ranks_of(events: Sequence[Event], kind: str) -> set[int]:
     return {event.rank for event in events if event.kind == kind}
 
@@ -162,6 +173,5 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
     text = f"stopped by {signal.Signals(stop.signal_number).name}{where(step)}{'' if has_stopped else f': {how}'}."
     saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
     if saved:
-        resumes = "The same command resumes" if resume == "auto" else "With resume='auto' the same command resumes"
-        return f"{text} {resumes} from {saved[-1]}."
+        return f"{text} {how_to_resume(saved[-1], resume)}"
     return f"{text} Nothing was saved." if has_stopped or stop.how == "late" else text

@@ -18,12 +18,15 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
 from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.parts import CUT, lose
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
+
+logger = get_logger(__name__)
 
 
 class Trainings:
@@ -69,6 +72,8 @@ class Trainings:
         A Trainer still evaluates and saves.
         """
         self._cut = {number for number, trainer in self._living().items() if trainer.is_in_train}
+        if self._cut:
+            logger.info("the training was cut off: ranks take rank 0's weights. To train again, make a new Trainer")
         for number, trainer in self._living().items():
             self._noted[number][1].let_go()  # An exception may have interrupted an earlier `let_go`.
             trainer.is_in_train = False
@@ -133,7 +138,7 @@ def become_one_process() -> None:
 def _refuse_old_trainer(*_args: Any, **_kwargs: Any) -> Any:
     raise SetupError(
         "This Trainer cannot train again: a cell failed or was stopped, or the other ranks have ended.",
-        hint="Make a new Trainer, with new arguments. The model has rank 0's weights.",
+        hint="Make a new Trainer. The model has rank 0's weights.",
     )
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 # The gradient of a single parameter may differ by this many times the bound for all parameters together.
 _OF_ONE = 20.0
+# A larger bound is that of a lower precision than fp32.
+_NOT_FINE = 1e-4
+# Ranks may differ from one process by this many times what a change of the weights' last bits does.
+_OF_LAST_BITS = 4.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class Comparison:
         num_references: Micro-batches of the step in one process.
         difference: Difference of the gradients; None if they were not compared.
         bound: Largest relative difference due to rounding in this precision.
+        rounding: Relative difference of one process from itself if the last bits of the weights change; nan = not
+            measured, since the difference is within the bound, or far above it.
         one_s: Seconds of these micro-batches in one process; nan = not measured.
         dealt_s: Seconds on the ranks.
         unproven: Why the gradients were not compared; "" = they were.
@@ -73,6 +79,7 @@ class Comparison:
     num_references: int
     difference: Difference | None = None
     bound: float = math.nan
+    rounding: float = math.nan
     one_s: float = math.nan
     dealt_s: float = math.nan
     unproven: str = ""
@@ -82,7 +89,9 @@ class Comparison:
     @property
     def is_exact(self) -> bool:
         """True if the gradients are equal up to rounding."""
-        return self.difference is not None and not self.unproven and self.difference.is_within(self.bound)
+        if self.difference is None or self.unproven:
+            return False
+        return self.difference.is_within(self.bound) or self.difference.off <= _OF_LAST_BITS * self.rounding
 
     @property
     def _what(self) -> str:
@@ -105,12 +114,17 @@ class Comparison:
             what += f", {self.num_compared} of {self.num_references} micro-batches"
         if self.unproven or self.difference is None:
             return f"{what}: not compared with one process: {self.unproven}"
-        seconds = f"{times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, " if self._is_timed else ""
+        seconds = ""
+        if self._is_timed:
+            seconds = f"forward and backward {times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, "
         size = "equal gradient, differs by" if self.is_exact else "the gradient differs by"
+        rounding = "" if math.isnan(self.rounding) else f" (rounding changes it by {self.rounding:.1e})"
+        if self.is_exact and self.bound > _NOT_FINE:
+            rounding = f" (rounding in this precision: up to {self.bound:.0e})"
         draws = f"; drawn anew on each rank: {', '.join(self.draws)}" if self.draws and self.num_ranks > 1 else ""
         is_counted = self.counts and self.is_exact  # Else a warning says what may be done.
         counts = f"; counted by each rank for itself: {', '.join(self.counts)}" if is_counted else ""
-        return f"{what}: {seconds}{size} {self.difference.off:.1e}{draws}{counts}"
+        return f"{what}: {seconds}{size} {self.difference.off:.1e}{rounding}{draws}{counts}"
 
     def values(self) -> dict[str, Any]:
         """Returns JSON values for files and reports; None for numbers that are not finite."""
@@ -121,6 +135,7 @@ class Comparison:
             "one_process_s": self.one_s,
             "dealt_s": self.dealt_s,
             "bound": self.bound,
+            "rounding": self.rounding,
         }
         return {
             "step": self.step,

@@ -28,7 +28,7 @@ from unsloth_multigpu.seam import unsteered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.order_proof import OrderProof
 from unsloth_multigpu.step.own_code import is_library
-from unsloth_multigpu.step.sketch import rounding_bound
+from unsloth_multigpu.step.rounding import rounding_bound
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 

@@ -46,8 +46,9 @@ from unsloth_multigpu.step.one_process import counted_as_one_process, without_ot
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.own_code import name_of, own_code
 from unsloth_multigpu.step.passes import on_device
-from unsloth_multigpu.step.sketch import difference, mean_of, names_of, rounding_bound, sketch
-from unsloth_multigpu.step.snapshot import Still, kept_objects, kept_training_state
+from unsloth_multigpu.step.rounding import MOST_ROUNDING, last_bits_changed, rounding_bound
+from unsloth_multigpu.step.sketch import difference, mean_of, names_of, sketch
+from unsloth_multigpu.step.snapshot import Still, is_close, kept_objects, kept_training_state
 from unsloth_multigpu.step.step import Step
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
@@ -199,6 +200,8 @@ class StepProof:
                 dealt_s = self._dealt_once(model, rows, one)[1]
             has_drawn = self._any(still.has_drawn)
             is_random = has_drawn and self._any(not self._is_within(self._drawn_again(model, rows, one)))
+            if not self._is_within(off) and off.off <= MOST_ROUNDING:
+                base = replace(base, rounding=self._rounding(model, rows, one))
             mine = [still.has_dropped, rows.is_drawn, rows.are_rows_drawn, is_random]
             ranks = self._manager.gather_int64(mine)
         if is_random and not self._is_within(off):
@@ -213,7 +216,7 @@ class StepProof:
     def _counts(self, one: Still) -> tuple[str, ...]:
         """Returns names of script counters that differ from those of one process on any rank. Collective."""
         before, dealt = one.numbers, self._numbers
-        mine = [name for name in {**before, **dealt} if not _is_close(before.get(name), dealt.get(name))]
+        mine = [name for name in {**before, **dealt} if not is_close(before.get(name), dealt.get(name))]
         ranks = self._manager.gather_texts(json.dumps(mine))
         return tuple(sorted({name for text in ranks for name in json.loads(text)}))
 
@@ -313,6 +316,13 @@ class StepProof:
         """Returns how much one process differs from itself if the random seed changes."""
         again = self._as_one(model, rows, self._seed + 1)[0]
         return difference([one], [again], names_of(self._trainer.model))
+
+    def _rounding(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> float:
+        """Returns how much rounding changes the gradient of one process, by its norm. Collective."""
+        with last_bits_changed(self._trainer.model):
+            again = self._as_one(model, rows, self._seed)[0]
+        off = difference([one], [again], names_of(self._trainer.model)).off
+        return max(row[0] for row in self._manager.gather_floats([off]))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -468,15 +478,6 @@ def _without_optimizer() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    """True for two numbers, or two tuples of numbers, that are equal up to rounding."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-3) or (one != one and other != other)
-    return bool(one == other)
 
 
 def _affordable(num_references: int, num_ranks: int, seconds: float) -> int:

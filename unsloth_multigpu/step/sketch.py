@@ -12,32 +12,12 @@ from torch import nn
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.step.comparison import Difference
-from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # Random projections of each tensor.
 NUM_PROJECTIONS = 4
 _WIDTH = 1 + NUM_PROJECTIONS
 # Elements that are projected at once: what a sketch needs of memory.
 _CHUNK = 2**18
-# By how much rounding alone may change a gradient. Rows in other micro-batches are computed by other kernels and added
-# up in another order. In fp32, exact losses of 17 kinds differed by 6e-7 at most and inexact ones by 1.2e-4 at least.
-# Activations of fp16 and bf16 have relative errors of 5e-4 and 4e-3, and each element of a gradient is rounded by
-# itself.
-FINE = 1e-5
-_BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-_TF32 = 5e-3
-
-
-def rounding_bound(trainer: TrainerLike) -> float:
-    """Largest norm of a difference of gradients by the norm, in the lowest precision that the trainer computes in."""
-    precision = getattr(trainer.accelerator, "mixed_precision", "no")
-    found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
-    found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
-    # Quantised weights are computed in the type of the others.
-    bounds = [_BOUNDS[dtype] for dtype in found] or [FINE]
-    if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        bounds.append(_TF32)
-    return max(bounds)
 
 
 def sketch(model: nn.Module) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import random
 import types
@@ -331,3 +332,12 @@ def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
     if bits is not None:
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return (value.get_state, value.set_state) if hasattr(value, "set_state") else None
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """True for two values of a counter, numbers or tuples of numbers, that are equal up to rounding."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(is_close, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-3) or (one != one and other != other)
+    return bool(one == other)

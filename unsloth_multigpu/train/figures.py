@@ -15,10 +15,10 @@ import torch
 
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.report import STEPS, RankReport, RunReport
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage
+from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase
 from unsloth_multigpu.wire.process import read_peak_bytes
 
 # The median of a step's seconds is that of so many last ones.
@@ -28,6 +28,15 @@ _MEMORY_EVERY_S = 1.0
 # Ids of a model's own tokens, and the mask that says which of them are padding. Trainers of preferences have several.
 _ENDS = (("input_ids", "attention_mask"), ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask"))
 _OTHER_IDS = ("decoder_input_ids",)
+# What a report tells apart. The parts of a step are one, since only a part that waits for the device has its time.
+_IN_REPORT = {
+    **dict.fromkeys((Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), STEPS),
+    Phase.WARM_UP: "the first step",
+    Phase.EVALUATE: "evaluations",
+    Phase.SAVE: "saves",
+    Phase.GENERATE: "generation",
+    Phase.COMPILE: "compilation",
+}
 
 
 class Meter(Part):
@@ -69,6 +78,7 @@ class Meter(Part):
         self.is_sharded = False
         self._called_s = self._begin_s = self._since_s = time.monotonic()
         self._waited_before_s = 0.0
+        self._spent_before_s = dict(beat.spent_s)
         self._num_steps = self._num_micro_batches = 0
         self._steps_s: deque[float] = deque(maxlen=_MOST_STEPS)
         self._memory_s = float("-inf")
@@ -93,6 +103,7 @@ class Meter(Part):
         self.resumed_step = state.global_step
         self._waits.settle()
         self._waited_before_s = self._waits.seconds
+        self._spent_before_s = dict(self._beat.spent_s)
         self._write(state)
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -137,7 +148,18 @@ class Meter(Part):
         """
         measured = {field.name for field in dataclasses.fields(RankReport)} & {*vars(self.figures)}
         figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
-        return RankReport(0, *counts, train_s=train_s, sent_bytes=sent_bytes, runtime_s=self.runtime_s, **figures)
+        phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
+        for phase, name in _IN_REPORT.items():
+            phases_s[name] += self._beat.spent_s[phase] - self._spent_before_s[phase]
+        return RankReport(
+            0,
+            *counts,
+            train_s=train_s,
+            sent_bytes=sent_bytes,
+            runtime_s=self.runtime_s,
+            phases_s={name: seconds for name, seconds in phases_s.items() if seconds > 0.0},
+            **figures,
+        )
 
     def report_alone(self) -> RunReport:
         """Of a process that is not steered."""

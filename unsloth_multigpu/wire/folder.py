@@ -76,7 +76,7 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int = 0) -> Iterator[Path]:
         try:
             if try_lock(lock) == "held":
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
-                logger.warning("log_dir is in use by another job or server, logs=%s", log_dir)
+                logger.warning("log_dir is in use by another job or server, which may be ending: logs=%s", log_dir)
             for rank in range(num_ranks):
                 (log_dir / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
                 if rank > 0:

@@ -123,6 +123,10 @@ class HeartbeatPage:
 
     Args:
         run_dir: The run's private folder. None = no reader, and the page is not shared.
+
+    Attributes:
+        spent_s: Seconds of the main thread in each phase so far. A device works asynchronously: its time counts for the
+            phase that waits for it.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str] | None, rank: int) -> None:
@@ -131,7 +135,8 @@ class HeartbeatPage:
         self.phase = Phase.SCRIPT
         self.micro_batch = 0
         self._is_working = False
-        self._marked_s = 0.0
+        self._marked_s = time.monotonic()
+        self.spent_s = dict.fromkeys(Phase, 0.0)
         self._num_steps = 0
         self._longest_s = {"first step": 0.0, "later": 0.0}
         self._figures = Figures()
@@ -161,6 +166,7 @@ class HeartbeatPage:
         if self._is_working:
             key = "later" if self._num_steps else "first step"
             self._longest_s[key] = max(self._longest_s[key], now_s - self._marked_s)
+        self.spent_s[self.phase] += now_s - self._marked_s
         self.phase = self.phase if phase is None else phase
         self.step = self.step if step is None else step
         self.micro_batch = self.micro_batch if micro_batch is None else micro_batch

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from unsloth_multigpu.step.sketch import FINE, difference
+from unsloth_multigpu.step.rounding import FINE
+from unsloth_multigpu.step.sketch import difference
 
 # Facts that must be equal in both runs.
 _SAME_FACTS = ("device", "rounding", "optimizer", "trainer")

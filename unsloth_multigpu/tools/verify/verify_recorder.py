@@ -22,7 +22,8 @@ from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.generation import draws_completions
-from unsloth_multigpu.step.sketch import FINE, rounding_bound, sketch_of
+from unsloth_multigpu.step.rounding import FINE, rounding_bound
+from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import FirstSteps
