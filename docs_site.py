@@ -118,6 +118,6 @@ def _api() -> str:
     for title, members in (("Functions", functions), ("Classes", classes), ("Errors", errors)):
         text += f"\n## {title}\n"
         for name in members:
-            home = package._HOME_OF.get(name)
+            home = package._MODULE_OF.get(name)
             text += f"\n::: unsloth_multigpu.{home}.{name}\n" if home else ""
     return text

@@ -61,7 +61,7 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     text = (folder / "4.txt").read_text()
     assert "completions per step: 12 = 4 ranks x 3 completions x 1 accumulation" in text
     assert "completions per step: 12 = 4 ranks x 1 completions x 3 accumulation" in text
-    assert len(re.findall(r"trained 2 steps in [\d.]+ s, set-up ", text)) == len([*JOBS, SHAPED])
+    assert len(re.findall(r"trained 2 steps in [\d.]+ s, of which ", text)) == len([*JOBS, SHAPED])
     assert text.count("Grpo: each rank draws completions of its own, so this is another run than on one GPU") == 3
     assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1
     assert (

@@ -143,6 +143,11 @@ def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
     assert shown("") == 'n t\n```\npip install "git+<its address>"\n```\n'
 
 
+def test_site_has_every_public_name(site: ModuleType) -> None:
+    shown = re.findall(r"^::: unsloth_multigpu\.(?:\w+\.)+(\w+)$", site._api(), flags=re.MULTILINE)
+    assert {name for name in unsloth_multigpu.__all__ if callable(getattr(unsloth_multigpu, name))} <= set(shown)
+
+
 def test_version_is_the_same_in_every_place() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {unsloth_multigpu.__version__}\n" in citation
