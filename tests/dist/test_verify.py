@@ -43,8 +43,8 @@ def shown(receipt: dict) -> str:
 
 
 def left(folder: Path) -> list[str]:
-    """Every file in the folder, but those that are there on purpose and temporary ones of libraries."""
-    files = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    """Every file and folder in it, but those that are there on purpose and temporary ones of libraries."""
+    files = sorted(p.relative_to(folder) for p in folder.rglob("*"))
     expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch")
     return [str(p) for p in files if p.parts[0] not in expected]
 

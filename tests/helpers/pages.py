@@ -68,7 +68,7 @@ _STRATEGIES = """
 defaults. In a text, also in `UNSLOTH_MULTIGPU_STRATEGY` and `--strategy`, options follow a colon:
 `diloco:every_steps=8,outer_momentum=0`. [strategies.md](strategies.md) describes each.
 """
-_COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Applies to")
+_COLUMNS = ("Argument, variable, flag", "Default", "Meaning", "Applies to")
 _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
 
 
@@ -88,8 +88,8 @@ def _option_cells(name: str, row: Option) -> list[str]:
     flags = [f"`{flag(name)}`" for command in ("run",) if command in row.commands]
     asked_by = "" if row.asking is None else f"{', '.join(_code(v) for v in row.asking)}: "
     scopes = ", ".join(scope.value[0] for scope in Scope if scope in row.scopes)
-    names = ", ".join([f"`{variable(name)}`", *flags])
-    return [f"`{name}`", _default(row), names, row.help, asked_by + scopes if scopes else ""]
+    names = "<br>".join([f"`{name}`", f"`{variable(name)}`", *flags])
+    return [names, _default(row), row.help, asked_by + scopes if scopes else ""]
 
 
 def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:
