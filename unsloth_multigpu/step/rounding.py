@@ -55,7 +55,6 @@ def _change_last_bits(model: nn.Module, sign: float) -> None:
         if parameter.dtype != torch.float32:
             continue
         part = part_of(parameter.data)
-        up = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.bool).to(part.device)
+        signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
         # Zeros stay: the smallest number above zero may be flushed to zero.
-        towards = torch.where(up, sign * math.inf, -sign * math.inf).to(part.dtype)
-        part.copy_(torch.where(part == 0, part, torch.nextafter(part, towards)))
+        part.copy_(part.nextafter((signs * sign * math.inf).masked_fill(part == 0, 0.0)))

@@ -247,3 +247,4 @@ if __name__ == "__main__":
         "sparse": sparse(),
     }
     Path(f"facts_{RANK}.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()  # Its threads must not run while the process ends.
