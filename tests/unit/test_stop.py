@@ -154,7 +154,7 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
             "/c-4",
             "saved",
             "off",
-            " after step 4. UNSLOTH_MULTIGPU_RESUME=auto before the same command resumes from /c-4.",
+            " after step 4. To resume from /c-4, put UNSLOTH_MULTIGPU_RESUME=auto before the same command.",
         ),
         ("stopped", "", "saved", "off", " after step 4. Nothing was saved."),
         (

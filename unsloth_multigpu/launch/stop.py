@@ -148,7 +148,7 @@ def how_to_resume(checkpoint: str, resume: str) -> str:
     """
     if resume == "auto":
         return f"The same command resumes from {checkpoint}."
-    return f"UNSLOTH_MULTIGPU_RESUME=auto before the same command resumes from {checkpoint}."
+    return f"To resume from {checkpoint}, put UNSLOTH_MULTIGPU_RESUME=auto before the same command."
 
 
 def _ranks_of(events: Sequence[Event], kind: str) -> set[int]:

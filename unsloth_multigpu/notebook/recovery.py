@@ -73,7 +73,7 @@ class Trainings:
         """
         self._cut = {number for number, trainer in self._living().items() if trainer.is_in_train}
         if self._cut:
-            logger.info("the training was cut off: ranks take rank 0's weights. To train again, make a new Trainer")
+            logger.info("the training was cut off. To train again, make a new Trainer")
         for number, trainer in self._living().items():
             self._noted[number][1].let_go()  # An exception may have interrupted an earlier `let_go`.
             trainer.is_in_train = False

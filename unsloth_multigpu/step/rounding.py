@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,25 +35,19 @@ def rounding_bound(trainer: TrainerLike) -> float:
 
 @contextmanager
 def last_bits_changed(model: nn.Module) -> Iterator[None]:
-    """Changes each fp32 weight by its last bit, up or down at random, while the context is open.
+    """Inverts the last bit of each fp32 weight while the context is open.
 
     A gradient computed meanwhile differs from the correct one by rounding alone: by more than usual if it is a small
-    difference of large terms. No copy of the weights is made, since the change can be undone exactly.
+    difference of large terms. No copy of the weights is made.
     """
-    _change_last_bits(model, 1.0)
+    _invert_last_bits(model)
     try:
         yield
     finally:
-        _change_last_bits(model, -1.0)
+        _invert_last_bits(model)
 
 
-@torch.no_grad()
-def _change_last_bits(model: nn.Module, sign: float) -> None:
-    generator = torch.Generator().manual_seed(0)
+def _invert_last_bits(model: nn.Module) -> None:
     for parameter in model.parameters():
-        if parameter.dtype != torch.float32:
-            continue
-        part = part_of(parameter.data)
-        signs = torch.randint(0, 2, part.shape, generator=generator).to(part) * 2 - 1
-        # Zeros stay: the smallest number above zero may be flushed to zero.
-        part.copy_(part.nextafter((signs * sign * math.inf).masked_fill(part == 0, 0.0)))
+        if parameter.dtype == torch.float32:
+            part_of(parameter.data).view(torch.int32).bitwise_xor_(1)

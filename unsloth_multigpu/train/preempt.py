@@ -208,9 +208,6 @@ class Preemption(Part):
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
         if self._is_cell:
             self.trainer.is_in_train = False  # All ranks leave it here: to the notebook nothing is cut off.
-        if self.signal_number == signal.SIGINT and self._is_cell:
-            step = self.trainer.state.global_step
-            raise KeyboardInterrupt(f"The training was stopped after step {step}. To train again, make a new Trainer.")
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.signal_number)
