@@ -142,27 +142,33 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
 
 @pytest.mark.thorough
 def test_4_bit_model_is_loaded_in_parts_and_saved_as_of_one_process(model: Path) -> None:
-    """Merged and as GGUF, also after an export that failed on rank 0. Every rank is given the names of the files."""
-    found = {}
-    for num_ranks, name, options in ((1, "packed", ("--plain",)), (2, "packed_parts", ())):
+    """Merged and as GGUF, also after an export that failed on rank 0. Every rank is given the names of the files.
+
+    Quantized when it is loaded, or before, which Unsloth does not merge.
+    """
+
+    def train(name: str, source: Path, *options: str) -> list[dict[str, Any]]:
         folder = model.parent / name
-        with start_script("gpu_path_packed.py", model, folder, *options, UNSLOTH_MULTIGPU_SHARD="on") as process:
-            found[num_ranks] = finish_script(process, folder, num_ranks=num_ranks).ranks
-    (one,) = found[1]
-    for rank in found[2]:
+        with start_script("gpu_path_packed.py", source, folder, *options, UNSLOTH_MULTIGPU_SHARD="on") as process:
+            return finish_script(process, folder, num_ranks=1 if "--plain" in options else 2).ranks
+
+    (one,), parts = train("packed", model, "--plain"), train("packed_parts", model)
+    before = train("packed_before", model.parent / "packed" / "quantized", "--no-export")
+    for rank in parts + before:
         assert rank["num_packed"] == one["num_packed"] == 7  # Of the one layer.
         assert rank["norms"] == pytest.approx(one["norms"], rel=SHARDED)
         # Constants of quantisation, which stay whole, are not among the parameters.
         assert 0 < rank["weights"] <= 0.51 * one["weights"]
+    for rank in parts:
         assert len(rank["errors"]) == 1
         assert "No space left on device" in rank["errors"][0]
-        assert rank["exported"] == found[2][0]["written"]
-    assert [len(rank["written"]) for rank in found[2]] == [2, 0]
+        assert rank["exported"] == parts[0]["written"]
+    assert [len(rank["written"]) for rank in parts] == [2, 0]
     base = load_file(model / "model.safetensors")
     for place in ("merged/model.safetensors", "first_gguf/model.gguf", "second_gguf/model.gguf"):
-        whole, parts = (load_file(model.parent / name / place) for name in ("packed", "packed_parts"))
-        assert whole.keys() == parts.keys()
-        assert max(float((parts[n] - w).abs().max() / w.abs().max()) for n, w in whole.items()) <= SHARDED
+        whole, saved = (load_file(model.parent / name / place) for name in ("packed", "packed_parts"))
+        assert whole.keys() == saved.keys()
+        assert max(float((saved[n] - w).abs().max() / w.abs().max()) for n, w in whole.items()) <= SHARDED
         assert max(float((w - base[n]).abs().max() / w.abs().max()) for n, w in whole.items()) > 0.01
 
 

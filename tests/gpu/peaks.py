@@ -1,6 +1,6 @@
 """QLoRA by TRL on a model in 4 bit: what memory of the device loading and a step take, and of the host loading.
 
-Usage: peaks.py NUM_RANKS MODEL OUT
+Usage: peaks.py NUM_RANKS MODEL OUT [--unsloth]
 MODEL is quantised already, or is when it is loaded; one process then leaves it in OUT_packed. Facts of a rank are in
 OUT.RANK. shard by a variable.
 """
@@ -10,12 +10,16 @@ import gc
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
+IS_UNSLOTH = "--unsloth" in sys.argv
+if IS_UNSLOTH:
+    from unsloth import FastLanguageModel
 import bitsandbytes  # noqa: F401
 import torch
 import transformers.models.llama.modeling_llama
@@ -29,8 +33,6 @@ facts = {}
 
 def host_bytes():
     """Of this process's pages, a share of those that others map as well. Devices, in huge pages, are left out."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
     total = pss = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith("Pss:"):
@@ -38,6 +40,11 @@ def host_bytes():
         elif line.startswith("VmFlags:") and " hg" not in line:
             total += pss
     return total
+
+
+def watch_host():
+    while not is_loaded.wait(0.03):
+        facts["host_peak_loaded"] = max(facts["host_peak_loaded"], host_bytes() - before)
 
 
 class Peaks(TrainerCallback):
@@ -49,21 +56,35 @@ class Peaks(TrainerCallback):
 # It leaves 1.2 GiB of a card free, which this one does not have.
 transformers.modeling_utils.caching_allocator_warmup = lambda *_: None
 torch.zeros(1, device="cuda")
-bits = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)
 is_packed = hasattr(AutoConfig.from_pretrained(sys.argv[2]), "quantization_config")
-told = {} if is_packed else {"quantization_config": bits}
-before = host_bytes()
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32, **told)
-facts["host_loaded"] = host_bytes() - before
+gc.collect()
+ctypes.CDLL(None).malloc_trim(0)
+before, is_loaded, facts["host_peak_loaded"] = host_bytes(), threading.Event(), 0
+watcher = threading.Thread(target=watch_host)
+watcher.start()
+if IS_UNSLOTH:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        sys.argv[2], max_seq_length=64, load_in_4bit=True, dtype=torch.float32
+    )
+else:
+    bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    told = {} if is_packed else {"quantization_config": bits}
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32, **told)
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+is_loaded.set()
+watcher.join()
 facts["loaded"], facts["peak_loaded"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-if int(sys.argv[1]) == 1 and told:
+if int(sys.argv[1]) == 1 and not is_packed:
     model.save_pretrained(f"{sys.argv[3]}_packed")
-    AutoTokenizer.from_pretrained(sys.argv[2]).save_pretrained(f"{sys.argv[3]}_packed")
+    tokenizer.save_pretrained(f"{sys.argv[3]}_packed")
+lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+if IS_UNSLOTH:
+    model = FastLanguageModel.get_peft_model(model, lora_dropout=0.0, use_gradient_checkpointing=True, **lora)
 rows = Dataset.from_list([{"input_ids": [5 + (i * i + 3 * k * k) % 290 for k in range(8)]} for i in range(32)])
 arguments = SFTConfig(
     "checkpoints",
@@ -76,14 +97,16 @@ arguments = SFTConfig(
     report_to=[],
     disable_tqdm=True,
     bf16=False,
-    gradient_checkpointing=True,
+    fp16=False,
+    gradient_checkpointing=not IS_UNSLOTH,
+    optim="adamw_torch",
 )
 trainer = SFTTrainer(
     model,
     arguments,
     train_dataset=rows,
-    processing_class=AutoTokenizer.from_pretrained(sys.argv[2]),
-    peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    processing_class=tokenizer,
+    peft_config=None if IS_UNSLOTH else LoraConfig(task_type="CAUSAL_LM", **lora),
     callbacks=[Peaks()],
 )
 trainer.train()

@@ -173,6 +173,8 @@ class ShardedLoading:
         for name, weight in found.items():
             if getattr(weight, "bnb_quantized", False):
                 found[name] = keep_rows(weight, storage, self.device, self.rank, self.num_ranks)
+            else:  # A norm or an embedding of a quantized checkpoint stays where it was, beside the rows.
+                found[name] = input_dict[name]
         return found
 
 

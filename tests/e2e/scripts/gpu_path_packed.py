@@ -2,7 +2,7 @@
 
 llama.cpp, which Unsloth would download and build, has a stand-in: the weights that it is given.
 
-Usage: gpu_path_packed.py MODEL OUT [--plain]
+Usage: gpu_path_packed.py MODEL OUT [--plain] [--no-export]
 """
 
 import sys
@@ -26,6 +26,9 @@ from trl import SFTConfig, SFTTrainer
 model, tokenizer = FastLanguageModel.from_pretrained(
     sys.argv[1], max_seq_length=64, load_in_4bit=True, dtype=torch.float32
 )
+if "--plain" in sys.argv:
+    for part in (model, tokenizer):
+        part.save_pretrained(Path(sys.argv[2], "quantized"))
 model = FastLanguageModel.get_peft_model(
     model, r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], random_state=7, use_gradient_checkpointing=False
 )
@@ -60,8 +63,10 @@ def convert(*, model_directory, gguf_directory, **_):
 
 unsloth.save.save_to_gguf = convert
 out, written, errors, exported = Path(sys.argv[2]), [], [], []
-model.save_pretrained_merged(str(out / "merged"), tokenizer, save_method="merged_16bit")
-for name in ("aborted", "first", "second"):
+names = () if "--no-export" in sys.argv else ("aborted", "first", "second")
+if names:
+    model.save_pretrained_merged(str(out / "merged"), tokenizer, save_method="merged_16bit")
+for name in names:
     try:
         exported += model.save_pretrained_gguf(str(out / name), tokenizer)["gguf_files"]
     except Exception as error:  # Also where another rank has aborted.
