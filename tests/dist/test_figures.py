@@ -70,6 +70,9 @@ def test_rank_that_is_held_up_lets_the_other_wait(runs):
     lines = [line for line in facts["log"] if "loss" in line]
     assert [line["multigpu/slowest_rank"] for line in lines] == [1, 1, 1]
     assert all(0.25 < line["multigpu/waiting"] < 0.6 for line in lines[1:])
+    # The callback has held it up.
+    assert slow["phases_s"]["callbacks"] > 1.7
+    assert fast["phases_s"]["callbacks"] < 0.5
 
 
 def test_log_pages_and_report_say_the_same(runs):

@@ -24,6 +24,8 @@ def workload(lengths=((100, 50, 200, 70),) * 3, **values) -> Workload:
         "cost": CostModel(overhead_tokens=32.0),
         "token_s": 1e-3,
         "update_s": 0.01,
+        "loading_s": 0.0,
+        "callbacks_s": 0.0,
         "steps": tuple(tuple(step) for step in lengths),
         "sizes": (len(lengths[0]),),
         "num_steps": 100,
@@ -101,16 +103,19 @@ def test_unknown_link_is_refused(text):
     [
         ({"gradient_bytes": 64 * GIB}, "the link"),
         ({"update_s": 60.0}, "work other than micro-batches"),
+        ({"update_s": 60.0, "loading_s": 40.0}, "loading samples, 40000 ms of a step"),
+        ({"update_s": 60.0, "callbacks_s": 40.0}, "callbacks, 40000 ms of a step"),
         ({"steps": ((10,) * 63 + (6000,),) * 2, "cost": CostModel(is_padded=False)}, "waiting for the slowest rank"),
         ({"cost": CostModel(overhead_tokens=0.0, floor_tokens=64_000.0)}, "too small for the device"),
     ],
 )
 def test_advice_names_what_limits(values, word):
     work = workload([(1000,) * 64], **{"update_s": 0.0, "gradient_bytes": 0, **values})
-    head, limit = advise([estimate(work, n, PCIE) for n in (1, 2, 4, 8, 64)])
+    head, limit = advise(work, [estimate(work, n, PCIE) for n in (1, 2, 4, 8, 64)])
     assert head.startswith("Useful up to ")
     assert word in limit
-    assert advise([estimate(workload(gradient_bytes=0), n, PCIE) for n in (1, 2)])[0].startswith("Useful up to 2 GPUs")
+    small = workload(gradient_bytes=0)
+    assert advise(small, [estimate(small, n, PCIE) for n in (1, 2)])[0].startswith("Useful up to 2 GPUs")
 
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"shard": "on"}, {"global_batch": "scale"}])

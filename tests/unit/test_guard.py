@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.phases import CompilerPhase, Guard
+from unsloth_multigpu.train.phases import CallbackPhase, CompilerPhase, Guard
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 
@@ -86,7 +86,7 @@ def test_training_is_marked_phase_by_phase() -> None:
     trainer = Noting(page)
     trainer.add_callback(OfTheScript(trainer))
     page.mark(step=7)
-    with Loop(trainer, [Guard(trainer, page)]).steering():
+    with Loop(trainer, [CallbackPhase(page), Guard(trainer, page)]).steering():
         assert (page.phase, page.step) == (Phase.SETUP, 0)
         trainer.get_batch_samples()
         trainer.training_step()
@@ -113,12 +113,12 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("step", "WARM_UP", 0),
         ("step", "WARM_UP", 1),
         ("update", "WARM_UP", 2),  # Who reads a number here waits for all that the device was asked to do.
-        ("callback behind step 1", "UPDATE", 0),
+        ("callback behind step 1", "CALLBACKS", 0),
         ("log", "UPDATE", 0),
         ("samples", "DATA", 0),
         ("step", "COMPUTE", 0),
         ("update", "UPDATE", 1),
-        ("callback behind step 2", "UPDATE", 0),
+        ("callback behind step 2", "CALLBACKS", 0),
         ("log", "SAVE", 0),
     ]
     trainer.get_batch_samples()

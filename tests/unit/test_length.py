@@ -89,7 +89,7 @@ def test_rows_of_another_kind_are_read_when_asked() -> None:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (Rows(), "Rows does not say how long its rows are"),
+        (Rows(), "Rows has no attribute `lengths` with the tokens of each row"),
         (Rows(lengths=[1]), r"Rows.lengths has 1 entries for 4 rows"),
         (Dataset.from_dict({"text": ["a"]}), "no input_ids and no column 'length'"),
         (Dataset.from_dict({"input_ids": [[1], None]}), "row 1 has no input_ids"),

@@ -1,10 +1,12 @@
 """What a pass over a step may have changed is as it was behind it, and dropout is off in it."""
 
+import copy
 import random
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 
 import numpy
+import pytest
 import torch
 
 from unsloth_multigpu.step.snapshot import kept_objects, kept_training_state
@@ -122,3 +124,19 @@ def test_numbers_of_all_objects_of_a_class_are_compared():
         changed = {name: value for name, value in kept.numbers().items() if value != before.get(name)}
     assert changed == {"Term.num_calls": (1, 0)}
     assert trainer.terms[0].num_calls == 0
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        *(Counter(b=3, a=1), OrderedDict(b=3, a=1), defaultdict(int, b=3, a=1), {"b": 3, "a": 1}),
+        *(["b", "a"], deque(["b", "a"]), {"b", "a"}),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_containers_of_the_script_are_as_before(held):
+    before = copy.copy(held)
+    with kept_objects(held):
+        held.clear()
+    assert held == before
+    assert list(held) == list(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,12 @@ from typing import Any
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, refuse_other_mode
 from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.errors import ResumeError, SetupError
-from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
+from unsloth_multigpu.group.random_state import draw_seed
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
@@ -43,6 +41,7 @@ class Resume(Part):
         context: Has the run and the attempt.
 
     Attributes:
+        of_run: See `facts_of_run`. Set before `around`.
         facts: Identify the training, see `training_facts`.
         is_sharded: Each rank holds a shard of the weights.
     """
@@ -55,6 +54,7 @@ class Resume(Part):
     arguments: dict[str, Any]
     training: int
     context: RunContext
+    of_run: dict[str, Any] = field(init=False, default_factory=dict)
     facts: dict[str, Any] = field(init=False, default_factory=dict)
     is_sharded: bool = field(init=False, default=False)
     _manifest: Manifest | None = field(init=False, default=None)
@@ -78,7 +78,7 @@ class Resume(Part):
                 "another run is saving %s, which stays untouched. Give each run an output_dir of its own",
                 Path(run_dir, name),
             )
-        self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training)
+        self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training, self.of_run)
         self.choose(run_dir, self.arguments, self.facts)
         yield
 
@@ -215,25 +215,25 @@ def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
     return [mine[0] for mine in names.values() if absent.issuperset(mine)], len(names)
 
 
-def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:
+def training_facts(
+    trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int, of_run: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns facts that identify a training, as JSON values. A checkpoint of this training has equal ones.
 
     Args:
         num_accumulated: The script's gradient_accumulation_steps.
         training: Number of earlier calls of `train()` in this process.
+        of_run: See `facts_of_run`.
     """
     args, config = trainer.args, manager.config
     batch = args.per_device_train_batch_size * num_accumulated
     if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
         batch *= manager.identity.world_size  # It was divided when TrainingArguments were made.
-    # Seeded, so that a data set that draws random numbers returns the same rows each time.
-    with seeded_draws(0), kept_objects(trainer.train_dataset):
-        found = facts_of_run(trainer, config, num_accumulated)
     facts: dict[str, Any] = {
         "trainer": type(trainer).__name__,
         "number of the train() call": training + 1,
         "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
-        **{name: found[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
-        **{name: found[name] for name in ("trainable parameters", "samples", "sampled rows") if name in found},
+        **{name: of_run[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
+        **{name: of_run[name] for name in ("trainable parameters", "samples", "sampled rows") if name in of_run},
     }
     return dict(json.loads(json.dumps(facts)))

@@ -22,6 +22,8 @@ _NEWS_S = 3.0
 
 # Phases in which a rank does not wait for others, unless its pulse names a collective.
 _ALONE = (Phase.DATA, Phase.FILL)
+# Also between two steps, where no micro-batch is computed yet.
+_BETWEEN_STEPS = (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE, Phase.CALLBACKS)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
 
@@ -39,6 +41,7 @@ _DOING = {
     Phase.WARM_UP: "computing",
     Phase.FILL: "getting the first samples of an epoch",
     Phase.AGREE: "asking the other ranks what comes next",
+    Phase.CALLBACKS: "in a callback",
 }
 
 
@@ -113,15 +116,15 @@ def where(beat: Heartbeat) -> str:
 
 def _factor(beat: Heartbeat) -> float:
     # In a collective a rank does no long work itself; the limit of the rank that it waits for counts.
-    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE):
+    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.CALLBACKS):
         return 1
-    if beat.phase == Phase.UPDATE and _is_between_steps(beat):
+    if beat.phase == Phase.CALLBACKS or (beat.phase == Phase.UPDATE and _is_between_steps(beat)):
         return _CALLBACKS_FACTOR
     return _FACTORS.get(beat.phase, LONGEST_FACTOR)
 
 
 def _is_between_steps(beat: Heartbeat) -> bool:
-    return beat.micro_batch == 0 and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE)
+    return beat.micro_batch == 0 and beat.phase in _BETWEEN_STEPS
 
 
 def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:

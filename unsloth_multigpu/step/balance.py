@@ -56,6 +56,7 @@ class Balancer:
     Attributes:
         balance: Costs and speeds; None if samples are dealt in order.
         lengths: Tokens of each sample of the data set.
+        reason_for_order: Why samples are dealt in order; None if they are not, or by the options.
         num_steps: Steps computed so far.
         stopwatch: Times the micro-batches.
     """
@@ -74,6 +75,7 @@ class Balancer:
         self._last_speeds: tuple[float, ...] = (1.0,) * num_shares
         self.balance: Balance | None = None
         self.lengths: list[int] = []
+        self.reason_for_order: SetupError | None = None
         self.num_steps = 0
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
@@ -104,6 +106,7 @@ class Balancer:
         self._manager.check_same(
             {"lengths of samples": digest_of(self.lengths), "balance": reason.args[0] if reason else self.state()}
         )
+        self.reason_for_order = reason
         if reason is not None:
             if self._asked:
                 raise SetupError(f"{self._asked} is not possible: {reason.args[0]}.", hint=reason.hint)

@@ -37,6 +37,11 @@ class Difference:
         return math.isnan(self.off) or (self.off <= bound and not self.worst_off > _OF_ONE * bound)
 
 
+def speed_in_words(one_s: float, dealt_s: float) -> str:
+    """Describes a ratio of seconds: "1.90 times as fast" or "1.90 times slower"."""
+    return f"{one_s / dealt_s:.2f} times as fast" if dealt_s <= one_s else f"{dealt_s / one_s:.2f} times slower"
+
+
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
     """Describes the times of a step: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
 
@@ -48,8 +53,7 @@ def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
         num_ranks: Number of ranks; 1 = one process with a planner.
     """
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "one rank, as planned"
-    times = f"{one_s / dealt_s:.2f} times as fast" if dealt_s <= one_s else f"{dealt_s / one_s:.2f} times slower"
-    return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({times})"
+    return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({speed_in_words(one_s, dealt_s)})"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Comparison:
         """Returns a short form: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
         if self.unproven or self.difference is None:
             return f"{self._what}: not compared"
-        times = f", {self.one_s / self.dealt_s:.2f} times as fast" if self._is_timed else ""
+        times = f", {speed_in_words(self.one_s, self.dealt_s)}" if self._is_timed else ""
         return f"{self._what}: {'equal' if self.is_exact else f'differs by {self.difference.off:.1e}'}{times}"
 
     def __str__(self) -> str:

@@ -48,8 +48,8 @@ def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> li
     if isinstance(dataset, list | tuple) or may_read_rows:
         return [_row_length(dataset[i]) for i in range(len(dataset))]
     raise SetupError(
-        f"{type(dataset).__name__} does not say how long its rows are (in an attribute `lengths`)",
-        hint="Give it an attribute `lengths`: the number of tokens of each row.",
+        f"{type(dataset).__name__} has no attribute `lengths` with the tokens of each row",
+        hint="Give it one: a list of numbers, in the order of the rows.",
     )
 
 

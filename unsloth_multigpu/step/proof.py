@@ -37,6 +37,7 @@ from unsloth_multigpu.step.loss import (
     TOKEN_MEAN,
     TOKEN_SUM,
     TOKENS,
+    WHOLE,
     LossReduction,
     count_of,
     possible_means,
@@ -454,6 +455,9 @@ class StepProof:
         return self._feed.passes.reduction.kind == AUTO and self._feed.passes.shares_micro_batches(())
 
     def _ways_out(self) -> str:
+        asked = self._manager.config.loss_reduction
+        if asked not in (AUTO, WHOLE):
+            return f"The script sets loss_reduction={asked!r}. Leave it out: the first step then measures it."
         if self._feed.passes.shares_micro_batches(()):
             return whole_ways(self._manager.identity.world_size)
         if self._feed.passes.reduction.kind == TOKEN_SUM:

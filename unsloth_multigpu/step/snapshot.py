@@ -228,7 +228,8 @@ class KeptObjects:
             now = [*value, *(value.values() if is_dict else ())]
             if len(now) != len(keys) + len(items) or not all(map(operator.is_, now, [*keys, *items])):
                 value.clear()
-                held: Any = zip(keys, items, strict=True) if is_dict else keys
+                # A mapping: `Counter.update` would count pairs.
+                held: Any = dict(zip(keys, items, strict=True)) if is_dict else keys
                 (value.update if isinstance(value, (dict, set)) else value.extend)(held)
 
         self._restoring.append(restore)

@@ -30,7 +30,9 @@ _ENDS = (("input_ids", "attention_mask"), ("prompt_ids", "prompt_mask"), ("compl
 _OTHER_IDS = ("decoder_input_ids",)
 # What a report tells apart. The parts of a step are one, since only a part that waits for the device has its time.
 _IN_REPORT = {
-    **dict.fromkeys((Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), STEPS),
+    **dict.fromkeys((Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), STEPS),
+    **dict.fromkeys((Phase.DATA, Phase.FILL), "loading data"),
+    Phase.CALLBACKS: "callbacks",
     Phase.WARM_UP: "the first step",
     Phase.EVALUATE: "evaluations",
     Phase.SAVE: "saves",

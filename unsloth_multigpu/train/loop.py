@@ -20,7 +20,8 @@ _MISSING: Any = object()
 # library's own method. The override of a later row wraps those of the earlier rows. Events go from first to last.
 PLACES: tuple[tuple[str, str], ...] = (
     ("recorder", "Records arguments and results of the script's own methods, so nothing may be in between."),
-    ("decision", "Handles events first: later parts act on the decision that all ranks agreed on."),
+    ("callbacks", "Ends the time of the script's callbacks before any part handles the event."),
+    ("decision", "Handles events before all others: later parts act on the decision that all ranks agreed on."),
     ("faults", "Injects faults inside all guards, which see them as faults of the script."),
     ("waits", "Close to the micro-batches: measures the wait for other ranks from the last gradient on."),
     ("log", "Adds its numbers to a log line before other parts write or forward the line."),

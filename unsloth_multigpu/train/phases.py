@@ -105,6 +105,41 @@ class Guard(Part):
             return original(*args, **kwargs)
 
 
+class CallbackPhase(Part):
+    """Marks the time in the callbacks of the script and of libraries, which come before our own one."""
+
+    place = "callbacks"
+    _MARKED = (Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE, Phase.AGREE)
+
+    def __init__(self, beat: HeartbeatPage) -> None:
+        self._beat = beat
+        self._before: Phase | None = None
+
+    def overrides(self) -> dict[str, Override]:
+        return {"call_event": self._call_event}
+
+    def is_needed(self, seam: str) -> bool:
+        return False  # Then it only knows less.
+
+    def _call_event(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._beat.phase not in self._MARKED:
+            return original(*args, **kwargs)
+        self._before = self._beat.phase
+        self._beat.mark(Phase.CALLBACKS)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _end(self, *_: Any, **kwargs: Any) -> None:
+        # Our callback comes last, and this part first in it.
+        if self._beat.phase == Phase.CALLBACKS:
+            self._beat.mark(self._before)
+
+    on_step_begin = on_substep_end = on_pre_optimizer_step = on_optimizer_step = _end
+    on_step_end = on_epoch_begin = on_epoch_end = on_log = _end
+
+
 class CompilerPhase:
     """Marks the time in which torch.compile works."""
 

@@ -14,6 +14,7 @@ from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shard_engine import Engine, find_engine
 from unsloth_multigpu.group.shards import has_shards
@@ -35,7 +36,7 @@ from unsloth_multigpu.train.figures import Meter, gather_reports
 from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.log_figures import LogFigures
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.phases import Guard
+from unsloth_multigpu.train.phases import CallbackPhase, Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
@@ -110,6 +111,7 @@ class DDPTrainer:
             self.steps.metrics,
             self.meter,
             StepCheck(trainer, manager, self.steps),
+            CallbackPhase(beat),
             Guard(trainer, beat),
             self.progress,
             preemption,
@@ -142,10 +144,13 @@ class DDPTrainer:
         verify_seams(self.trainer)
         self.manager.open_group()
         self._shard(engine)
-        # Reading rows for the comparison must not change counters of a data set.
-        with kept_objects(self.trainer.train_dataset, self.trainer.eval_dataset):
+        # Reading rows for the comparison must not change counters of a data set. It is seeded, so that one that draws
+        # random numbers returns the same rows on all ranks and when the training resumes.
+        with seeded_draws(0), kept_objects(self.trainer.train_dataset, self.trainer.eval_dataset):
             facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
-            facts |= facts_of_evaluation(self.trainer)
+            if self._resume is not None:
+                self._resume.of_run = facts
+            facts = facts | facts_of_evaluation(self.trainer)
         self.manager.check_same(facts)
         self._lead.begin()
         if self._deals_steps():

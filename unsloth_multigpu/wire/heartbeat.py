@@ -21,7 +21,7 @@ class Phase(enum.IntEnum):
     SETUP = 1  # From the call of `train()` to its first step.
     DATA = 2  # Loading the samples of the next step.
     COMPUTE = 3  # Forward and backward passes.
-    UPDATE = 4  # Optimizer, callbacks and logging after the last backward pass of a step.
+    UPDATE = 4  # Optimizer and logging after the last backward pass of a step.
     EVALUATE = 5
     SAVE = 6
     COMPILE = 7  # torch.compile compiles.
@@ -30,6 +30,7 @@ class Phase(enum.IntEnum):
     WARM_UP = 10  # COMPUTE in the first step, which compiles kernels and allocates memory.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
     AGREE = 12  # Agreeing with the other ranks, after a step, whether to stop, save or evaluate.
+    CALLBACKS = 13  # Callbacks of the script and of libraries, outside of evaluations and saves.
 
 
 @dataclass(frozen=True)

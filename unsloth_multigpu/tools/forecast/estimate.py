@@ -86,7 +86,9 @@ class Workload:
     Args:
         cost: Cost of a micro-batch, in tokens.
         token_s: Seconds per token.
-        update_s: Seconds of a step without its micro-batches: optimizer, loading, logging.
+        update_s: Seconds of a step without its micro-batches: optimizer, loading of samples, callbacks, logging.
+        loading_s: The part of it in which the step waits for its samples.
+        callbacks_s: The part of it in callbacks.
         steps: Tokens of each sample of some steps.
         sizes: Rows of each micro-batch of a step in one process.
         num_steps: Steps of the whole training.
@@ -99,6 +101,8 @@ class Workload:
     cost: CostModel
     token_s: float
     update_s: float
+    loading_s: float
+    callbacks_s: float
     steps: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     num_steps: int
@@ -121,7 +125,7 @@ class Estimate:
         computing: Share of micro-batches.
         waiting: Share of waiting for the slowest rank.
         link: Share of communication that does not overlap with computing.
-        update: Share of the rest: optimizer, loading, logging.
+        update: Share of the rest: optimizer, loading, callbacks, logging.
     """
 
     num_ranks: int
@@ -190,7 +194,7 @@ def _seconds(work: Workload, plans: Sequence[Plan]) -> tuple[float, float, float
     return compute_s, slowest_s, last_s
 
 
-def advise(rows: Sequence[Estimate]) -> list[str]:
+def advise(work: Workload, rows: Sequence[Estimate]) -> list[str]:
     """Returns up to how many GPUs the efficiency is sufficient, and the bottleneck at the first number beyond."""
     beyond = next((row for row in rows if row.efficiency < USEFUL), None)
     if beyond is None:
@@ -203,7 +207,19 @@ def advise(rows: Sequence[Estimate]) -> list[str]:
     limits = {
         beyond.link: "the link. Use a faster link, more samples per step, or LoRA, which has smaller gradients.",
         beyond.waiting: f"waiting for the slowest rank: few samples per rank, of different lengths. {more}",
-        beyond.update: f"work other than micro-batches: optimizer, loading, logging. {more}",
+        beyond.update: _slow_update(work, more),
         beyond.computing - beyond.efficiency: f"micro-batches that are too small for the device. {more}",
     }
     return [head, f"The bottleneck is {limits[max(limits)]}"]
+
+
+def _slow_update(work: Workload, more: str) -> str:
+    """Returns what takes most of a step outside its micro-batches, and what to do."""
+    if work.loading_s > work.update_s / 2:
+        return (
+            f"loading samples, {1000 * work.loading_s:.0f} ms of a step. Set dataloader_num_workers, or tokenize "
+            "before the training."
+        )
+    if work.callbacks_s > work.update_s / 2:
+        return f"callbacks, {1000 * work.callbacks_s:.0f} ms of a step: more GPUs do not shorten them."
+    return f"work other than micro-batches: the optimizer and logging. {more}"

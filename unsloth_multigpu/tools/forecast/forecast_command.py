@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from unsloth_multigpu.tools.forecast.estimate import Estimate, Link, Workload, a
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
+    command_of,
     parse_numbers,
     run_first_steps,
 )
@@ -34,7 +36,7 @@ _TOLERANCE = 0.15
 _COLUMNS = ("GPUs", "step", "training", "speed-up", "efficiency", "computing", "waiting", "link", "update")
 _LEGEND = (
     "speed-up: over the script in one process with its own micro-batches; efficiency: per GPU, relative to one GPU "
-    "with planned micro-batches. The shares are of the GPUs' time; update = optimizer, loading and logging."
+    "with planned micro-batches. The shares are of the GPUs' time; update = optimizer, loading, callbacks and logging."
 )
 
 
@@ -101,7 +103,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             "link": asdict(link),
             "forecasts": [asdict(row) for row in rows],
             "refused": refused,
-            "advice": advise(rows),
+            "advice": advise(work, rows),
         }
         screen.json(values)
     else:
@@ -150,7 +152,7 @@ def _show(
     cells += [(f"{n:,}", "refused", f"{num_samples:,} samples", *[""] * 6) for n in refused]
     screen.table(_COLUMNS, cells, num_left=0)
     screen.line(f"\n{_LEGEND}\n")
-    head, *rest = advise(rows)
+    head, *rest = advise(work, rows)
     screen.line(head, "bold")
     for line in rest:
         screen.line(line)
@@ -178,6 +180,6 @@ def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
         shown = textwrap.indent(f"\n{tail}", "  | ")
         raise SetupError(
             f"The script ended with exit code {code}; there is no forecast.{shown}",
-            hint="`python -m unsloth_multigpu.cli.script_runner train.py` runs it as this command does.",
+            hint=f"`{shlex.join(command_of(program))}` runs it as this command does.",
         )
     return records[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.heartbeat import Phase
 
 # First steps, which are not timed: libraries compile, and caches are empty.
 WARM_UP_STEPS = 2
@@ -59,10 +61,12 @@ class Forecast(FirstSteps):
             SetupError: The training cannot be forecast.
         """
         _refuse_unsupported(trainer)
-        self._num_steps = 0
+        self._num_steps, self._beat = 0, session.beat
         # Step, indices of the rows in the step, and the time.
         self._laps: list[tuple[int, Sequence[int], Lap]] = []
         self._ends: list[Any] = []
+        # Seconds of the main thread in each phase, at the end of each step.
+        self._spent_s: list[dict[Phase, float]] = []
         self._lengths: list[list[int]] = []
         return super().part(trainer, session, steps)
 
@@ -88,10 +92,12 @@ class Forecast(FirstSteps):
                 hint="Time some steps on one GPU and on two.",
             )
         if self._steps.balancer.balance is None:
+            reason = self._steps.balancer.reason_for_order
             raise SetupError(
-                "The samples are divided in order, so the time of each rank is not known: they are a stream, or are "
-                "tokenized during the training, the loss is not a sum over tokens, or balance='off' is set.",
-                hint="Use a data set with random access and balance='auto', or time some steps on one GPU and on two.",
+                "A forecast needs the tokens of each sample, and here they are not used: "
+                f"{reason.args[0] if reason is not None else 'balance=' + repr(self._config.balance)}.",
+                hint=f"{reason.hint if reason is not None and reason.hint else 'Set balance=auto.'} Or let "
+                "`unsloth-multigpu verify` time some steps on one GPU and on all.",
             )
         loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
 
@@ -109,6 +115,7 @@ class Forecast(FirstSteps):
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._ends.append(moment(self._trainer.args.device))
+        self._spent_s.append(dict(self._beat.spent_s))
         super().on_step_end(args, state, control, **kwargs)
 
     def record(self) -> dict[str, Any]:
@@ -144,6 +151,8 @@ class Forecast(FirstSteps):
             cost=cost,
             token_s=token_s,
             update_s=sorted(max(0.0, step_s[k] - computed[k]) for k in step_s)[len(step_s) // 2],
+            loading_s=self._median_s(step_s, Phase.DATA, Phase.FILL),
+            callbacks_s=self._median_s(step_s, Phase.CALLBACKS),
             steps=tuple(tuple(lengths) for lengths in self._lengths if len(lengths) == sum(sizes)),
             sizes=sizes,
             num_steps=self._num_steps,
@@ -160,6 +169,11 @@ class Forecast(FirstSteps):
             "trainer": type(trainer).__name__,
             "num_trained": sum(p.numel() for p in trained),
         }
+
+    def _median_s(self, steps: Iterable[int], *phases: Phase) -> float:
+        """Returns the median seconds of a step in some phases."""
+        spent = [sum(at_end[phase] for phase in phases) for at_end in self._spent_s]
+        return statistics.median(spent[k] - spent[k - 1] for k in steps)
 
 
 def _of_all_ranks(
