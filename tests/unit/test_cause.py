@@ -153,9 +153,6 @@ def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error: str) -> None:
     assert "trl>=1.16" not in find_cause(Run().fails(0, error).events, {0: 1}).traceback
 
 
-# Ranks that leave without an error.
-
-
 @pytest.mark.parametrize(("exit_code", "shown"), [(0, 1), (7, 7)])
 def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> None:
     run = Run().training(0, 1).add("left_training", 1, 4, error=f"SystemExit: {exit_code}", exit_code=exit_code)
@@ -234,9 +231,6 @@ def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
     assert find_early_exit(run.events, gone) is None
 
 
-# Deaths.
-
-
 @pytest.mark.parametrize(
     ("number", "exit_code", "likely"),
     [
@@ -277,19 +271,10 @@ def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) ->
     assert find_cause(run.fails(1, "ValueError: x").events, {0: -number, 1: 1}).rank == 1
 
 
-# Hangs, which the supervisor ends itself.
-
-
-# Ranks that stop because they were asked to.
-
-
 @pytest.mark.parametrize("kind", ["stopping", "stopped"])
 def test_rank_that_stops_as_asked_has_not_left_early(kind: str) -> None:
     run = Run().training(0, 1).add(kind, 1, 4, signal="SIGTERM").add("exiting", 1, 4)
     assert find_early_exit(run.events, {1}) is None
-
-
-# Several nodes.
 
 
 def test_broken_connection_to_another_node_is_not_this_nodes_fault() -> None:

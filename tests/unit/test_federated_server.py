@@ -13,7 +13,7 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
@@ -289,10 +289,3 @@ def test_truth_values_are_aggregated(strategy: str) -> None:
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool
     assert seen.tolist() == [True] * 4 + [False] * 4
-
-
-def reply(client_id: int, reason: str = "") -> Message:
-    asked = Message(RecordDict(), client_id + 1, "train")
-    if reason:
-        return Message(Error(2, reason), reply_to=asked)
-    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=asked)

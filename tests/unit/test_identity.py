@@ -39,9 +39,6 @@ def test_process_that_nobody_launched_is_no_rank() -> None:
     assert read_identity({"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"}) is None
 
 
-# torchrun, and what sets the same variables.
-
-
 def test_torchrun_on_two_nodes() -> None:
     identity = read_identity(TORCHRUN)
     assert identity == RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
@@ -77,10 +74,8 @@ def test_missing_variable_of_torchrun_is_named(missing: tuple[str, ...], message
     assert "Hint: Start with torchrun, or unset RANK and WORLD_SIZE" in str(error.value)
 
 
-# A pod of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
-
-
 def test_only_pod_of_a_job_is_no_rank_and_one_of_several_is_told_the_command_that_joins_it() -> None:
+    # Of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
     pod = {"MASTER_ADDR": "llama-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "1", "RANK": "0"}
     assert read_identity(pod) is None
     with pytest.raises(LaunchError, match="WORLD_SIZE=2 are set, but LOCAL_RANK is not") as error:
@@ -103,9 +98,6 @@ def test_contradiction_is_an_error(changed: dict[str, str], message: str) -> Non
     with pytest.raises(LaunchError, match=message) as error:
         read_identity({**TORCHRUN, **changed})
     assert "\nHint: Unset " in str(error.value)
-
-
-# SLURM.
 
 
 def test_srun_on_one_node() -> None:

@@ -106,9 +106,6 @@ def states(patches: PatchRegistry) -> list[str]:
     return [row.state for row in patches.rows()]
 
 
-# What can be a target.
-
-
 @pytest.mark.parametrize(
     ("path", "call", "plain"),
     [
@@ -146,9 +143,6 @@ def test_target_that_is_no_function_raises(write: Write, path: str) -> None:
     module = importlib.import_module(write())
     with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is not a function"):
         registry(f"{module.__name__}:{path}").apply()
-
-
-# Deferred landing.
 
 
 def test_target_not_yet_imported_lands_at_its_import(write: Write) -> None:
@@ -194,9 +188,6 @@ def test_undone_before_the_import_never_lands(write: Write) -> None:
     patches.undo()
     assert states(patches) == ["undone"]
     assert importlib.import_module(name).function(1) == 1
-
-
-# Versions and shapes.
 
 
 def test_version_outside_the_range_raises_and_touches_nothing(write: Write, installed: dict[str, str]) -> None:
@@ -251,9 +242,6 @@ def test_missing_parameter_raises_naming_it(write: Write) -> None:
         registry(f"{module.__name__}:Thing.method", needs=("self", "trial")).apply()
 
 
-# All or nothing.
-
-
 def test_failing_patch_makes_every_import_of_the_module_raise(write: Write) -> None:
     name = write()
     patches = registry(f"{name}:function", f"{name}:gone")
@@ -284,9 +272,6 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(
     assert not hasattr(half_made[0].function, "__wrapped__")
     assert importlib.import_module(good).function(1) == ("ours", 1)
     patches.verify()
-
-
-# Others who patch the same place.
 
 
 def wrap_over(holder: Any, name: str) -> None:

@@ -22,14 +22,9 @@ from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
-def net(seed=0):
-    torch.manual_seed(seed)
+def net():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-
-def same(left, right):
-    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 class Named(nn.Module):
@@ -91,9 +86,6 @@ def test_rank_without_the_line_is_refused(has_launcher, monkeypatch):
             call()
 
 
-# Names of weights.
-
-
 def test_unwrap_takes_wrappers_off_in_any_order(lone_group):
     model = net()
     assert ump.unwrap_model(model) is model
@@ -113,9 +105,6 @@ def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, ca
         optimizer.step()
         optimizer.step()
         assert ["gradients are not synchronized" in line for line in caplog.messages] == [True] * num_told
-
-
-# Which samples are whose.
 
 
 def place(rank=0, world_size=1):

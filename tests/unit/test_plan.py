@@ -138,9 +138,6 @@ def test_slow_rank_gets_less() -> None:
     assert all(share[-1] == max(share) > min(share) for share in costs)
 
 
-# Ranks that hold shards of the weights.
-
-
 def test_lockstep_takes_the_slowest_rank_of_each_round() -> None:
     plain = CostModel(overhead_tokens=0)
     plan = [[[0], [1]], [[2]]]

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu import session
@@ -68,16 +67,6 @@ def test_fingerprint_parts_rows_without_padding_also_in_the_middle_of_a_sample()
     assert packed([5, 6], [3, 4]) != packed([5, 9], [3, 4])
 
 
-def reasons(model=None, precision="no", options=None, **arguments):
-    defaults = {"optim": "adamw_torch", "device": torch.device("cpu")}
-    trainer = SimpleNamespace(
-        model=model or nn.Linear(2, 2),
-        args=SimpleNamespace(**{**defaults, **arguments}),
-        accelerator=SimpleNamespace(mixed_precision=precision),
-    )
-    return {name for name, *_ in receipt.find_reasons(trainer, MultiGPUConfig(**(options or {})))}
-
-
 STEPS = [(2.5, 0.7, {"a": 1, "b": 2}), (2.25, 0.5, {"c": 3})]
 EQUAL = {"is_exact": True, "not_compared": "", "difference": 8e-8, "bound": 1e-5, "one_process_s": 2.0, "dealt_s": 1.0}
 
@@ -110,9 +99,9 @@ def judged_alike(steps, updates=UPDATES):
     return comparison.compare(run_of(steps, updates), run_of(steps, updates))
 
 
-def page_of(one, many, *threads) -> str:
+def page_of(one, many) -> str:
     stream = io.StringIO()
-    table.show(Screen(stream), command._receipt(["train.py"], one, many), *threads)
+    table.show(Screen(stream), command._receipt(["train.py"], one, many))
     return stream.getvalue().removesuffix("\n")
 
 
@@ -261,12 +250,12 @@ def trainer(tmp_path):
     return saver.trainer
 
 
-def record(trainer, folder, steps=None, **options):
+def record(trainer, folder, **options):
     folder.mkdir()
     request = StepsRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
     tool = tool_of(RunContext.read(request.variables("unsloth_multigpu.tools.verify.verify_recorder:Verify")))
     assert tool.request == request
-    recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), steps)
+    recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), None)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
     recorder.write()

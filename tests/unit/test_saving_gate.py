@@ -112,12 +112,6 @@ def test_result_of_rank_0_is_that_of_the_others_where_json_holds_it(ranks: Ranks
     assert ranks.calls == [["save"], []]
 
 
-# Savers that call other savers.
-
-
-# What goes wrong.
-
-
 class Strange(Exception):
     """Cannot be made without its own arguments, by whatever class derives from it."""
 
@@ -186,9 +180,6 @@ def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
         ranks.saver(1)("model", "out")
     assert "Hint: Save on all ranks" in str(error.value)
     assert ranks.calls == [[], []]
-
-
-# The meeting before a save.
 
 
 def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:

@@ -85,9 +85,6 @@ def test_program_of_each_kind_starts_again(folder: Path, program: list[str]) -> 
     assert_starts_again([*program, *ARGUMENTS], folder)
 
 
-# The rest needs no process.
-
-
 def script(path: Path) -> ModuleType:
     module = ModuleType("__main__")
     module.__file__ = str(path)
