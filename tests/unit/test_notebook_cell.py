@@ -26,34 +26,23 @@ def transform(source: str) -> str:
 @pytest.mark.parametrize(
     ("source", "line", "before", "rest"),
     [
-        pytest.param(f"{CALL}\nx = 1\n", 1, "", f"{CALL}\nx = 1\n", id="first"),
-        pytest.param(f"import unsloth\n{CALL}\n", 2, "import unsloth\n", f"{CALL}\n", id="second"),
-        pytest.param(f"a = 1\nif a:\n    {CALL}\nb = 2\n", 3, "a = 1\n", f"if a:\n    {CALL}\nb = 2\n", id="if"),
-        pytest.param(f"with a:\n    {CALL}\n", 2, "", f"with a:\n    {CALL}\n", id="with"),
-        pytest.param(
-            f"x = 1\ntry:\n    {CALL}\nfinally:\n    y()\n",
-            3,
-            "x = 1\n",
-            f"try:\n    {CALL}\nfinally:\n    y()\n",
-            id="try",
-        ),
-        pytest.param(
-            f"def f():\n    {CALL}\nx = 1\nf()\n", 4, f"def f():\n    {CALL}\nx = 1\n", "f()\n", id="in a function"
-        ),
-        pytest.param(
+        (f"{CALL}\nx = 1\n", 1, "", f"{CALL}\nx = 1\n"),
+        (f"import unsloth\n{CALL}\n", 2, "import unsloth\n", f"{CALL}\n"),
+        (f"a = 1\nif a:\n    {CALL}\nb = 2\n", 3, "a = 1\n", f"if a:\n    {CALL}\nb = 2\n"),
+        (f"with a:\n    {CALL}\n", 2, "", f"with a:\n    {CALL}\n"),
+        (f"x = 1\ntry:\n    {CALL}\nfinally:\n    y()\n", 3, "x = 1\n", f"try:\n    {CALL}\nfinally:\n    y()\n"),
+        (f"def f():\n    {CALL}\nx = 1\nf()\n", 4, f"def f():\n    {CALL}\nx = 1\n", "f()\n"),
+        (
             "x = 1\nump.enable_multi_gpu(\n    num_gpus=2,\n)\n",
             3,
             "x = 1\n",
             "ump.enable_multi_gpu(\n    num_gpus=2,\n)\n",
-            id="several lines",
         ),
-        pytest.param(f"import ump; {CALL}; x = 1\n", 1, "import ump; ", f"{CALL}; x = 1\n", id="one line"),
-        pytest.param(f"s = 'äö'; {CALL}\n", 1, "s = 'äö'; ", f"{CALL}\n", id="one line with umlauts"),
-        pytest.param(
-            "x = 1\n@turn(\n    1)\ndef f(): pass\n", 2, "x = 1\n", "@turn(\n    1)\ndef f(): pass\n", id="decorated"
-        ),
-        pytest.param(f"s = '\x0c\u2028'\n{CALL}\n", 2, "s = '\x0c\u2028'\n", f"{CALL}\n", id="odd line ends in a text"),
-        pytest.param("x = 1\n", 7, "", "x = 1\n", id="a line that is not there"),
+        (f"import ump; {CALL}; x = 1\n", 1, "import ump; ", f"{CALL}; x = 1\n"),
+        (f"s = 'äö'; {CALL}\n", 1, "s = 'äö'; ", f"{CALL}\n"),
+        ("x = 1\n@turn(\n    1)\ndef f(): pass\n", 2, "x = 1\n", "@turn(\n    1)\ndef f(): pass\n"),
+        (f"s = '\x0c\u2028'\n{CALL}\n", 2, "s = '\x0c\u2028'\n", f"{CALL}\n"),
+        ("x = 1\n", 7, "", "x = 1\n"),
     ],
 )
 def test_a_cell_is_cut_before_the_statement(source: str, line: int, before: str, rest: str) -> None:

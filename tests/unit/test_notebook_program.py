@@ -8,20 +8,8 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.value import Publisher, Receiver
-from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.session import Session
-from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import RankIdentity
-
-
-def opener(
-    config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext, program: Any
-) -> Session:
-    """Stands for `open_session`: no process becomes a rank."""
-    return Session(config, identity, console, context, program=program)
 
 
 @pytest.fixture
@@ -33,8 +21,7 @@ def receiver() -> Receiver:
 
 
 @pytest.fixture
-def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram:
-    monkeypatch.setattr("unsloth_multigpu.notebook.cell_program.open_session", opener)
+def worker(receiver: Receiver) -> WorkerProgram:
     return WorkerProgram(receiver)
 
 

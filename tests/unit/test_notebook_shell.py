@@ -16,7 +16,6 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.kernel_share import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
@@ -30,7 +29,6 @@ class WrittenKernel:
         self.workers: list[Any] = []
         self.states: list[Mapping[str, Any]] = []
         self.finished: list[BaseException | None] = []
-        self.outcome: BaseException | None = None
         self.begin_error: Exception | None = None
 
     def begin(self, source: str, state: Mapping[str, Any], task: Any = None, *, execution_count: int = 0) -> None:
@@ -49,10 +47,9 @@ class WrittenKernel:
         )
         self.current.enter = lambda main: setattr(self.current, "main", main)
 
-    def finish(self, error: BaseException | None) -> BaseException | None:
+    def finish(self, error: BaseException | None) -> None:
         self.finished.append(error)
         self.current = None
-        return self.outcome
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -105,19 +102,6 @@ def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatc
     monkeypatch.setattr("torch.cuda.get_rng_state", fail)
     assert rank_0.run("x = 2").success
     assert ["device" in state for state in rank_0.kernel.states] == [True, False]
-
-
-def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
-    rank_0.kernel.outcome = cause = DistributedError("rank 1 raised ValueError", hint="See.")
-
-    def fail() -> None:
-        rank_0.kernel.current.failure_error = cause
-        raise RuntimeError("Connection closed by peer")
-
-    rank_0.shell.user_ns["fail"] = fail
-    result = rank_0.run("fail()")
-    assert rank_0.shown == [cause]
-    assert result.error_in_exec is cause
 
 
 def test_a_cell_that_cannot_begin_on_the_others_does_not_run_here(
