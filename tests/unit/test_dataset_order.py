@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from tests.helpers.board import manager_of
 from unsloth_multigpu.errors import RankTimeoutError
 from unsloth_multigpu.hooks import datasets as hook
 from unsloth_multigpu.hooks.datasets import dataset_patches
-from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 
 LIMIT_S = 0.2
 
@@ -31,21 +31,13 @@ class Ranks:
     """The patched `map` of each rank, with one store between them."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.store: dict[str, str] = {}
+        self.store = HashStore()
         self.order: list[tuple[int, str]] = []
         self.maps = [self._map(rank, num_ranks) for rank in range(num_ranks)]
 
     def _map(self, rank: int, num_ranks: int) -> Callable[..., Any]:
-        manager = SimpleNamespace(
-            identity=RankIdentity(rank, rank, num_ranks, num_ranks, "torchrun"),
-            config=SimpleNamespace(timeout_s=LIMIT_S),
-            publish=lambda key, value="": self.store.__setitem__(key, value),
-            is_published=self.store.__contains__,
-            read=self.store.get,
-            is_abandoned=lambda: False,
-        )
-        manager.wait = functools.partial(self._wait, rank)
-        (patch,) = dataset_patches(None, lambda: manager)  # type: ignore[arg-type, return-value]
+        manager = manager_of(self.store, rank, num_ranks, MultiGPUConfig(timeout_s=LIMIT_S))
+        (patch,) = dataset_patches(None, lambda: manager)
 
         def original(data: FakeData, function: Callable[[], object], **kwargs: Any) -> str:
             self.order.append((rank, data.name))
@@ -53,14 +45,6 @@ class Ranks:
             return f"mapped {data.name}"
 
         return functools.partial(patch.wrap, original)
-
-    def _wait(self, rank: int, read: Callable[[], str | None], what: str, *, timeout_s: float, hint: str) -> str:
-        deadline = time.monotonic() + timeout_s
-        while (found := read()) is None:
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(f"rank {rank} waited {timeout_s:g} seconds for {what}.", hint=hint)
-            time.sleep(0.01)
-        return found
 
 
 @pytest.fixture(autouse=True)

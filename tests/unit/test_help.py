@@ -37,11 +37,3 @@ def test_help_of_every_command_is_the_frozen_one(
         FROZEN.write_text(text, encoding="utf-8")
     # Versions of Python break lines at other places.
     assert text.split() == FROZEN.read_text(encoding="utf-8").split()
-
-
-def test_help_of_run_shows_the_everyday_options_and_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["run", "--help"])
-    shown = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip().startswith("--")}
-    everyday = {"--num-gpus", "--global-batch", "--strategy", "--shard", "--balance", "--resume"}
-    assert shown == {"--config", "--help-all", *everyday}

@@ -30,16 +30,14 @@ def say(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Sa
     return say
 
 
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR])
-def test_rank_0_says_everything_without_a_number(say: Say, level: int) -> None:
+@pytest.mark.parametrize(
+    ("level", "of_another"),
+    [
+        (logging.DEBUG, []),
+        (logging.INFO, []),
+        *((level, ["[rank 3] loss=1.5 share=50%"]) for level in (logging.WARNING, logging.ERROR, logging.CRITICAL)),
+    ],
+)
+def test_rank_0_says_everything_and_others_warn_with_their_number(say: Say, level: int, of_another: list[str]) -> None:
     assert say("0", level) == ["loss=1.5 share=50%"]
-
-
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
-def test_other_ranks_keep_their_facts_to_themselves(say: Say, level: int) -> None:
-    assert say("3", level) == []
-
-
-@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR, logging.CRITICAL])
-def test_warnings_of_other_ranks_have_their_number(say: Say, level: int) -> None:
-    assert say("3", level) == ["[rank 3] loss=1.5 share=50%"]
+    assert say("3", level) == of_another

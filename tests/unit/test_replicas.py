@@ -6,19 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, tensor_hashes
 from unsloth_multigpu.options import MultiGPUConfig
 
 
 def hash_of(tensor: Any) -> int:
-    from unsloth_multigpu.group.replicas import tensor_hashes
-
     return tensor_hashes([tensor])[0]
 
 
 def bits(tensor: Any) -> Any:
-    import torch
-
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()])
 
@@ -30,8 +28,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
 def test_every_single_bit_changes_the_hash(small_chunks: None, name: str) -> None:
-    import torch
-
     tensor = torch.randn(11, generator=torch.Generator().manual_seed(0)).to(getattr(torch, name))
     hashes = {hash_of(tensor)}
     num_bits = 8 * tensor.element_size()
@@ -44,15 +40,11 @@ def test_every_single_bit_changes_the_hash(small_chunks: None, name: str) -> Non
 
 
 def test_hash_knows_the_place_also_between_chunks(small_chunks: None) -> None:
-    import torch
-
     hashes = {hash_of(torch.eye(40)[i]) for i in range(40)}
     assert len(hashes) == 40
 
 
 def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
-    import torch
-
     assert hash_of(torch.zeros(0)) == hash_of(torch.zeros(0, 3).t()) == 0
     assert hash_of(torch.tensor(1.0)) != hash_of(torch.tensor(2.0))
     assert hash_of(torch.tensor([1 + 2j])) != hash_of(torch.tensor([1 - 2j]))
@@ -76,8 +68,6 @@ def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
     ],
 )
 def test_message_names_the_minority(hashes: list[list[int]], message: str) -> None:
-    from unsloth_multigpu.group.replicas import describe_divergence
-
     assert describe_divergence(["a", "b"], hashes) == message
 
 
@@ -105,10 +95,6 @@ class Manager:
     ],
 )
 def test_check_is_due_as_the_steps_double_and_every_so_many(every: int, start: int, due: list[int]) -> None:
-    import torch
-
-    from unsloth_multigpu.group.replicas import ReplicaProof
-
     manager, model = Manager(every), torch.nn.Linear(2, 2)
     proof = ReplicaProof(manager)  # type: ignore[arg-type]
     steps = []

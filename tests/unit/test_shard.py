@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
@@ -66,8 +68,6 @@ class Fails(torch.nn.Module):
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("now", ["forward", "backward"])
 def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     model, x = Fails(), torch.ones(3, 2)
     model(x).sum().backward()
@@ -100,8 +100,6 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> 
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("is_together", [False, True])
 def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(is_together: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model, x = Fails(), torch.ones(3, 2)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     fully_shard([model.first, model.second] if is_together else model.second, mesh=mesh)
@@ -150,8 +148,6 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     args: Any = SimpleNamespace(fsdp=None, fsdp_config={"activation_checkpointing": True})
     ask_accelerate_to_shard(args)
@@ -169,8 +165,6 @@ def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offload_is_asked_of_the_engine_and_not_against_the_script(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import sys
-
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     file = tmp_path / "fsdp.json"
     file.write_text('{"activation_checkpointing": true}')
@@ -204,8 +198,6 @@ def test_offload_is_asked_of_the_engine_and_not_against_the_script(
 def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
     monkeypatch: pytest.MonkeyPatch, given: torch.dtype, is_4bit: bool, stored: torch.dtype
 ) -> None:
-    import sys
-
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
     _stored_as_computed(lambda _: None, config)

@@ -115,8 +115,8 @@ def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     assert not counts_as_one_process(trainer, 2)
 
 
-def steered(trainer, **options):
-    return DDPTrainer(trainer, manager_of(ONE_OF_TWO, **options), None, HeartbeatPage(None, 0))
+def steered(trainer, identity=ONE_OF_TWO, **options):
+    return DDPTrainer(trainer, manager_of(identity, **options), None, HeartbeatPage(None, 0))
 
 
 @pytest.mark.parametrize(
@@ -145,45 +145,34 @@ class Maker:
 def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
+        steered(own())._deals_steps()
 
 
 def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_be_dealt(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
     for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
-        manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS, waits=WAITS)
-        assert not DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
-    manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS, waits=WAITS)
+        assert not steered(own(), SINGLE_PROCESS, **options)._deals_steps()
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
-
-
-OF_THE_PLANNER = {
-    "balance": "tokens",
-    "max_tokens_per_micro_batch": 64,
-}
+        steered(own(), SINGLE_PROCESS, balance="tokens")._deals_steps()
 
 
 # `balance` deals what was generated.
-@pytest.mark.parametrize("name", OF_THE_PLANNER.keys() - {"balance"})
+OF_THE_PLANNER = {"max_tokens_per_micro_batch": 64}
+
+
+@pytest.mark.parametrize("name", OF_THE_PLANNER)
 def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
-    assert OF_THE_PLANNER.keys() == {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    of_planner = {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    assert of_planner == {"balance", *OF_THE_PLANNER}
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
-    config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
-    steered = DDPTrainer(
-        trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, HeartbeatPage(None, 0)
-    )
-    with pytest.raises(
-        SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
-    ) as error:
-        steered._deals_steps()
+    told = f"^{name}=.* deals samples by their length, but .* makes its samples"
+    with pytest.raises(SetupError, match=told) as error:
+        steered(trainer, **{name: OF_THE_PLANNER[name]})._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
-    other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    assert not DDPTrainer(trainer, other, None, HeartbeatPage(None, 0))._deals_steps()
+    assert not steered(trainer)._deals_steps()
 
 
 class Pass(torch.utils.data.DataLoader):
