@@ -107,9 +107,7 @@ def test_all_is_on_the_disk_before_a_name_says_so(tmp_path: Path, monkeypatch: p
 def test_older_folder_is_replaced(tmp_path: Path) -> None:
     make(tmp_path, 1, run_id="older")
     put_in_place(make(tmp_path / PART_FOLDER, 1), tmp_path / "checkpoint-1")
-    stored = read_manifest(tmp_path / "checkpoint-1")
-    assert stored is not None
-    assert stored.run_id == "run"
+    assert sealed(tmp_path / "checkpoint-1").run_id == "run"
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
@@ -126,6 +124,10 @@ def test_killed_saves_are_cleared_or_finished(tmp_path: Path) -> None:
         "checkpoint-2": "older",
     }
     assert clear_parts(tmp_path / "not there") == []
+
+
+def sealed(folder: Path) -> Manifest:
+    return read_manifest(folder) or pytest.fail(f"{folder} has no manifest")
 
 
 def inodes(folder: Path) -> dict[str, int]:
@@ -152,7 +154,7 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
         claim()
     assert clear_parts(tmp_path) == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-    assert (read_manifest(tmp_path / "checkpoint-2") or manifest(0)).run_id == "run"
+    assert sealed(tmp_path / "checkpoint-2").run_id == "run"
 
 
 WANTED = Wanted(2, grows_with_ranks=False)
@@ -246,10 +248,10 @@ class Rank:
         return read() or pytest.fail(what)
 
 
-def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
+def resume_of(**options: Any) -> tuple[Any, Rank]:
     rank = Rank(**options)
     steps: Any = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
-    return Resume(trainer, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
+    return Resume(None, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,7 @@ def test_checkpoint_says_whether_its_training_was_sharded(tmp_path: Path) -> Non
     ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
     ours.resume.is_sharded = True
     ours._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.is_sharded
+    assert sealed(tmp_path / "checkpoint-3").is_sharded
 
 
 @pytest.mark.parametrize("how", ["auto", "newest", "named"])
@@ -363,8 +363,7 @@ def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_p
     files = {*NEEDED, "training_args.bin"} - {missing}
     trainer = Saving(tmp_path, *files)
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
+    stored = sealed(tmp_path / "checkpoint-3")
     assert stored.is_resumable == (not missing)
     assert stored.files.keys() == files
     assert (trainer.saved_accumulation, trainer.args.gradient_accumulation_steps) == (4, 1)
@@ -418,9 +417,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:
 
     trainer.meanwhile = save_as_well
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == set(NEEDED)
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert check(tmp_path / "checkpoint-3") is None
 
 
@@ -430,9 +427,7 @@ def test_what_a_killed_save_left_is_not_mixed_in(tmp_path: Path) -> None:
     (left / MANIFEST).unlink()
     trainer = Saving(tmp_path, *NEEDED)
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == set(NEEDED)
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
@@ -443,9 +438,7 @@ def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path: Path) ->
     # Into the final folder, by itself.
     save: Any = lambda model, trial: [make(tmp_path, 3), (tmp_path / "checkpoint-3" / MANIFEST).unlink()]  # noqa: E731
     checkpoints(trainer, Rank())._save(save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == {"optimizer.pt", "adapter/weights.bin"}
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == {"optimizer.pt", "adapter/weights.bin"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "mine"]
 
 

@@ -15,22 +15,22 @@ from unsloth_multigpu.step.cost import (
 )
 
 
-def test_padded_rows_cost_as_the_longest() -> None:
-    cost = CostModel(overhead_tokens=10, floor_tokens=0, attention=0.01)
-    assert cost.of([100, 50, 1]) == 10 + 3 * (100 + 0.01 * 100**2)
-    assert cost.tokens([100, 50, 1]) == 300
-
-
-def test_rows_end_to_end_cost_what_they_are() -> None:
-    cost = CostModel(overhead_tokens=10, attention=0.01, is_padded=False)
-    assert cost.of([100, 50]) == 10 + 150 + 0.01 * (100**2 + 50**2)
-    assert cost.tokens([100, 50]) == 150
-
-
-def test_small_micro_batch_costs_the_floor() -> None:
-    cost = CostModel(overhead_tokens=10, floor_tokens=500)
-    assert cost.of([100]) == cost.of([10]) == 510
-    assert cost.of([600]) == 610
+@pytest.mark.parametrize(
+    ("options", "lengths", "cost", "num_tokens"),
+    [
+        # Padded rows cost as the longest, rows end to end what they are, and few of them the floor.
+        ({"floor_tokens": 0, "attention": 0.01}, [100, 50, 1], 10 + 3 * (100 + 0.01 * 100**2), 300),
+        ({"is_padded": False, "attention": 0.01}, [100, 50], 10 + 150 + 0.01 * (100**2 + 50**2), 150),
+        ({"floor_tokens": 500}, [100], 510, 100),
+        ({"floor_tokens": 500}, [10], 510, 10),
+        ({"floor_tokens": 500}, [600], 610, 600),
+    ],
+)
+def test_micro_batch_costs_what_its_rows_take(
+    options: dict[str, float], lengths: list[int], cost: float, num_tokens: int
+) -> None:
+    model = CostModel(overhead_tokens=10, **options)
+    assert (model.of(lengths), model.tokens(lengths)) == (cost, num_tokens)
 
 
 def test_attention_follows_the_shape_of_the_model() -> None:

@@ -25,6 +25,8 @@ from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import Training
 
+pytestmark = pytest.mark.usefixtures("may_make_messages")
+
 
 def build() -> nn.Module:
     return nn.Linear(2, 1)
@@ -172,7 +174,6 @@ class AppGrid(AnsweringGrid):
             return Message(Error(2, str(error)), reply_to=message)
 
 
-@pytest.mark.usefixtures("may_make_messages")
 def test_client_app_trains_under_a_server_app_of_the_users() -> None:
     """As in docs/federated.md: Flower's own strategy asks it for the first weights, and for rounds."""
     app = make_server(seed=3).client_app
@@ -188,7 +189,6 @@ def test_client_app_trains_under_a_server_app_of_the_users() -> None:
         torch.testing.assert_close(value, expected[name] + 5.0)
 
 
-@pytest.mark.usefixtures("may_make_messages")
 def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
     with pytest.raises(ConfigError, match="lora_aggregation='project' cannot work here: no pair of lora_A and lora_B"):
         run(make_plan(lora_aggregation="project"))
@@ -200,7 +200,6 @@ def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> No
         run(make_plan(broken))
 
 
-@pytest.mark.usefixtures("may_make_messages")
 def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: pytest.LogCaptureFixture) -> None:
     seen: dict[int, list[float]] = {}
 
@@ -225,7 +224,6 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: py
         run(plan, server_evaluate=lambda model, number: "good")
 
 
-@pytest.mark.usefixtures("may_make_messages")
 def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
     plan, options = make_plan(), {"num_rounds": 2, "output_dir": str(tmp_path), "resume": "auto"}
     refused: list[str] = []
@@ -246,7 +244,6 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
         run(plan, **options | {"output_dir": str(tmp_path / "file" / "below")})
 
 
-@pytest.mark.usefixtures("may_make_messages")
 def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
     options = {"num_rounds": 1, "output_dir": str(tmp_path)}
     run(make_plan(), **options)
@@ -282,7 +279,6 @@ def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
     return 4 - client.client_id, {"train_loss": 1.0}
 
 
-@pytest.mark.usefixtures("may_make_messages")
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
 def test_truth_values_are_aggregated(strategy: str) -> None:
     _, trained = run(make_plan(lambda: Embedding(), see, strategy=strategy), 4, num_rounds=2)

@@ -70,26 +70,18 @@ def test_group_of_another_size_is_refused(lone_group: None) -> None:
         DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()
 
 
-def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    theirs = '[{"seed": "2", "same": "3", "theirs": "4"}, "hash"]'
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, theirs])
-    with pytest.raises(DivergenceError) as caught:
-        manager.check_same({"seed": 1, "same": 3})
-    assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("theirs", "is_hinted"), [("another", True), (str(hash("unsloth_multigpu")), False)], ids=["another", "the same"]
 )
-def test_ranks_that_hash_strings_differently_are_told_why_they_may_differ(
+def test_facts_that_differ_are_named_and_with_another_hash_why_they_may(
     monkeypatch: pytest.MonkeyPatch, theirs: str, is_hinted: bool
 ) -> None:
     manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([{"seed": "2"}, theirs])])
+    facts = {"seed": "2", "same": "3", "theirs": "4"}
+    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([facts, theirs])])
     with pytest.raises(DivergenceError) as caught:
-        manager.check_same({"seed": 1})
-    assert "seed: rank 0 has 1, rank 1 has 2." in str(caught.value)
+        manager.check_same({"seed": 1, "same": 3})
+    assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
     assert ("PYTHONHASHSEED=0" in str(caught.value)) == is_hinted
 
 

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -27,25 +26,6 @@ def seconds_to_leave(barrier: ShutdownBarrier, limit_s: float) -> float:
     begin_s = time.monotonic()
     barrier.leave(limit_s)
     return time.monotonic() - begin_s
-
-
-def test_rank_0_stays_until_the_others_have_left(caplog: pytest.LogCaptureFixture) -> None:
-    store = dist.HashStore()
-    first, *others = (ShutdownBarrier(Board(rank, store), 3) for rank in range(3))
-    has_left = threading.Event()
-
-    def stay() -> None:
-        first.leave(30.0)
-        has_left.set()
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    others[0].leave(30.0)
-    assert not has_left.wait(0.1)
-    others[1].leave(30.0)
-    thread.join(20.0)
-    assert has_left.is_set()
-    assert caplog.records == []
 
 
 def test_dead_process_of_this_machine_is_not_waited_for() -> None:

@@ -149,15 +149,12 @@ def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visi
     assert os.environ["ONEAPI_DEVICE_SELECTOR"] == (visible or "*:cpu")
 
 
-@pytest.mark.parametrize(("num_gpus", "is_error"), [(2, True), (1, False)])
-def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int, is_error: bool) -> None:
+def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, "cpu", 0)
     monkeypatch.setattr(sys, "platform", "darwin")
-    if not is_error:
-        assert ranks_to_start(MultiGPUConfig(num_gpus=num_gpus)) == num_gpus
-        return
+    assert ranks_to_start(MultiGPUConfig(num_gpus=1)) == 1
     with pytest.raises(SetupError, match="Several ranks need Linux; this is darwin"):
-        ranks_to_start(MultiGPUConfig(num_gpus=num_gpus))
+        ranks_to_start(MultiGPUConfig(num_gpus=2))
 
 
 @pytest.mark.parametrize(
