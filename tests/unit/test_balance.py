@@ -34,12 +34,12 @@ class Exchange(DDPManager):
         return [list(v) for v in self._answers(values)] if self._answers else [list(values)]
 
 
-def pad_to(multiple: int = 1, most: int = 10_000, least: int = 0) -> Any:
+def pad_to(most: int = 10_000, least: int = 0) -> Any:
     def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        width = max(least, *(-(-min(most, len(r["input_ids"])) // multiple) * multiple for r in rows), 0)
+        width = max(least, *(min(most, len(r["input_ids"])) for r in rows))
         return {"input_ids": torch.tensor([(r["input_ids"] + [0] * width)[:width] for r in rows])}
 
-    collate.pad_to_multiple_of = multiple  # type: ignore[attr-defined]
+    collate.pad_to_multiple_of = 1  # type: ignore[attr-defined]
     return collate
 
 
@@ -79,9 +79,9 @@ def balancer(answers: Any = None, **options: Any) -> Balancer:
     return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), Exchange(MultiGPUConfig(**options), answers))
 
 
-def prepared(loader: Any, scale: LossReduction = TOKEN_SUM, **options: Any) -> Balancer:
+def prepared(loader: Any, **options: Any) -> Balancer:
     ours = balancer(**options)
-    ours.prepare(loader, scale)
+    ours.prepare(loader, TOKEN_SUM)
     return ours
 
 

@@ -6,20 +6,21 @@ import copy
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.ddp import DDPWrapping
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-
-if TYPE_CHECKING:
-    from torch import nn
 
 TINY = {
     "vocab_size": 16,
@@ -47,8 +48,6 @@ def quiet_libraries() -> Iterator[None]:
 
 def tiny(config: object = None, name: str = "TinyForCausalLM", module: str = "transformers.models.tiny") -> nn.Module:
     """A model of three layers; its class says what it is for."""
-    from torch import nn
-
     model: Any = type(name, (nn.ModuleDict,), {"__module__": module})(
         {"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)}
     )
@@ -74,12 +73,6 @@ def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: 
     for name, parameter in result.named_parameters():
         parameter.requires_grad = ".lora_" in name or ".modules_to_save." in name
     return result
-
-
-def is_sure(model: nn.Module) -> bool:
-    from unsloth_multigpu.train.ddp import uses_every_parameter
-
-    return uses_every_parameter(model)
 
 
 def partly_frozen(model: Any, *names: str) -> Any:
@@ -116,7 +109,7 @@ def ia3() -> Any:
     ],
 )
 def test_dense_language_model_uses_every_trained_parameter(make: Any) -> None:
-    assert is_sure(make())
+    assert uses_every_parameter(make())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ def test_dense_language_model_uses_every_trained_parameter(make: Any) -> None:
     ],
 )
 def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
-    assert not is_sure(make())
+    assert not uses_every_parameter(make())
 
 
 @pytest.mark.parametrize(
@@ -162,7 +155,7 @@ def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
 def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[str, Any], sure: bool) -> None:
     import transformers
 
-    assert is_sure(tiny(getattr(transformers, name)(**changes))) is sure
+    assert uses_every_parameter(tiny(getattr(transformers, name)(**changes))) is sure
 
 
 @pytest.mark.parametrize(
@@ -184,8 +177,6 @@ class Accelerator:
     """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
 
     def __init__(self, handler: Any, *, is_transformers_4: bool = False, scaler: Any = None) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
         self.ddp_handler = handler
         self.is_transformers_4 = is_transformers_4
         self.scaler = scaler
@@ -220,33 +211,23 @@ def trainer_of(model: Any, accelerator: Accelerator, find_unused_parameters: boo
     return trainer
 
 
-def told_by(
-    config: MultiGPUConfig,
-    model: Any,
-    find_unused_parameters: bool | None = None,
-    hook: str = "no",
-    **other: Any,
-) -> Any:
+def told_by(config: MultiGPUConfig, model: Any, find_unused_parameters: bool | None = None, **other: Any) -> Any:
     """The settings that accelerate reads when it makes DDP."""
-    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook=hook, comm_state_option={})
+    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no", comm_state_option={})
     accelerator = Accelerator(**{"handler": handler, **other})
     wrap(config, model, accelerator, find_unused_parameters)
     (told,) = accelerator.told
     return told
 
 
-@pytest.mark.parametrize("is_transformers_4", [False, True])
-def test_ddp_is_told_also_where_its_settings_are_made_late(is_transformers_4: bool) -> None:
-    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=is_transformers_4)
+def test_ddp_is_told_also_where_its_settings_are_made_late() -> None:
+    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=True)
     assert (told.gradient_as_bucket_view, told.find_unused_parameters) == (True, False)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
     """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
     model: Any = tiny(llama())
     model["embed"] = torch.nn.Linear(2, 2, device="meta").requires_grad_(False)
     model["head"] = torch.nn.Linear(2, 2).requires_grad_(False)
@@ -271,9 +252,6 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
 
 def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
     """Otherwise `verify` would let it run to its end, over what the user has saved."""
-    from unsloth_multigpu.part import Part
-    from unsloth_multigpu.train.trainer import DDPTrainer
-
     seen: list[str] = []
 
     class Following(Part):

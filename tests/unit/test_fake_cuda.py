@@ -92,10 +92,10 @@ assert x.tolist() == [3.0] * 4
 """
 
 
-def ranks(folder: Path, source: str, visible: str = "0,1") -> list[Finished]:
+def ranks(folder: Path, source: str) -> list[Finished]:
     script = folder / "rank.py"
     script.write_text("import torch\n" + RANK + textwrap.dedent(source))
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards(visible, of=2)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards("0,1", of=2)}
     started = [start([script], folder, {**PLAIN, **shared, "RANK": str(rank)}) for rank in range(2)]
     return [finish(process, 60.0) for process in started]
 

@@ -17,8 +17,8 @@ from unsloth_multigpu.launch.nodes import (
 from unsloth_multigpu.options import MultiGPUConfig
 
 
-def config_of(endpoint: str = "127.0.0.1:29400", rdzv_id: str = "job", nnodes: str = "2") -> MultiGPUConfig:
-    return MultiGPUConfig(nnodes=nnodes, rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
+def config_of(endpoint: str = "127.0.0.1:29400", rdzv_id: str = "job") -> MultiGPUConfig:
+    return MultiGPUConfig(nnodes="2", rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
 
 
 def test_one_node_stays_on_its_loopback_interface() -> None:
