@@ -35,13 +35,6 @@ def assert_says(error: pytest.ExceptionInfo[ConfigError], message: str, hint: st
     assert hint in second
 
 
-def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
-    environment = {variable("num_gpus"): "3", variable("timeout_s"): "60", variable("enable_ddp"): "1"}
-    config = MultiGPUConfig.resolve({"num_gpus": 2, "enable_ddp": False, "timeout_s": None}, environment)
-    assert (config.num_gpus, config.enable_ddp, config.timeout_s) == (2, False, 60.0)
-    assert config.max_restarts == 0
-
-
 def test_words_for_yes_and_no() -> None:
     for words, value in ((("1", "True", "YES", "on"), True), (("0", "False", "no", "OFF"), False)):
         configs = [MultiGPUConfig.resolve({}, {variable("enable_ddp"): word}) for word in words]

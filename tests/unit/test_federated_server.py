@@ -24,6 +24,7 @@ from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, Ver
 from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import Training
+from unsloth_multigpu.wire.identity import RankIdentity
 
 pytestmark = pytest.mark.usefixtures("may_make_messages")
 
@@ -137,8 +138,7 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(plugin, "is_multi_gpu_enabled", lambda: True)
     with pytest.raises(SetupError, match=r"enable_multi_gpu\(\) is in effect"):
         make_server()
-    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in rank.items():
+    for name, value in RankIdentity(1, 1, 2, 2, "torchrun").variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"rank 1 of 2, started by torchrun"):
         make_server()

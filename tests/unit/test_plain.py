@@ -76,8 +76,7 @@ def manager():
 
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_rank_without_the_line_is_refused(has_launcher, monkeypatch):
-    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in launched.items() if has_launcher else ():
+    for name, value in place(1, 2).variables().items() if has_launcher else ():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: not has_launcher)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)

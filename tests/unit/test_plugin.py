@@ -136,8 +136,7 @@ def test_call_that_fails_leaves_nothing(arguments: dict[str, Any], error: type[E
 
 
 def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
+    for name, value in RankIdentity(0, 0, 2, 2, "torchrun").variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"num_gpus=4, but torchrun started 2 rank\(s\) here") as error:
         ump.enable_multi_gpu(num_gpus=4)
