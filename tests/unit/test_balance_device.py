@@ -61,7 +61,6 @@ class Device:
         """Time of the slowest rank, as planned and in order."""
         samples = self._rng.sample(range(len(self.lengths)), sum(sizes))
         make = self.balancer.plan(samples, sizes)
-        assert make is not None
         plan = make()
         for rank, share in enumerate(plan):
             for piece in share:
@@ -91,7 +90,6 @@ def test_no_floor_of_a_device_makes_planned_steps_slow(floor: int, shape: tuple[
 
 def with_known_costs(true: CostModel, kind: str) -> Device:
     device = Device(true, kind, 0.03, 5)
-    assert device.balancer.balance is not None
     known = {"overhead_tokens": true.overhead_tokens, "floor_tokens": true.floor_tokens, "is_unknown": False}
     cost = dataclasses.replace(device.balancer.balance.cost, **known)
     device.balancer.balance = dataclasses.replace(device.balancer.balance, cost=cost)

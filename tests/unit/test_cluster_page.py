@@ -55,9 +55,7 @@ def assert_flags_exist(arguments: list[str]) -> None:
 
 
 def load(name: str) -> dict[str, Any]:
-    value = yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text(encoding="utf-8"))
-    assert isinstance(value, dict)
-    return value
+    return yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text(encoding="utf-8"))
 
 
 def test_trainjob_has_the_fields_of_kubeflow_and_starts_our_command() -> None:

@@ -96,7 +96,6 @@ def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch: pyte
     monkeypatch.setattr(membership, "TCPStore", older_store)
     meeting = Meeting(MultiGPUConfig(), "id", 2)
     place = meeting.meet(0, lambda: False)
-    assert place is not None
     # A rank joins with torch's default backend, whatever serves.
     rank = TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=10))
     rank.set("key", "value")

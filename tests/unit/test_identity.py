@@ -47,7 +47,6 @@ def test_torchrun_on_two_nodes() -> None:
 
 def test_our_own_ranks_are_known_by_the_folder_of_the_run() -> None:
     identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
-    assert identity is not None
     assert identity.launcher == "unsloth_multigpu"
     assert identity.local_world_size == identity.world_size
 

@@ -42,7 +42,7 @@ def meet(*nodes: Meeting, attempt: int = 0) -> list[Place]:
     with ThreadPoolExecutor() as pool:
         places = list(pool.map(lambda one: one.meet(attempt, lambda: False), nodes))
     assert None not in places
-    return [place for place in places if place is not None]
+    return places
 
 
 def store_of_ranks(places: list[Place]) -> TCPStore:
@@ -66,7 +66,6 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
 def test_one_node_meets_nobody() -> None:
     with Meeting(MultiGPUConfig(), "id", 2) as alone:
         place = alone.meet(0, lambda: False)
-        assert place is not None
         assert (place.first_rank, place.world_size, place.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
         assert (alone.trouble(), alone.unheard_s(), alone.finish(lambda: False)) == ("", {}, "")
     assert not alone._thread.is_alive()

@@ -55,7 +55,6 @@ def test_endpoint_is_host_and_port(endpoint: str, place: tuple[str, int]) -> Non
 
 def test_only_one_process_of_the_machine_with_that_address_serves() -> None:
     first = listen_at("127.0.0.1", 0)
-    assert first is not None
     with first:
         assert first.getsockname()[0] == "127.0.0.1"
         assert listen_at("127.0.0.1", first.getsockname()[1]) is None
@@ -66,6 +65,5 @@ def test_own_name_that_means_loopback_is_served_on_all_interfaces(monkeypatch: p
     # As Debian writes /etc/hosts.
     monkeypatch.setattr(nodes, "_resolve", lambda host, port: (socket.AF_INET, ("127.0.1.1", port)))
     listener = listen_at("node1", 0)
-    assert listener is not None
     with listener:
         assert listener.getsockname()[0] == "0.0.0.0"

@@ -28,8 +28,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -78,7 +78,6 @@ def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], bef
         + (f"\nMore: {errors.page()}#configerror" if errors.page() else "")
     )
     config = ump.get_active_config()
-    assert config is not None
     assert (config.num_gpus, config.global_batch) == (1, "keep")
 
 

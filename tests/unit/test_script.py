@@ -32,8 +32,7 @@ def run(command: list[str], cwd: Path) -> dict[str, list[object]]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    result: dict[str, list[object]] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def assert_starts_again(arguments: list[str], cwd: Path) -> None:

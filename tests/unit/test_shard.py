@@ -92,7 +92,6 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> 
         with tried_pass(model):
             model(x).sum().backward()
         for p, gradient in zip(model.parameters(), expected, strict=True):
-            assert gradient is not None
             torch.testing.assert_close(whole_of(cast("torch.Tensor", p.grad)), gradient)
             p.grad = None
 
