@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +13,9 @@ import pytest
 
 import unsloth_multigpu as ump
 from tests.helpers.pages import options_markdown
-from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, Scope, flag, options_of
-from unsloth_multigpu.options import ENV_PREFIX, EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
+from unsloth_multigpu.options import EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.strategy import (
     DDP,
     STRATEGIES,
@@ -105,33 +103,6 @@ def test_docstring_of_the_line_has_its_keywords() -> None:
     assert documented[: len(inspect.signature(ump.enable_multi_gpu).parameters)] == list(
         inspect.signature(ump.enable_multi_gpu).parameters
     )
-
-
-class Opened(Exception):
-    pass
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
-    """The configs with which sessions would have been opened."""
-    configs: list[MultiGPUConfig] = []
-
-    def open_here(config: MultiGPUConfig, *_: Any, **__: Any) -> None:
-        configs.append(config)
-        raise Opened("opened")
-
-    monkeypatch.setattr(plugin, "_open_here", open_here)
-    for name in list(os.environ):
-        if name.startswith(ENV_PREFIX):
-            monkeypatch.delenv(name)
-    return configs
-
-
-def test_strategy_is_a_type_of_its_own_or_its_text(opened: list[MultiGPUConfig]) -> None:
-    for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
-        with pytest.raises(Opened, match="opened"):
-            ump.enable_multi_gpu(strategy=given)
-        assert opened.pop().strategy == DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
 
 
 SCOPED = [(scope, name) for name, row in TABLE.items() for scope in Scope if scope in row.scopes]
