@@ -17,9 +17,7 @@ from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.options import MultiGPUConfig
 
 NEW = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-OLD = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[32:256,64:128,256:64,>:32]",
-}
+OLD = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[32:256,64:128,256:64,>:32]"}
 
 
 @pytest.fixture
@@ -30,24 +28,13 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return installed
 
 
-@pytest.mark.parametrize(
-    ("torch", "expected"),
-    [
-        ("2.9.1", OLD),
-        ("2.10.0", NEW),
-        ("3.0", NEW),
-        ("2.10.0+rocm7.0", {}),
-    ],
-)
+@pytest.mark.parametrize(("torch", "expected"), [("2.9.1", OLD), ("2.10.0", NEW), ("3.0", NEW), ("2.10.0+rocm7.0", {})])
 def test_variable_is_the_one_that_torch_reads(versions: dict[str, str], torch: str, expected: dict[str, str]) -> None:
     versions["torch"] = torch
     assert allocator_variables({}) == expected
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)],
-)
+@pytest.mark.parametrize("environment", [{"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)])
 def test_nothing_is_set_where_it_would_fail_or_is_set(versions: dict[str, str], environment: dict[str, str]) -> None:
     assert allocator_variables(environment) == {}
 

@@ -17,10 +17,7 @@ from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import bench_command as bench
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
-from unsloth_multigpu.tools.bench.bench_result import (
-    Spread,
-    summarize,
-)
+from unsloth_multigpu.tools.bench.bench_result import Spread, summarize
 from unsloth_multigpu.tools.bench.bench_run import run_arm
 from unsloth_multigpu.tools.bench.bench_table import result_row
 

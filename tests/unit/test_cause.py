@@ -237,11 +237,7 @@ def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
         (signal.SIGKILL, 137, "; the usual cause is that the machine ran out of memory (see dmesg)"),
         (signal.SIGSEGV, 139, "; a native library crashed, see the stack in the rank's log"),
         (signal.SIGBUS, 135, "; a native library crashed, see the stack in the rank's log"),
-        (
-            signal.SIGABRT,
-            134,
-            "; NCCL's watchdog or an assertion on the device aborted it, see the rank's log",
-        ),
+        (signal.SIGABRT, 134, "; NCCL's watchdog or an assertion on the device aborted it, see the rank's log"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])

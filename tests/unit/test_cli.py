@@ -164,10 +164,7 @@ def test_run_starts_no_ranks_inside_a_rank(started):
             "--num-gpu\nHint: Did you mean --num-gpus? See unsloth-multigpu run --help.",
         ),
         (["verfy", "train.py"], "there is no command 'verfy'.\nHint: Did you mean verify? Commands: run, "),
-        (
-            ["bench", "--device", "gpu"],
-            "device='gpu'; expected 'auto' or 'cpu' or 'cuda'.\nHint: ",
-        ),
+        (["bench", "--device", "gpu"], "device='gpu'; expected 'auto' or 'cpu' or 'cuda'.\nHint: "),
         (["bench", "--model-size", "smal"], "Hint: Did you mean small?"),
         (["run", "--balance", "token", "train.py"], "Hint: Did you mean 'tokens'? Leave balance out"),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),

@@ -14,14 +14,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
-from unsloth_multigpu.options import (
-    ENV_CONFIG,
-    ENV_PREFIX,
-    FORMER,
-    INTERNAL_VARIABLES,
-    MultiGPUConfig,
-    from_keywords,
-)
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig, from_keywords
 from unsloth_multigpu.strategy import AllReduce
 
 

@@ -6,13 +6,7 @@ import random
 
 import pytest
 
-from unsloth_multigpu.step.cost import (
-    CostModel,
-    attention_factor,
-    fit_cost,
-    relative_speeds,
-    without_outliers,
-)
+from unsloth_multigpu.step.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
 
 
 @pytest.mark.parametrize(

@@ -309,10 +309,7 @@ class NestedSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("make_optimizer", "num_accumulated"),
-    [
-        (lambda parameters: torch.optim.AdamW(parameters, 0.02), 3),
-        (lambda parameters: NestedSGD(parameters, 0.2), 1),
-    ],
+    [(lambda parameters: torch.optim.AdamW(parameters, 0.02), 3), (lambda parameters: NestedSGD(parameters, 0.2), 1)],
     ids=["adamw", "nested"],
 )
 def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated) -> None:

@@ -16,12 +16,7 @@ from flwr.serverapp.strategy import (
 )
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.flower_strategy import (
-    check_strategy,
-    checked_strategy,
-    layers_of,
-    make_strategy,
-)
+from unsloth_multigpu.federated.flower_strategy import check_strategy, checked_strategy, layers_of, make_strategy
 
 PRIVATE: Mapping[str, Any] = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
 

@@ -15,15 +15,7 @@ import pytest
 
 from tests.gpu import kit
 from tests.gpu.place import place_ranks
-from tests.gpu.step import (
-    FP32_BOUND,
-    PART_LIMIT_S,
-    PARTS,
-    TESTS,
-    Step,
-    judge_arms,
-    steps_of,
-)
+from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, steps_of
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
@@ -83,11 +75,7 @@ def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
 
 
 def arm(name: str, **facts: Any) -> dict[str, Any]:
-    usual = {
-        "has_same_samples": True,
-        "norm_difference": 1e-6,
-        "tokens_per_s": {"median": 100.0},
-    }
+    usual = {"has_same_samples": True, "norm_difference": 1e-6, "tokens_per_s": {"median": 100.0}}
     return {"name": name, **usual, **facts}
 
 

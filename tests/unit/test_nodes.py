@@ -7,13 +7,7 @@ import socket
 import pytest
 
 from unsloth_multigpu.launch import nodes
-from unsloth_multigpu.launch.nodes import (
-    is_one_node,
-    listen_at,
-    shared_seed,
-    socket_interfaces,
-    split_endpoint,
-)
+from unsloth_multigpu.launch.nodes import is_one_node, listen_at, shared_seed, socket_interfaces, split_endpoint
 from unsloth_multigpu.options import MultiGPUConfig
 
 

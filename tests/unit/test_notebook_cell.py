@@ -7,12 +7,7 @@ from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.notebook.cell import (
-    is_python,
-    is_rank_0_magic,
-    names_broken_group,
-    split_at,
-)
+from unsloth_multigpu.notebook.cell import is_python, is_rank_0_magic, names_broken_group, split_at
 from unsloth_multigpu.notebook.kernel_share import read_ranks
 
 CALL = "ump.enable_multi_gpu()"

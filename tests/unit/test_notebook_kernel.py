@@ -16,12 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.run import wait_until
-from unsloth_multigpu.errors import (
-    ConfigError,
-    DistributedError,
-    LaunchError,
-    SetupError,
-)
+from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
 from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell

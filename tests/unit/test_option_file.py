@@ -96,11 +96,7 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' is not an option.", "Did you mean num_gpus?"),
         ("num-gpus: 3", ", line 1: num-gpus='3' is not an option.", "Did you mean num_gpus?"),
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number", "Leave num_gpus out"),
-        (
-            "\nbalance: none_of\n",
-            ", line 2: balance='none_of'; expected 'auto' or",
-            "Leave balance out",
-        ),
+        ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Leave balance out"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("strategy: {diloco: 8}", ", line 1: strategy has several values; expected one.", "diloco:every_steps=8"),
         ("num_gpus: [1, 2]", ", line 1: num_gpus has several values; expected one.", "`name: value`"),

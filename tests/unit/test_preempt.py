@@ -106,8 +106,7 @@ def run_until_asked(steered, trainer, tmp_path, ask_step):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "resume", "saved"),
-    [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])],
+    ("strategy", "resume", "saved"), [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])]
 )
 def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
     trainer = Saving(save_strategy=strategy)

@@ -114,12 +114,7 @@ def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks: Ranks, error: Ex
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [
-        ("antigravity", "Error"),
-        ("os", "path.join"),
-        ("builtins", "SystemExit"),
-        (__name__, "Ranks.saver"),
-    ],
+    [("antigravity", "Error"), ("os", "path.join"), ("builtins", "SystemExit"), (__name__, "Ranks.saver")],
 )
 def test_name_of_a_class_imports_nothing_and_finds_exceptions_only(module: str, name: str) -> None:
     told = error_of({"error": "x", "kinds": [[module, name]]}, "save")

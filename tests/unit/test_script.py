@@ -54,15 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["-X", "dev", "-W", "error"],
-        ["-Xdev", "-Werror", "-OO"],
-        ["--"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("options", [["-X", "dev", "-W", "error"], ["-Xdev", "-Werror", "-OO"], ["--"]], ids=" ".join)
 def test_script_starts_again_with_its_options(folder: Path, options: list[str]) -> None:
     assert_starts_again([*options, "train.py", *ARGUMENTS], folder)
 

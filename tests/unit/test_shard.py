@@ -16,11 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import Engine, check_versions
-from unsloth_multigpu.group.shards import (
-    is_entered_below,
-    tried_pass,
-    whole_of,
-)
+from unsloth_multigpu.group.shards import is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
@@ -188,11 +184,7 @@ def test_offload_is_asked_of_the_engine_and_not_against_the_script(
 
 @pytest.mark.parametrize(
     ("given", "is_4bit", "stored"),
-    [
-        (torch.uint8, True, torch.bfloat16),
-        (torch.float16, True, torch.float16),
-        (torch.uint8, False, torch.uint8),
-    ],
+    [(torch.uint8, True, torch.bfloat16), (torch.float16, True, torch.float16), (torch.uint8, False, torch.uint8)],
 )
 def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
     monkeypatch: pytest.MonkeyPatch, given: torch.dtype, is_4bit: bool, stored: torch.dtype
