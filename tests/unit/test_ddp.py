@@ -176,10 +176,11 @@ def test_ddp_is_told_once_the_model_is_known(argument: bool | None, sure: bool, 
 class Accelerator:
     """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
 
-    def __init__(self, handler: Any, *, is_transformers_4: bool = False, scaler: Any = None) -> None:
+    scaler = None
+
+    def __init__(self, handler: Any, *, is_transformers_4: bool = False) -> None:
         self.ddp_handler = handler
         self.is_transformers_4 = is_transformers_4
-        self.scaler = scaler
         self.told: list[Any] = []
         # Without a process group no real one can be made.
         self.result: Any = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -195,20 +196,13 @@ class Accelerator:
         return self.result
 
 
-def wrap(
-    config: MultiGPUConfig, model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None
-) -> None:
+def wrap(config: MultiGPUConfig, model: Any, accelerator: Any, find_unused_parameters: bool | None = None) -> None:
     """What a `train()` does that wraps the model."""
-    trainer = trainer_of(model, accelerator, find_unused_parameters)
+    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
+    trainer.accelerator = accelerator
     manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS)
     with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(model)
-
-
-def trainer_of(model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None) -> FakeTrainer:
-    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
-    trainer.accelerator = accelerator  # type: ignore[assignment]
-    return trainer
 
 
 def told_by(config: MultiGPUConfig, model: Any, find_unused_parameters: bool | None = None, **other: Any) -> Any:

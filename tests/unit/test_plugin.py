@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import errors, plugin, session, start, versions
+from unsloth_multigpu import errors, plugin, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.options import ENV_PREFIX
-from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.wire.identity import RankIdentity
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -94,40 +91,15 @@ def package_logger() -> tuple[object, ...]:
     return package.level, package.propagate, list(package.handlers)
 
 
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
-    """In place of `transformers`: a trainer that the patches of the Trainer land on. Returns what its class holds."""
-    module = types.ModuleType("stub_trainer")
-    exec(
-        "class Trainer:\n"
-        "    def train(self, resume=None): return ('original', resume)\n"
-        "class TrainingArguments:\n"
-        "    ddp_timeout = 1800\n"
-        "    def __post_init__(self): pass\n",
-        vars(module),
-    )
-    monkeypatch.setitem(sys.modules, "stub_trainer", module)
-
-    def patches(opened: session.Session) -> list[Patch]:
-        found = TrainerHooks(
-            opened.config, opened.identity.world_size, "any", opened.run_training, opened.manager
-        ).patches()
-        # `packaging` is installed everywhere; its version stands for that of transformers.
-        return [
-            Patch(f"stub_trainer:{patch.target.partition(':')[2]}", "packaging>=1", patch.wrap, patch.reason)
-            for patch in found
-        ]
-
-    monkeypatch.setattr(session, "_patches", patches)
-    return lambda: {**vars(module.Trainer), **vars(module.TrainingArguments)}
-
-
-def test_disable_gives_everything_back(stub: Callable[[], dict[str, Any]]) -> None:
-    before = (stub(), package_logger(), dict(os.environ), sys.excepthook)
+def test_disable_gives_everything_back() -> None:
+    before = (package_logger(), dict(os.environ), sys.excepthook)
     ump.enable_multi_gpu(num_gpus=1)
-    assert stub() != before[0]
+    opened = plugin._session
+    assert opened is not None
     ump.disable_multi_gpu()
-    assert (stub(), package_logger(), dict(os.environ), sys.excepthook) == before
+    # test_patching.py has what that means.
+    assert {row.state for row in opened.registry.rows()} == {"undone"}
+    assert (package_logger(), dict(os.environ), sys.excepthook) == before
 
 
 @pytest.mark.parametrize(
