@@ -41,17 +41,13 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 FACTS = {"max_steps": 10, "seed": 42}
 
 
-def manifest(step: int = 1, **other: Any) -> Manifest:
-    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS}
-    return Manifest(step=step, cursor={"epoch": 0, "steps": step}, **{**given, **other})
-
-
 def make(output_dir: Path, step: int, **other: Any) -> Path:
     folder = output_dir / f"checkpoint-{step}"
     (folder / "adapter").mkdir(parents=True)
     (folder / "optimizer.pt").write_bytes(b"moments" * 9)
     (folder / "adapter" / "weights.bin").write_bytes(b"weights" * 9)
-    seal(folder, manifest(step, **other))
+    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS, **other}
+    seal(folder, Manifest(step=step, cursor={"epoch": 0, "steps": step}, **given))
     return folder
 
 

@@ -176,21 +176,12 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
     assert args._n_gpu == 1
 
 
-def training_arguments(config: MultiGPUConfig, *, searches: bool = False) -> SimpleNamespace:
-    """TrainingArguments as the patch leaves them in a rank of two."""
-    manager: Any = SimpleNamespace(meet_ranks=lambda: None)
-    patches = TrainerHooks(config, 2, "cuda", print, lambda: manager).patches()
-    (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
-    args = SimpleNamespace(
-        per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False, auto_find_batch_size=searches
-    )
-    patch.wrap(lambda self: None, args)
-    return args
-
-
 def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded() -> None:
+    patches = TrainerHooks(MultiGPUConfig(), 2, "cuda", print, print).patches()
+    (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
+    args = SimpleNamespace(ddp_timeout=1800, use_cpu=False, auto_find_batch_size=True)
     with pytest.raises(SetupError, match="auto_find_batch_size=True lets one rank shrink its batch"):
-        training_arguments(MultiGPUConfig(), searches=True)
+        patch.wrap(lambda self: None, args)
 
 
 @contextmanager

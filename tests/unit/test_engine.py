@@ -28,11 +28,6 @@ def begin(script: str, num_ranks: int, folder: Path) -> Ranks:
     return start_ranks([sys.executable, "-c", script], num_ranks, PLACE, {**os.environ, "HERE": str(folder)}, folder)
 
 
-def end(ranks: Ranks) -> dict[int, int]:
-    wait_until(lambda: not ranks.living(), 60, "end of the ranks")
-    return ranks.exit_codes
-
-
 def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path: Path, capfd: Any) -> None:
     script = (
         "import os\n"
@@ -40,7 +35,8 @@ def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path: Pa
         f"print(*[os.environ[n] for n in {NAMES}], os.getsid(0) == os.getpid(), reads_nothing)\n"
     )
     with begin(script, 2, tmp_path) as ranks:
-        assert end(ranks) == {4: 0, 5: 0}
+        wait_until(lambda: not ranks.living(), 60, "end of the ranks")
+        assert ranks.exit_codes == {4: 0, 5: 0}
     assert capfd.readouterr().out.startswith("4 0 8 2 1 10.0.0.1 29500 True ")
     assert (tmp_path / "rank_5.log").read_text() == "5 1 8 2 1 10.0.0.1 29500 True True\n"
     assert (tmp_path / "rank_5.log").stat().st_mode & 0o777 == 0o600

@@ -60,7 +60,9 @@ class Rank0:
     """A shell that is steered, and what is to be seen of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.shell = make_shell()
+        settings = Config()
+        settings.HistoryManager.enabled = False
+        self.shell: Any = InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
         self.kernel = WrittenKernel()
         self.shown: list[BaseException] = []
         variables = RankVariables({"RANK": "0"})
@@ -70,12 +72,6 @@ class Rank0:
 
     def run(self, source: str) -> Any:
         return self.shell.run_cell(source, store_history=True)
-
-
-def make_shell() -> Any:
-    settings = Config()
-    settings.HistoryManager.enabled = False
-    return InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
 
 
 @pytest.fixture

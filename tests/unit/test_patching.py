@@ -274,17 +274,6 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(
     patches.verify()
 
 
-def wrap_over(holder: Any, name: str) -> None:
-    """What Unsloth does."""
-    found = getattr(holder, name)
-
-    @functools.wraps(found)
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        return ("theirs", found(*args, **kwargs))
-
-    setattr(holder, name, theirs)
-
-
 def test_verify_accepts_a_closure_over_ours_without_a_word(write: Write) -> None:
     module = importlib.import_module(write())
     patches = registry(f"{module.__name__}:Thing.method")
@@ -320,8 +309,13 @@ def test_apply_again_over_a_foreign_wrapper_calls_ours_once(write: Write) -> Non
     module = importlib.import_module(write())
     first = registry(f"{module.__name__}:Thing.method")
     first.apply()
-    wrap_over(module.Thing, "method")
-    theirs = module.Thing.method
+    found = module.Thing.method
+
+    @functools.wraps(found)  # As Unsloth does.
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ("theirs", found(*args, **kwargs))
+
+    module.Thing.method = theirs
     first.undo()
     second = registry(f"{module.__name__}:Thing.method")
     second.apply()

@@ -60,7 +60,9 @@ def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
 
 
 def test_rank_gets_ddp_once(lone_group, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", SimpleNamespace(is_closed=False, manager=manager, program=Program()))
+    manager = SimpleNamespace(identity=place(0, 2), config=MultiGPUConfig(device="cpu"), open_group=lambda: None)
+    session = SimpleNamespace(is_closed=False, manager=lambda: manager, program=Program())
+    monkeypatch.setattr(plugin, "_session", session)
     wrapped = ump.wrap_model_multi_gpu(net(), find_unused_parameters=True)
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.find_unused_parameters
@@ -68,10 +70,6 @@ def test_rank_gets_ddp_once(lone_group, monkeypatch):
     assert not ump.wrap_model_multi_gpu(net()).find_unused_parameters
     with pytest.raises(SetupError, match="nothing to train together"):
         ump.wrap_model_multi_gpu(net().requires_grad_(False))
-
-
-def manager():
-    return SimpleNamespace(identity=place(0, 2), config=MultiGPUConfig(device="cpu"), open_group=lambda: None)
 
 
 @pytest.mark.parametrize("has_launcher", [True, False])

@@ -291,15 +291,9 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     assert (trainer.args.logging_nan_inf_filter, trainer.args.logging_steps) == (True, 4)
 
 
-def plain(trainer):
-    """Without the callbacks that must not be called, or that save."""
-    handler = trainer.callback_handler
-    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
-    return trainer
-
-
 def test_resumed_training_keeps_its_checkpoints_and_what_it_trained(trainer, tmp_path):
-    args = plain(trainer).args
+    handler, args = trainer.callback_handler, trainer.args
+    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
     args.max_steps = 3
     trainer.train()
     args.max_steps, args.save_total_limit, args.load_best_model_at_end = 9, 1, True

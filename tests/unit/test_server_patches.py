@@ -98,14 +98,10 @@ def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path: Path) -> Non
         ask_for_server(events_of(tmp_path), is_first=True, **asked)
 
 
-def session_of(tmp_path: Path, **context: Any) -> Session:
-    identity = RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
-    told = RunContext(run_dir=str(tmp_path), server_port=20000, **context)
-    return Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
-
-
 def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path: Path) -> None:
-    session = session_of(tmp_path)
+    identity = RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
+    told = RunContext(run_dir=str(tmp_path), server_port=20000)
+    session = Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
     with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
         session.run_training(type("Other", (), {})(), lambda: None, {})  # type: ignore[arg-type]
     say_ready(tmp_path, 0)

@@ -34,13 +34,6 @@ ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2
 WAITS = Waits(lambda: torch.device("cpu"))
 
 
-def with_fsdp(version: int) -> Any:
-    trainer: Any = FakeTrainer()
-    trainer.is_fsdp_enabled = True
-    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-    return trainer
-
-
 class Fails(torch.nn.Module):
     """Raises in the forward or in the backward pass, while it is told to."""
 
@@ -107,7 +100,10 @@ def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(i
 
 def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
     manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(with_fsdp(1), manager, None, HeartbeatPage(None, 0))
+    trainer: Any = FakeTrainer()
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
     assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text

@@ -36,12 +36,6 @@ class Event:
         return (other.time_s - self.time_s) * 1000
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.clock, Event.num_made = 0.0, 0
-    monkeypatch.setattr(torch, "Event", Event)
-
-
 def test_waiting_within_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(waits.time, "perf_counter", lambda: clock[0])
@@ -55,7 +49,9 @@ def test_waiting_within_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.seconds == 4.0
 
 
-def test_device_is_not_waited_for(card: None) -> None:
+def test_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Event.clock, Event.num_made = 0.0, 0
+    monkeypatch.setattr(torch, "Event", Event)
     found = Waits(lambda: CARD)
     with found.counted():
         pass
