@@ -1,7 +1,5 @@
 """The command line and the doctor's judgement, without starting ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -57,7 +55,7 @@ def started(monkeypatch, tmp_path):
         yield calls
 
 
-def run(*arguments: str) -> None:
+def run(*arguments):
     with pytest.raises(Replaced):
         main.main(["run", *arguments])
 
@@ -270,7 +268,7 @@ def test_small_commands_load_no_torch():
     subprocess.run([sys.executable, "-c", SMALL], check=True, capture_output=True, timeout=60)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy(target, source):
     target.copy_(source)
 
 
@@ -395,7 +393,7 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
     assert capfd.readouterr() == ("", "")
 
 
-def test_closed_pipe_is_no_error() -> None:
+def test_closed_pipe_is_no_error():
     code = (
         "import sys; from unsloth_multigpu.cli import main; from unsloth_multigpu.tools.top import top_command; "
         "top_command.run = lambda *_: print('rank ' * 99999); sys.exit(main.main(['top']))"

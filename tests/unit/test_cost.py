@@ -1,7 +1,5 @@
 """The cost of a micro-batch: what it is made of, and that it is found in measurements."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -20,14 +18,12 @@ from unsloth_multigpu.step.cost import CostModel, attention_factor, fit_cost, re
         ({"floor_tokens": 500}, [600], 610, 600),
     ],
 )
-def test_micro_batch_costs_what_its_rows_take(
-    options: dict[str, float], lengths: list[int], cost: float, num_tokens: int
-) -> None:
+def test_micro_batch_costs_what_its_rows_take(options, lengths, cost, num_tokens):
     model = CostModel(overhead_tokens=10, **options)
     assert (model.of(lengths), model.tokens(lengths)) == (cost, num_tokens)
 
 
-def test_attention_follows_the_shape_of_the_model() -> None:
+def test_attention_follows_the_shape_of_the_model():
     # 7B: hidden 4096, 32 layers, 6.6e9 weights in matrices; attention equals the matrices near 12,600 tokens in full.
     full = attention_factor(4096, 32, 6_600_000_000, is_frozen=False)
     frozen = attention_factor(4096, 32, 6_600_000_000, is_frozen=True)
@@ -38,7 +34,7 @@ def test_attention_follows_the_shape_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("overhead", "floor"), [(0.0, 0.0), (32.0, 0.0), (128.0, 1024.0), (16.0, 512.0)])
-def test_overhead_and_floor_are_found(overhead: float, floor: float) -> None:
+def test_overhead_and_floor_are_found(overhead, floor):
     rng = random.Random(1)
     works = [rng.uniform(20, 6000) for _ in range(64)]
     seconds = [(overhead + max(floor, w)) * 2e-5 * rng.uniform(0.98, 1.02) for w in works]
@@ -50,13 +46,13 @@ def test_overhead_and_floor_are_found(overhead: float, floor: float) -> None:
     assert found.of_work(5000) / found.of_work(3000) == pytest.approx((overhead + 5000) / (overhead + 3000), rel=0.05)
 
 
-def test_one_slow_micro_batch_changes_nothing() -> None:
+def test_one_slow_micro_batch_changes_nothing():
     samples = [(float(w), (32 + w) * 1e-5) for w in range(50, 3000, 100)]
     assert fit_cost(CostModel(), [*samples, (60.0, 5.0)]) == fit_cost(CostModel(), samples)
     assert without_outliers(CostModel(), [*samples, (60.0, 5.0)]) == samples
 
 
-def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
+def test_small_micro_batches_that_show_the_floor_are_kept():
     samples = [(float(w), (500 + max(2000, w)) * 1e-5) for w in range(50, 6000, 100)]
     assert without_outliers(CostModel(), samples) == samples
     found = fit_cost(CostModel(), samples)
@@ -75,5 +71,5 @@ def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
         ([100.0, 0.1], (1.0, 0.05)),
     ],
 )
-def test_speeds_are_rounded_and_equal_where_nearly_so(rates: list[float], speeds: tuple[float, ...]) -> None:
+def test_speeds_are_rounded_and_equal_where_nearly_so(rates, speeds):
     assert relative_speeds(rates) == pytest.approx(speeds)

@@ -1,7 +1,5 @@
 """Devices, packing and slots of a federated server: without a process, or with a fake one."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,10 +1,6 @@
 """What the server takes and refuses, its report, and its training over clients in this process."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +10,6 @@ from torch import nn
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
 import unsloth_multigpu as ump
@@ -29,30 +24,28 @@ from unsloth_multigpu.wire.identity import RankIdentity
 pytestmark = pytest.mark.usefixtures("may_make_messages")
 
 
-def build() -> nn.Module:
+def build():
     return nn.Linear(2, 1)
 
 
-def train(model: nn.Module, client: Any) -> tuple[int, dict[str, float]]:
+def train(model, client):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += client.client_id + client.config.get("step", 1.0)
     return 1, {"loss": 1.0}
 
 
-def make_server(**options: Any) -> ump.FederatedServer:
-    given: dict[str, Any] = {"server_id": "s", "model_builder": build, "train_fn": train, **options}
+def make_server(**options):
+    given = {"server_id": "s", "model_builder": build, "train_fn": train, **options}
     return ump.create_multigpu_flower_server(**given)
 
 
-def make_plan(
-    model_builder: Callable[[], nn.Module] = build, train_fn: Callable[..., Any] = train, **options: Any
-) -> training.FederatedServer:
+def make_plan(model_builder=build, train_fn=train, **options):
     strategy = {name: options.pop(name) for name in ("strategy", "strategy_kwargs") if name in options}
     return training.FederatedServer(ServerOptions("s", model_builder, train_fn, **options), **strategy)
 
 
-def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
+def run(plan, num_clients=2, **options):
     given = {name: options.pop(name) for name in ("grid", "server_evaluate") if name in options}
     grid = given.pop("grid", None) or AppGrid(plan.client_app, num_clients)
     trained = Training(plan, grid, num_clients, FitOptions(**options), **given)
@@ -80,7 +73,7 @@ def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) ->
         ({"evaluate_fn": 1}, "evaluate_fn=1"),
     ],
 )
-def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], fact: str) -> None:
+def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
     with pytest.raises(ConfigError, match=fact):
         make_server(**options)
 
@@ -102,9 +95,7 @@ def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], 
         ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
     ],
 )
-def test_fit_refuses_before_it_starts_a_process(
-    options: dict[str, Any], fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_refuses_before_it_starts_a_process(options, fact, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = psutil.Process().children()
     server_options = {"strategy": options.pop("strategy")} if "strategy" in options else {}
@@ -113,7 +104,7 @@ def test_fit_refuses_before_it_starts_a_process(
     assert psutil.Process().children() == before
 
 
-def test_server_starts_nothing_before_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_starts_nothing_before_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = psutil.Process().children()
     with make_server(num_gpus=64) as server:
@@ -124,7 +115,7 @@ def test_server_starts_nothing_before_fit(tmp_path: Path, monkeypatch: pytest.Mo
                 use()
 
 
-def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", {}.get)
     with pytest.raises(SetupError, match=r"needs flwr, which is not installed") as missing:
         make_server()
@@ -134,7 +125,7 @@ def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch: 
         make_server()
 
 
-def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_a_training_and_a_session_are_refused(monkeypatch):
     monkeypatch.setattr(plugin, "is_multi_gpu_enabled", lambda: True)
     with pytest.raises(SetupError, match=r"enable_multi_gpu\(\) is in effect"):
         make_server()
@@ -147,7 +138,7 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
 class AppGrid(AnsweringGrid):
     """Runs a ClientApp in this process, as Flower's nodes would."""
 
-    def __init__(self, app: ClientApp, num_clients: int = 2, **others: ClientApp) -> None:
+    def __init__(self, app, num_clients=2, **others):
         super().__init__()
         self.contexts = {
             client_id + 1: Context(
@@ -156,17 +147,17 @@ class AppGrid(AnsweringGrid):
             for client_id in range(num_clients)
         }
         self.app, self.others = app, others
-        self.asked: list[int] = []
+        self.asked = []
 
-    def get_node_ids(self) -> list[int]:
+    def get_node_ids(self):
         return list(self.contexts)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
         self.asked.append(len(messages))
         return super().send_and_receive(messages, timeout=timeout)
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message):
         node_id = message.metadata.dst_node_id
         try:
             return self.others.get(f"client_{node_id - 1}", self.app)(message, self.contexts[node_id])
@@ -174,7 +165,7 @@ class AppGrid(AnsweringGrid):
             return Message(Error(2, str(error)), reply_to=message)
 
 
-def test_client_app_trains_under_a_server_app_of_the_users() -> None:
+def test_client_app_trains_under_a_server_app_of_the_users():
     """As in docs/federated.md: Flower's own strategy asks it for the first weights, and for rounds."""
     app = make_server(seed=3).client_app
     grid = AppGrid(app)
@@ -189,26 +180,26 @@ def test_client_app_trains_under_a_server_app_of_the_users() -> None:
         torch.testing.assert_close(value, expected[name] + 5.0)
 
 
-def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
+def test_what_the_model_does_not_allow_is_refused_before_the_first_round():
     with pytest.raises(ConfigError, match="lora_aggregation='project' cannot work here: no pair of lora_A and lora_B"):
         run(make_plan(lora_aggregation="project"))
 
-    def broken() -> nn.Module:
+    def broken():
         raise ValueError("no such weights")
 
     with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
         run(make_plan(broken))
 
 
-def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: pytest.LogCaptureFixture) -> None:
-    seen: dict[int, list[float]] = {}
+def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog):
+    seen = {}
 
-    def build_frozen() -> nn.Module:
+    def build_frozen():
         model = nn.Linear(2, 1)
         nn.init.ones_(model.weight.requires_grad_(False))
         return model
 
-    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
+    def measure(model, server_round):
         assert not model.training
         seen[server_round] = [float(value.detach().sum()) for value in model.parameters()]
         model.get_parameter("weight").data += 1
@@ -224,11 +215,11 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: py
         run(plan, server_evaluate=lambda model, number: "good")
 
 
-def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
+def test_folder_is_written_by_one_training_at_a_time(tmp_path):
     plan, options = make_plan(), {"num_rounds": 2, "output_dir": str(tmp_path), "resume": "auto"}
-    refused: list[str] = []
+    refused = []
 
-    def evaluate(model: nn.Module, server_round: int) -> dict[str, Any]:
+    def evaluate(model, server_round):
         with pytest.raises(ConfigError, match="another running training writes its rounds there") as error:
             run(plan, **options)
         refused.append(error.value.hint)
@@ -244,11 +235,11 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
         run(plan, **options | {"output_dir": str(tmp_path / "file" / "below")})
 
 
-def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_saved_round_of_another_model_is_refused(tmp_path):
     options = {"num_rounds": 1, "output_dir": str(tmp_path)}
     run(make_plan(), **options)
 
-    def with_frozen() -> nn.Module:
+    def with_frozen():
         model = build()
         model.register_parameter("vocabulary", nn.Parameter(torch.ones(7), requires_grad=False))
         return model
@@ -264,14 +255,14 @@ def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
 class Embedding(nn.Module):
     """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
 
-    def __init__(self, num_words: int = 10) -> None:
+    def __init__(self, num_words=10):
         super().__init__()
         self.table = nn.Embedding(num_words, 3).requires_grad_(False)
         self.head = nn.Linear(3, 2)
         self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
 
 
-def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
+def see(model, client):
     """Moves towards a point of its own; words 0 to 3 are seen by all, the others by client 3, which has least data."""
     with torch.no_grad():
         model.head.weight += client.client_id + 1 - model.head.weight
@@ -280,7 +271,7 @@ def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
-def test_truth_values_are_aggregated(strategy: str) -> None:
+def test_truth_values_are_aggregated(strategy):
     _, trained = run(make_plan(lambda: Embedding(), see, strategy=strategy), 4, num_rounds=2)
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool

@@ -3,8 +3,6 @@
 `UPDATE_HELP=1 pytest tests/unit/test_help.py` writes the file.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -17,9 +15,7 @@ COMMANDS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 SHOWN = ("--help", "run --help", "run --help-all", *(f"{name} --help" for name in COMMANDS), "verify --help-all")
 
 
-def test_help_of_every_command_is_the_frozen_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_of_every_command_is_the_frozen_one(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
     text = ""

@@ -1,7 +1,5 @@
 """Which rank says what, and that the package leaves an application's logging alone."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -17,9 +15,7 @@ from unsloth_multigpu.logs import get_logger
         *((level, ["[rank 3] loss=1.5 share=50%"]) for level in (logging.WARNING, logging.ERROR, logging.CRITICAL)),
     ],
 )
-def test_rank_0_says_everything_and_others_warn_with_their_number(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: int, of_another: list[str]
-) -> None:
+def test_rank_0_says_everything_and_others_warn_with_their_number(monkeypatch, caplog, level, of_another):
     for rank, shown in (("0", ["loss=1.5 share=50%"]), ("3", of_another)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)

@@ -1,7 +1,5 @@
 """Cells as text: where the line stands, what only rank 0 runs, what a worker cannot do again."""
 
-from __future__ import annotations
-
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
@@ -13,7 +11,7 @@ from unsloth_multigpu.notebook.kernel_share import read_ranks
 CALL = "ump.enable_multi_gpu()"
 
 
-def transform(source: str) -> str:
+def transform(source):
     """What IPython makes of a cell; 7.34 and 9.18 make the same."""
     return TransformerManager().transform_cell(source)
 
@@ -40,11 +38,11 @@ def transform(source: str) -> str:
         ("x = 1\n", 7, "", "x = 1\n"),
     ],
 )
-def test_a_cell_is_cut_before_the_statement(source: str, line: int, before: str, rest: str) -> None:
+def test_a_cell_is_cut_before_the_statement(source, line, before, rest):
     assert split_at(source, line) == (before, rest)
 
 
-def test_a_cell_is_cut_behind_what_ipython_alone_understands() -> None:
+def test_a_cell_is_cut_behind_what_ipython_alone_understands():
     source = transform(f"!pip install x\n%cd /tmp\nlen?\n{CALL}\nfiles = !ls\n")
     before, rest = split_at(source, 4)
     assert before.count("get_ipython()") == 3
@@ -53,7 +51,7 @@ def test_a_cell_is_cut_behind_what_ipython_alone_understands() -> None:
 
 
 @pytest.mark.parametrize("magic", ["%%time", "%%capture out", "%%capture --no-stderr"])
-def test_a_cell_magic_stays_around_the_rest_of_its_cell(magic: str) -> None:
+def test_a_cell_magic_stays_around_the_rest_of_its_cell(magic):
     source = transform(f"{magic}\n!pip install x\nimport unsloth\n{CALL}\nx = 1\n")
     before, rest = split_at(source, 3, transform)
     assert "pip install x" in before
@@ -63,7 +61,7 @@ def test_a_cell_magic_stays_around_the_rest_of_its_cell(magic: str) -> None:
 
 
 @pytest.mark.parametrize("loop", ["for i in range(3):", "while True:", "if a:\n  for i in b:"])
-def test_a_line_in_a_loop_is_refused(loop: str) -> None:
+def test_a_line_in_a_loop_is_refused(loop):
     source = f"{loop}\n    {CALL}\n"
     with pytest.raises(SetupError, match="loop"):
         split_at(source, source.count("\n"))
@@ -88,16 +86,16 @@ def test_a_line_in_a_loop_is_refused(loop: str) -> None:
         ("cell", "mine", "", "__main__", False),
     ],
 )
-def test_magics_that_rank_0_runs_alone(kind: str, name: str, line: str, module: str | None, is_alone: bool) -> None:
+def test_magics_that_rank_0_runs_alone(kind, name, line, module, is_alone):
     assert is_rank_0_magic(kind, name, line, module) is is_alone
 
 
 @pytest.mark.parametrize(("source", "is_one"), [("import a\n!ls\nx = !ls\n%pip install x", True), ("x = (", False)])
-def test_a_cell_that_python_cannot_read_is_known(source: str, is_one: bool) -> None:
+def test_a_cell_that_python_cannot_read_is_known(source, is_one):
     assert is_python(transform(source)) is is_one
 
 
-def test_ranks_are_read() -> None:
+def test_ranks_are_read():
     assert read_ranks(" 1 ", 2) == {1}
     assert read_ranks("0, 2", 3) == {0, 2}
     assert read_ranks("all", 3) == {0, 1, 2}
@@ -106,6 +104,6 @@ def test_ranks_are_read() -> None:
             read_ranks(wrong, 2)
 
 
-def test_a_broken_group_is_known_by_its_words() -> None:
+def test_a_broken_group_is_known_by_its_words():
     assert names_broken_group(RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:1"))
     assert not names_broken_group(ValueError("3"))

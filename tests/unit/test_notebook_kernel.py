@@ -1,7 +1,5 @@
 """Channel, worker process, the end of a cell, and what a kernel may not hold: without IPython and without a group."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import linecache
@@ -52,7 +50,7 @@ ANSWER = (
 def start_worker(tmp_path, monkeypatch):
     started = []
 
-    def start(cell: str = ANSWER) -> process.WorkerProcess:
+    def start(cell=ANSWER):
         source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
         monkeypatch.setattr(process, "_PROGRAM", source)
         started.append(
@@ -71,7 +69,7 @@ def watched(start_worker, tmp_path):
     """A kernel with a worker that answers, and its monitor."""
     monitors = []
 
-    def watch(*cells: str) -> Kernel:
+    def watch(*cells):
         kernel = Kernel([start_worker(cell) for cell in cells or (ANSWER,)], lambda: -1)
         monitors.append(Monitor(kernel, tmp_path, 0.0, lambda: None))
         kernel.wait_until_ready(30.0)
@@ -111,7 +109,7 @@ def test_wait_for_a_worker_has_a_limit(watched):
 def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     kernel, reached = watched("pass"), []
 
-    def run() -> None:
+    def run():
         with kernel.undisturbed():
             kernel.begin("x = 1", {})
             os.kill(os.getpid(), signal.SIGINT)
@@ -126,7 +124,7 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     kernel.finish(KeyboardInterrupt())
 
 
-def outcome(error: BaseException | None = None, *messages: str, own: int = 4, **fields) -> BaseException | None:
+def outcome(error=None, *messages, own=4, **fields):
     """What the user is told of a cell that rank 0 left by `error`, and the others by `messages`."""
     cell = Cell(1, **fields)
     cell.error = error
@@ -158,8 +156,8 @@ class OneDevice(SimpleNamespace):
     device_count = staticmethod(lambda: 1)
 
 
-def partial_state(module: str, **shared: object) -> SimpleNamespace:
-    def prepare() -> None: ...
+def partial_state(module, **shared):
+    def prepare(): ...
 
     prepare.__module__ = module
     return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared, _prepare_backend=prepare))

@@ -1,7 +1,5 @@
 """Models, weights and data of plain loops: what is chosen, what is named how, and which samples are whose."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

@@ -1,9 +1,6 @@
 """A question is asked once, on rank 0, and answered on the rank that asks it too."""
 
-from __future__ import annotations
-
 import builtins
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +13,10 @@ from unsloth_multigpu.wire.identity import RankIdentity
     ("raised", "seen"),
     [(KeyboardInterrupt(), KeyboardInterrupt), (EOFError("x"), EOFError), (OSError("x"), RuntimeError)],
 )
-def test_error_at_the_prompt_reaches_the_other_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, seen: type[BaseException]
-) -> None:
+def test_error_at_the_prompt_reaches_the_other_rank(tmp_path, monkeypatch, raised, seen):
     once = [raised]
 
-    def ask(_: str) -> str:
+    def ask(_):
         raise once.pop()
 
     monkeypatch.setattr(builtins, "input", ask)

@@ -1,7 +1,5 @@
 """The receipt: fingerprints of samples, reasons for differences, the recorder on a real Trainer, and the verdict."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -99,7 +97,7 @@ def judged_alike(steps, updates=UPDATES):
     return comparison.compare(run_of(steps, updates), run_of(steps, updates))
 
 
-def page_of(one, many) -> str:
+def page_of(one, many):
     stream = io.StringIO()
     table.show(Screen(stream), command._receipt(["train.py"], one, many))
     return stream.getvalue().removesuffix("\n")

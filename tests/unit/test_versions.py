@@ -1,7 +1,5 @@
 """The supported ranges, and the comparison with what is installed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -33,15 +31,13 @@ ROOT = Path(__file__).parents[2]
         ("built by hand", False, False),
     ],
 )
-def test_check_version_counts_local_and_prerelease_versions(
-    monkeypatch: pytest.MonkeyPatch, installed: str, ok: bool, is_newer: bool
-) -> None:
+def test_check_version_counts_local_and_prerelease_versions(monkeypatch, installed, ok, is_newer):
     monkeypatch.setattr(versions, "installed_version", {"torch": installed}.get)
     row = versions.check_version("torch>=2.6,<2.15")
     assert (row.name, row.installed, row.ok, row.is_newer) == ("torch", installed, ok, is_newer)
 
 
-def test_version_rows_let_only_optional_libraries_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_rows_let_only_optional_libraries_be_absent(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", {}.get)
     rows = versions.version_rows()
     tables = (versions.SUPPORTED, versions.SUPPORTED_IN_NOTEBOOKS, versions.SUPPORTED_FOR_FEDERATED)
@@ -49,7 +45,7 @@ def test_version_rows_let_only_optional_libraries_be_absent(monkeypatch: pytest.
     assert {row.name for row in rows if row.ok} == versions.OPTIONAL
 
 
-def test_pyproject_names_the_lower_bounds_of_the_table() -> None:
+def test_pyproject_names_the_lower_bounds_of_the_table():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["unsloth"], *extras["notebook"], *extras["federated"]]
@@ -61,7 +57,7 @@ def test_pyproject_names_the_lower_bounds_of_the_table() -> None:
     assert {name: str(wanted.get(name)) for name in table} == {name: str(s) for name, s in table.items()}
 
 
-def test_versions_imports_none_of_the_libraries() -> None:
+def test_versions_imports_none_of_the_libraries():
     code = "import sys, unsloth_multigpu.versions as v; v.version_rows(); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert not {*versions.SUPPORTED, "IPython", "ipykernel", "flwr"} & set(out.stdout.split())
