@@ -1,7 +1,5 @@
 """The cost of a micro-batch: what it is made of, and that it is found in measurements."""
 
-import random
-
 import pytest
 
 from unsloth_multigpu.step.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
@@ -31,19 +29,6 @@ def test_attention_follows_the_shape_of_the_model():
     assert frozen == pytest.approx(1.5 * full)
     assert attention_factor(4096, 32, 6_600_000_000, is_frozen=True, is_causal=True) == pytest.approx(0.75 * full)
     assert attention_factor(4096, 32, 0, is_frozen=True) == 0
-
-
-@pytest.mark.parametrize(("overhead", "floor"), [(0.0, 0.0), (32.0, 0.0), (128.0, 1024.0), (16.0, 512.0)])
-def test_overhead_and_floor_are_found(overhead, floor):
-    rng = random.Random(1)
-    works = [rng.uniform(20, 6000) for _ in range(64)]
-    seconds = [(overhead + max(floor, w)) * 2e-5 * rng.uniform(0.98, 1.02) for w in works]
-    found = fit_cost(CostModel(overhead_tokens=7, floor_tokens=7), list(zip(works, seconds, strict=True)))
-    # Powers of two: within one of them. Half of the overhead of a model with a floor may be taken for floor.
-    assert found.overhead_tokens <= 2 * overhead + 4
-    expected = overhead + max(floor, 100)
-    assert found.of_work(100) == pytest.approx(expected, rel=0.5, abs=8)
-    assert found.of_work(5000) / found.of_work(3000) == pytest.approx((overhead + 5000) / (overhead + 3000), rel=0.05)
 
 
 def test_one_slow_micro_batch_changes_nothing():
