@@ -44,11 +44,9 @@ class Device:
         cost = dataclasses.replace(self.balancer._cost(), attention=0.0, is_padded=true.is_padded)
         self.balancer.balance = Balance(cost, (1.0,) * RANKS)
         self._of_others = []
-        self.num_exchanges = 0
 
     def _gather(self, mine):
         laps, self._of_others = self._of_others[-128:], []
-        self.num_exchanges += 1
         return [mine, [len(laps) // 2, *laps, *[0.0] * (128 - len(laps))]]
 
     def time(self, share, samples):

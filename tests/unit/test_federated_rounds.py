@@ -107,7 +107,6 @@ def make_training(
     buffers=("running_var", "num_batches_tracked"),
     output_dir=None,
     min_success=0.0,
-    timeout_s=5.0,
     config=None,
     **plan,
 ):
@@ -118,7 +117,7 @@ def make_training(
         new_strategy=lambda: strategy, description=describe(strategy), options=SimpleNamespace(**read)
     )
     folder, resume = (None, None) if output_dir is None else (str(output_dir), "auto")
-    options = FitOptions(num_rounds, config, folder, resume, min_success, timeout_s)
+    options = FitOptions(num_rounds, config, folder, resume, min_success, 5.0)
     start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
     grid = grid or LocalGrid()
     return Training(given, grid, grid.num_clients, options, start=start)

@@ -40,17 +40,13 @@ while True:
         if message["kind"] == "cell":
             {cell}
 """
-ANSWER = (
-    'channel.send("ended", cell_number=message["cell_number"], error="", is_asked=False, is_left_alone=False, '
-    "collective=-1)"
-)
 
 
 @pytest.fixture
 def start_worker(tmp_path, monkeypatch):
     started = []
 
-    def start(cell=ANSWER):
+    def start(cell="pass"):
         source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
         monkeypatch.setattr(process, "_PROGRAM", source)
         started.append(
@@ -65,19 +61,13 @@ def start_worker(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def watched(start_worker, tmp_path):
-    """A kernel with a worker that answers, and its monitor."""
-    monitors = []
-
-    def watch(*cells):
-        kernel = Kernel([start_worker(cell) for cell in cells or (ANSWER,)], lambda: -1)
-        monitors.append(Monitor(kernel, tmp_path, 0.0, lambda: None))
-        kernel.wait_until_ready(30.0)
-        return kernel
-
-    yield watch
-    for monitor in monitors:
-        monitor.close()
+def kernel(start_worker, tmp_path):
+    """A kernel with a worker that does nothing in a cell, and its monitor."""
+    kernel = Kernel([start_worker()], lambda: -1)
+    monitor = Monitor(kernel, tmp_path, 0.0, lambda: None)
+    kernel.wait_until_ready(30.0)
+    yield kernel
+    monitor.close()
 
 
 def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
@@ -100,14 +90,13 @@ def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):
     assert worker.describe_end().endswith("was killed, because it has read nothing for 1 seconds")
 
 
-def test_wait_for_a_worker_has_a_limit(watched):
-    kernel = watched("pass")
+def test_wait_for_a_worker_has_a_limit(kernel):
     with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
         kernel.replay("x = 1", 0.1)
 
 
-def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
-    kernel, reached = watched("pass"), []
+def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
+    reached = []
 
     def run():
         with kernel.undisturbed():
@@ -124,13 +113,12 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     kernel.finish(KeyboardInterrupt())
 
 
-def outcome(error=None, *messages, own=4, **fields):
-    """What the user is told of a cell that rank 0 left by `error`, and the others by `messages`."""
+def outcome(error, message, **fields):
+    """What the user is told of a cell that rank 0 left by `error`, and rank 1 by `message`."""
     cell = Cell(1, **fields)
     cell.error = error
-    ended = [{"error": m, "is_left_alone": m == "alone", "collective": 4} for m in messages]
-    kernel = Kernel([SimpleNamespace(exit_code=None, ended={1: m}) for m in ended], lambda: own)
-    return kernel._outcome(cell)
+    ended = {"error": message, "is_left_alone": False, "collective": 4}
+    return Kernel([SimpleNamespace(exit_code=None, ended={1: ended})], lambda: 4)._outcome(cell)
 
 
 def test_outcome_names_the_cause_and_not_its_echo():

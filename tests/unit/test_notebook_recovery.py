@@ -15,16 +15,6 @@ from unsloth_multigpu.seam import Steered
 from unsloth_multigpu.train.loop import Loop
 
 
-class Stepping(FakeTrainer):
-    """It steps on random gradients."""
-
-    def __init__(self, model=None):
-        super().__init__(model or nn.Linear(3, 1), gradient_accumulation_steps=4)
-
-    def train(self, *_, **__):
-        return "alone"
-
-
 def note_ended(trainings, number, trainer):
     """A training that ended well."""
     loop = Loop(trainer, [])
@@ -61,7 +51,7 @@ class CutOff(Loop):
 
 
 def test_trainer_that_was_cut_off_is_as_before():
-    trainer, trainings = Stepping(), Trainings()
+    trainer, trainings = FakeTrainer(gradient_accumulation_steps=4), Trainings()
     trainer.training_step = own = functools.partial(str, "the script's")
     trainer.callback_handler.callbacks = ["the script's"]
     loop = CutOff(trainer, [Ours(trainer, None)])
@@ -83,7 +73,7 @@ def test_trainer_that_was_cut_off_is_as_before():
 
 
 def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it():
-    trainer, trainings = Stepping(), Trainings()
+    trainer, trainings = FakeTrainer(gradient_accumulation_steps=4), Trainings()
     note_ended(trainings, 0, trainer)
     trainer.training_step = lambda: "put there later"
     trainer.args.gradient_accumulation_steps = 2
@@ -93,7 +83,7 @@ def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it():
 
 
 def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_group):
-    trainer, trainings = Stepping(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
+    trainer, trainings = FakeTrainer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
     note_ended(trainings, 0, trainer)
     old = nn.parallel.DistributedDataParallel(trainer.model)
     trainer.model_wrapped, trainer.accelerator._models = old, [old]

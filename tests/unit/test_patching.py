@@ -70,10 +70,10 @@ def write(tmp_path, monkeypatch, installed):
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
-    def write(source=SOURCE, init=""):
+    def write(source=SOURCE):
         package = tmp_path / f"stub_library_{next(_numbers)}"
         package.mkdir()
-        (package / "__init__.py").write_text(init)
+        (package / "__init__.py").touch()
         (package / "core.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
         return f"{package.name}.core"

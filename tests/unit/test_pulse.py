@@ -75,20 +75,12 @@ def test_no_group_and_strange_records_are_no_error(monkeypatch):
     assert pulse.pending_operation() == ""
 
 
-def entry(name, group="0", retired=False, state="scheduled"):
-    return {
-        "profiling_name": name,
-        "input_sizes": [[8, 4], [2]],
-        "process_group": [group, ""],
-        "retired": retired,
-        "state": state,
-    }
+def recorder(names):
+    facts = {"input_sizes": [[8, 4], [2]], "process_group": ["0", ""], "retired": False, "state": "scheduled"}
 
-
-def recorder(*entries):
     def dump(*, includeCollectives=True, onlyActive=False):
         assert includeCollectives
-        return json.dumps({"entries": [e for e in entries if not onlyActive or not e["retired"]]}).encode()
+        return json.dumps({"entries": [{"profiling_name": name, **facts} for name in names]}).encode()
 
     return dump
 
@@ -108,8 +100,8 @@ def test_recorder_is_that_of_the_groups_backend(monkeypatch, backend, in_nccls, 
     c10d = SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: backend)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
     dumps = {
-        "_dump_nccl_trace_json": recorder(*map(entry, in_nccls)),
-        "_dump_fr_trace_json": recorder(*map(entry, in_the_others)),
+        "_dump_nccl_trace_json": recorder(in_nccls),
+        "_dump_fr_trace_json": recorder(in_the_others),
     }
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
     assert pulse.pending_operation() == named

@@ -33,18 +33,17 @@ class Ranks:
         self.gates = [SaveGate(rank, functools.partial(self.managers.__getitem__, rank)) for rank in range(2)]
         self.calls = [[], []]
 
-    def saver(self, rank, name="save", *, everywhere=False, result=None):
-        """A saver as a patch leaves it: `(model, path)` notes the call and returns or raises `result`."""
+    def saver(self, rank, result=None):
+        """A saver as a patch leaves it: it notes the call and returns or raises `result`."""
 
-        def save(model, path=None, **kwargs):
-            self.calls[rank].append(name)
+        def save(model, path):
+            self.calls[rank].append("save")
             if isinstance(result, BaseException):
                 raise result
-            return result(model, path) if callable(result) else result
+            return result
 
-        save.__qualname__ = name
-        gate = self.gates[rank]
-        return functools.partial(gate.after_rank_0 if everywhere else gate.once, save)
+        save.__qualname__ = "save"
+        return functools.partial(self.gates[rank].once, save)
 
 
 @pytest.fixture
