@@ -176,7 +176,7 @@ def test_device_is_found_or_refused(visible, given, expected, monkeypatch):
     assert bench.on_device(replace(asked, warmup=3)).warmup == 3
 
 
-def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, tmp_path, capsys):
+def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, capsys):
     ran = []
 
     def run(arm, options, folder):

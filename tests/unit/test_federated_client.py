@@ -24,13 +24,11 @@ from unsloth_multigpu.federated.reply import changed_by
 NUM_CLIENTS = 4
 
 
-def ask(app, kind, arrays=None, client_id=0, residual=None, node_config=None, **config):
+def ask(app, kind, arrays=None, client_id=0, node_config=None, **config):
     """Sends a message to a client in this process and returns the reply's content."""
     content = RecordDict({"config": ConfigRecord(config)})
     if arrays is not None:
         content["arrays"] = arrays
-    if residual is not None:
-        content["residual"] = residual
     node_config = {"partition-id": client_id, "num-partitions": NUM_CLIENTS} if node_config is None else node_config
     metadata = Metadata(
         run_id=1,

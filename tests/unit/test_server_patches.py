@@ -109,10 +109,9 @@ def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path):
         session.ask_for_server({})
 
 
-def test_ranks_of_another_launcher_are_refused(monkeypatch):
-    with pytest.raises(
-        SetupError, match="is started by the process that starts the ranks, and torchrun has started them"
-    ):
+def test_ranks_of_another_launcher_are_refused():
+    told = "is started by the process that starts the ranks, and torchrun has started them"
+    with pytest.raises(SetupError, match=told):
         open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
 
 

@@ -24,22 +24,16 @@ WAITS = Waits(lambda: torch.device("cpu"))
 
 
 class Losing(FakeTrainer):
-    """Its loss is the input, and tells a metric as TRL's losses do."""
+    """It makes as many loaders as a test wants, in a run of two processes."""
 
     def __init__(self, num_loaders=1, **args):
         super().__init__(**{"gradient_accumulation_steps": 4, "average_tokens_across_devices": False, **args})
-        self.gathered, self._num_loaders = [], num_loaders
-        for name in ("gather", "gather_for_metrics", "reduce"):
-            setattr(self.accelerator, name, self.gathered.append)
+        self._num_loaders = num_loaders
         self.accelerator.num_processes = 2
 
     def get_train_dataloader(self):
         for number in range(self._num_loaders):
             self.accelerator.prepare_data_loader(number)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.accelerator.gather(inputs["loss"])
-        return inputs["loss"]
 
 
 def manager_of(identity, **options):

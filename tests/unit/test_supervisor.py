@@ -31,9 +31,6 @@ class Stopped:
     def is_asked(self):
         return self.signal_number != 0
 
-    def turn(self, events):
-        return None
-
 
 class Watched:
     """In the place of `Watch`, of ranks that have ended."""
