@@ -89,9 +89,8 @@ def test_line_has_the_options_of_everyday_use_in_their_order():
 
 def test_docstring_of_the_line_has_its_keywords():
     documented = re.findall(r"^    (\w+): ", str(inspect.getdoc(ump.enable_multi_gpu)), flags=re.MULTILINE)
-    assert documented[: len(inspect.signature(ump.enable_multi_gpu).parameters)] == list(
-        inspect.signature(ump.enable_multi_gpu).parameters
-    )
+    keywords = list(inspect.signature(ump.enable_multi_gpu).parameters)
+    assert documented[: len(keywords)] == keywords
 
 
 SCOPED = [(scope, name) for name, row in TABLE.items() for scope in Scope if scope in row.scopes]
@@ -224,9 +223,8 @@ def test_strategies_say_what_ranks_do():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategy_is_named_wherever_users_look(name):
-    root = Path(__file__).parents[2]
     assert STRATEGIES[name].__name__ in ump.__all__
     assert name in (ump.enable_multi_gpu.__doc__ or "")
     assert name in TABLE["strategy"].help
-    page = (root / "docs" / "strategies.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
     assert f'`strategy="{name}"`' in page or f"`strategy=ump.{STRATEGIES[name].__name__}(" in page

@@ -99,9 +99,6 @@ def test_recorder_is_that_of_the_groups_backend(monkeypatch, backend, in_nccls, 
     """A build for CUDA has two; NCCL writes into the one that has its name, all others into the other."""
     c10d = SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: backend)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
-    dumps = {
-        "_dump_nccl_trace_json": recorder(in_nccls),
-        "_dump_fr_trace_json": recorder(in_the_others),
-    }
+    dumps = {"_dump_nccl_trace_json": recorder(in_nccls), "_dump_fr_trace_json": recorder(in_the_others)}
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
     assert pulse.pending_operation() == named
