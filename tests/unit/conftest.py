@@ -1,10 +1,6 @@
 """Fixtures of several unit tests, and how hypothesis runs them."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,7 +11,7 @@ settings.load_profile("unit")
 
 
 @pytest.fixture
-def lone_group() -> Iterator[Any]:
+def lone_group():
     """torch.distributed, with a process group of this process alone."""
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -24,7 +20,7 @@ def lone_group() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_umask() -> Iterator[None]:
+def open_umask():
     """A mask that takes nothing away shows what the code itself asks for."""
     before = os.umask(0)
     yield
@@ -32,7 +28,7 @@ def open_umask() -> Iterator[None]:
 
 
 @pytest.fixture
-def may_make_messages() -> Iterator[None]:
+def may_make_messages():
     """Flower's messages are those of a task."""
     from unsloth_multigpu.federated.grid import task_identity
 

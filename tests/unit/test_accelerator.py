@@ -1,9 +1,6 @@
 """Accelerators other than CUDA's, pretended: what this package asks of each kind, it asks of all."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +9,12 @@ from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of
 from unsloth_multigpu.group.precision import sum_dtype
 
 
-def test_backend_and_kind_lead_to_each_other() -> None:
+def test_backend_and_kind_lead_to_each_other():
     assert [kind_of(backend_of(kind)) for kind in KINDS] == list(KINDS)
     assert (backend_of("cpu"), kind_of(CPU_BACKEND), kind_of("undefined")) == (CPU_BACKEND, None, None)
 
 
-def test_one_device_is_named_as_the_variable_names_it() -> None:
+def test_one_device_is_named_as_the_variable_names_it():
     assert only("npu", 1, {}) == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
     assert only("xpu", 1, {"ZE_AFFINITY_MASK": "4, 5"}) == {"ZE_AFFINITY_MASK": "5"}
     with pytest.raises(IndexError, match="ZE_AFFINITY_MASK"):
@@ -28,9 +25,7 @@ def test_one_device_is_named_as_the_variable_names_it() -> None:
     ("properties", "dtype"),
     [({"has_fp64": False}, torch.float32), ({"has_fp64": True}, torch.float64), ({}, torch.float64)],
 )
-def test_sums_are_as_wide_as_the_device(
-    monkeypatch: pytest.MonkeyPatch, properties: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_sums_are_as_wide_as_the_device(monkeypatch, properties, dtype):
     module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**properties))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert sum_dtype(torch.device("xpu", 0)) == dtype

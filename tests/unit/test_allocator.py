@@ -1,13 +1,10 @@
 """The allocator's settings that Unsloth makes, where and as it makes them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,56 +14,41 @@ from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.options import MultiGPUConfig
 
 NEW = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-OLD = {
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[32:256,64:128,256:64,>:32]",
-}
+OLD = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[32:256,64:128,256:64,>:32]"}
 
 
 @pytest.fixture
-def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def versions(monkeypatch):
     installed = {"torch": "2.13.0+cu130", "unsloth_zoo": "2026.10.9"}
     monkeypatch.setattr(allocator, "installed_version", installed.get)
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-45-generic")
     return installed
 
 
-@pytest.mark.parametrize(
-    ("torch", "expected"),
-    [
-        ("2.9.1", OLD),
-        ("2.10.0", NEW),
-        ("3.0", NEW),
-        ("2.10.0+rocm7.0", {}),
-    ],
-)
-def test_variable_is_the_one_that_torch_reads(versions: dict[str, str], torch: str, expected: dict[str, str]) -> None:
+@pytest.mark.parametrize(("torch", "expected"), [("2.9.1", OLD), ("2.10.0", NEW), ("3.0", NEW), ("2.10.0+rocm7.0", {})])
+def test_variable_is_the_one_that_torch_reads(versions, torch, expected):
     versions["torch"] = torch
     assert allocator_variables({}) == expected
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)],
-)
-def test_nothing_is_set_where_it_would_fail_or_is_set(versions: dict[str, str], environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("environment", [{"UNSLOTH_VLLM_STANDBY": "1"}, *({name: ""} for name in VARIABLES)])
+def test_nothing_is_set_where_it_would_fail_or_is_set(versions, environment):
     assert allocator_variables(environment) == {}
 
 
-def test_wsl_is_known_by_its_kernel(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wsl_is_known_by_its_kernel(versions, monkeypatch):
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     assert allocator_variables({}) == {}
 
 
 @pytest.mark.parametrize(("device", "expected"), [("auto", NEW), ("cpu", {})])
-def test_launcher_hands_it_to_ranks(
-    versions: dict[str, str], tmp_path: Path, device: str, expected: dict[str, str]
-) -> None:
+def test_launcher_hands_it_to_ranks(versions, tmp_path, device, expected):
     told = rank_environment(MultiGPUConfig(device=device), 2, tmp_path, tmp_path, "run", {})
     assert {name: told[name] for name in VARIABLES if name in told} == expected
 
 
 @pytest.mark.thorough
-def test_it_is_what_the_installed_unsloth_sets() -> None:
+def test_it_is_what_the_installed_unsloth_sets():
     if importlib.util.find_spec("unsloth_zoo") is None:
         pytest.skip("unsloth_zoo is not installed")
     program = """

@@ -1,11 +1,8 @@
 """Wrong input as the user of a script sees it: the last lines of what is printed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -42,9 +39,7 @@ ump.enable_multi_gpu({arguments})
         ),
     ],
 )
-def test_last_lines_name_the_input_and_the_way_out(
-    tmp_path: Path, arguments: str, variables: dict[str, str], lines: list[str]
-) -> None:
+def test_last_lines_name_the_input_and_the_way_out(tmp_path, arguments, variables, lines):
     done = subprocess.run(
         [sys.executable, "-c", CALL.format(arguments=arguments)],
         cwd=tmp_path,

@@ -1,10 +1,7 @@
 """What is decided before a plan is made: which losses and collators allow one, and what measurements change."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,46 +23,46 @@ OTHER_MEAN = LossReduction("auto")
 class Exchange(DDPManager):
     """A manager whose other rank says what a test wants."""
 
-    def __init__(self, config: MultiGPUConfig, answers: Any = None) -> None:
+    def __init__(self, config, answers=None):
         super().__init__(SINGLE_PROCESS, config)
         self._answers = answers
 
-    def gather_floats(self, values: Any) -> list[list[float]]:
+    def gather_floats(self, values):
         return [list(v) for v in self._answers(values)] if self._answers else [list(values)]
 
 
-def pad_to(multiple: int = 1, most: int = 10_000, least: int = 0) -> Any:
-    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        width = max(least, *(-(-min(most, len(r["input_ids"])) // multiple) * multiple for r in rows), 0)
+def pad_to(most=10_000, least=0):
+    def collate(rows):
+        width = max(least, *(min(most, len(r["input_ids"])) for r in rows))
         return {"input_ids": torch.tensor([(r["input_ids"] + [0] * width)[:width] for r in rows])}
 
-    collate.pad_to_multiple_of = multiple  # type: ignore[attr-defined]
+    collate.pad_to_multiple_of = 1
     return collate
 
 
-def end_to_end(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def end_to_end(rows):
     ids = torch.tensor([[i for r in rows for i in r["input_ids"]]])
     return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(r["input_ids"])) for r in rows])[None]}
 
 
-def joined(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def joined(rows):
     return {"input_ids": end_to_end(rows)["input_ids"]}
 
 
-def with_unmasked_starts(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def with_unmasked_starts(rows):
     batch = end_to_end(rows)
     return {**batch, "labels": batch["input_ids"]}
 
 
-def stacked(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def stacked(rows):
     return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
 
 
-def with_pictures(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def with_pictures(rows):
     return {**pad_to()(rows), "pixel_values": torch.zeros(len(rows), 3, 99)}
 
 
-def loader(collate: Any = None, tokens: Any = None) -> Any:
+def loader(collate=None, tokens=None):
     return SimpleNamespace(
         dataset=[{"input_ids": t} for t in (TOKENS if tokens is None else tokens)],
         collate_fn=collate or pad_to(),
@@ -74,18 +71,18 @@ def loader(collate: Any = None, tokens: Any = None) -> Any:
     )
 
 
-def balancer(answers: Any = None, **options: Any) -> Balancer:
+def balancer(answers=None, **options):
     args = SimpleNamespace(device=torch.device("cpu"), length_column_name="length")
     return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), Exchange(MultiGPUConfig(**options), answers))
 
 
-def prepared(loader: Any, scale: LossReduction = TOKEN_SUM, **options: Any) -> Balancer:
+def prepared(loader, **options):
     ours = balancer(**options)
-    ours.prepare(loader, scale)
+    ours.prepare(loader, TOKEN_SUM)
     return ours
 
 
-def test_step_with_rows_that_came_later_is_dealt_in_order_or_refused() -> None:
+def test_step_with_rows_that_came_later_is_dealt_in_order_or_refused():
     ours = prepared(loader())
     assert ours.plan([0, 1, 2, 3], [2, 2]) is not None
     assert ours.plan([0, 1, 2, 4], [2, 2]) is None
@@ -93,7 +90,7 @@ def test_step_with_rows_that_came_later_is_dealt_in_order_or_refused() -> None:
         prepared(loader(), balance="tokens").plan([0, 1, 2, 4], [2, 2])
 
 
-def test_rows_that_the_collator_cuts_count_as_cut() -> None:
+def test_rows_that_the_collator_cuts_count_as_cut():
     ours = prepared(loader(pad_to(most=10)))
     assert ours.lengths == [3, 10, 7, 10]
 
@@ -112,7 +109,7 @@ def test_rows_that_the_collator_cuts_count_as_cut() -> None:
         (loader(), OTHER_MEAN, "the loss is not known as a sum over the tokens of the step"),
     ],
 )
-def test_what_cannot_be_planned_is_said_or_an_error(data: Any, scale: LossReduction, reason: str, balance: str) -> None:
+def test_what_cannot_be_planned_is_said_or_an_error(data, scale, reason, balance):
     ours = balancer(balance=balance)
     if balance == "tokens":
         with pytest.raises(SetupError, match=rf"balance='tokens' is not possible: .*{reason}"):
@@ -122,11 +119,10 @@ def test_what_cannot_be_planned_is_said_or_an_error(data: Any, scale: LossReduct
         assert ours.plan([0, 1], [2]) is None
 
 
-def test_limit_below_the_longest_sample_is_an_error() -> None:
+def test_limit_below_the_longest_sample_is_an_error():
     with pytest.raises(ConfigError, match="max_tokens_per_micro_batch=39, but the longest sample has 40 tokens"):
         balancer(max_tokens_per_micro_batch=39).prepare(loader(), TOKEN_SUM)
     make = prepared(loader(), max_tokens_per_micro_batch=40).plan([0, 1, 2, 3], [4])
-    assert make is not None
     plan = make()
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
 
@@ -135,47 +131,43 @@ def test_limit_below_the_longest_sample_is_an_error() -> None:
     ("kind", "is_causal", "has_encoder", "part"),
     [("sdpa", True, False, 0.5), ("eager", True, False, 1.0), ("sdpa", False, False, 1.0), ("sdpa", True, True, 1.0)],
 )
-def test_shape_of_the_model_gives_the_weight_of_attention(
-    kind: str, is_causal: bool, has_encoder: bool, part: float
-) -> None:
+def test_shape_of_the_model_gives_the_weight_of_attention(kind, is_causal, has_encoder, part):
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24), "adapted": nn.Identity()})
     # As a layer of PEFT: it has the sizes of the layer that it holds.
     vars(model["adapted"]).update(base_layer=model["a"], in_features=8, out_features=8)
     vars(model["a"]).update(is_causal=is_causal)
-    model.config = SimpleNamespace(  # type: ignore[assignment]
+    model.config = SimpleNamespace(
         hidden_size=8, num_hidden_layers=2, _attn_implementation=kind, is_encoder_decoder=has_encoder
     )
     ours = balancer()
     ours._trainer.model = model
     ours.prepare(loader(), TOKEN_SUM)
-    assert ours.balance is not None
     assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
 
 
-def measured_steps(ours: Balancer, count: int) -> None:
+def measured_steps(ours, count):
     """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
     for _ in range(count):
         ours._laps.extend((float(work), FakeLap((work + 20) * 1e-5)) for work in (50, 200, 900))
         ours.end_step()
 
 
-def small_and_slow(mine: list[float]) -> list[list[float]]:
+def small_and_slow(mine):
     """Another rank, with a tenth of the work in each micro-batch and half the speed."""
     its = [value for work in mine[1::2] for value in (work / 10, 2 * (work / 10 + 20) * 1e-5)]
     return [mine, [mine[0], *its]]
 
 
-def test_costs_of_unequal_ranks_are_those_of_one() -> None:
+def test_costs_of_unequal_ranks_are_those_of_one():
     ours = prepared(loader())
     ours._manager = Exchange(MultiGPUConfig(), small_and_slow)
     ours._last_speeds = (1.0, 1.0)
     measured_steps(ours, 16)
-    assert ours.balance is not None
     assert ours.balance.cost.overhead_tokens == 16
     assert ours.balance.cost.floor_tokens == 0
 
 
-def test_deterministic_algorithms_leave_the_plan_alone() -> None:
+def test_deterministic_algorithms_leave_the_plan_alone():
     ours = prepared(loader())
     before = ours.balance
     torch.use_deterministic_algorithms(True)
@@ -186,16 +178,15 @@ def test_deterministic_algorithms_leave_the_plan_alone() -> None:
     assert ours.balance == before
 
 
-def twice_as_slow(mine: list[float]) -> list[list[float]]:
+def twice_as_slow(mine):
     return [mine, [mine[0], *(v * (2 if i % 2 else 1) for i, v in enumerate(mine[1:]))]]
 
 
-def test_rank_counts_as_slow_when_it_was_so_twice() -> None:
+def test_rank_counts_as_slow_when_it_was_so_twice():
     ours = prepared(loader())
     ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
     ours._last_speeds = (1.0, 1.0)
     measured_steps(ours, 4)
-    assert ours.balance is not None
     assert ours.balance.speeds == (1.0, 1.0)
     measured_steps(ours, 4)
     assert ours.balance.speeds == (1.0, 0.5)

@@ -4,14 +4,11 @@ The real `Balancer` plans and learns; a micro-batch takes `overhead + max(floor,
 noisy. Plans are judged by the times without noise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from tests.helpers.step import FakeLap
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, Piece, deal_step
+from unsloth_multigpu.step.deal import Balance, deal_step
 
 RANKS = 2
 # Before anything is measured; while fits change; after them.
@@ -32,13 +29,13 @@ SHAPES = [(8, 4), (4, 2), (8, 1)]
 class Device:
     """Ranks whose micro-batches take the time that `true` says, and a balancer that plans for them."""
 
-    def __init__(self, true: CostModel, kind: str, noise: float, seed: int, **options: Any) -> None:
+    def __init__(self, true, kind, noise, seed, **options):
         # Two, so that the samples are the same however many micro-batches are timed.
         self.true, self._noise, self._rng, self._drawn = true, noise, random.Random(seed), random.Random(seed)
         drawn = (math.exp(self._rng.gauss(math.log(150), 0.9)) for _ in range(2000))
         self.lengths = [min(2048, max(16, int(length))) for length in drawn]
         config = MultiGPUConfig(**options)
-        manager: Any = SimpleNamespace(
+        manager = SimpleNamespace(
             config=config, identity=SimpleNamespace(rank=0, world_size=RANKS), gather_floats=self._gather
         )
         args = SimpleNamespace(device=torch.device(kind), length_column_name="length")
@@ -46,28 +43,25 @@ class Device:
         self.balancer.lengths = self.lengths
         cost = dataclasses.replace(self.balancer._cost(), attention=0.0, is_padded=true.is_padded)
         self.balancer.balance = Balance(cost, (1.0,) * RANKS)
-        self._of_others: list[float] = []
-        self.num_exchanges = 0
+        self._of_others = []
 
-    def _gather(self, mine: list[float]) -> list[list[float]]:
+    def _gather(self, mine):
         laps, self._of_others = self._of_others[-128:], []
-        self.num_exchanges += 1
         return [mine, [len(laps) // 2, *laps, *[0.0] * (128 - len(laps))]]
 
-    def time(self, share: list[Piece], samples: list[int]) -> float:
+    def time(self, share, samples):
         return sum(self.true.of([self.lengths[samples[p]] for p in piece.positions]) for piece in share)
 
-    def step(self, sizes: list[int]) -> tuple[float, float]:
+    def step(self, sizes):
         """Time of the slowest rank, as planned and in order."""
         samples = self._rng.sample(range(len(self.lengths)), sum(sizes))
         make = self.balancer.plan(samples, sizes)
-        assert make is not None
         plan = make()
         for rank, share in enumerate(plan):
             for piece in share:
                 seconds = 1e-5 * self.time([piece], samples) * math.exp(self._drawn.gauss(0, self._noise))
                 if self.balancer.num_steps >= 2 and rank == 0:
-                    self.balancer._laps.append((piece.work, FakeLap(seconds)))  # type: ignore[arg-type]
+                    self.balancer._laps.append((piece.work, FakeLap(seconds)))
                 elif self.balancer.num_steps >= 2:
                     self._of_others += [piece.work, seconds]
         self.balancer.end_step()
@@ -75,7 +69,7 @@ class Device:
         return max(self.time(s, samples) for s in plan), max(self.time(s, samples) for s in in_order)
 
 
-def slowdowns(device: Device, rows: int, num_accumulated: int) -> list[float]:
+def slowdowns(device, rows, num_accumulated):
     """Planned over in order, in each window."""
     times = [device.step([rows] * num_accumulated) for _ in range(WINDOWS[-1])]
     return [sum(t for t, _ in times[a:b]) / sum(t for _, t in times[a:b]) for a, b in pairwise(WINDOWS)]
@@ -83,15 +77,14 @@ def slowdowns(device: Device, rows: int, num_accumulated: int) -> list[float]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("floor", [512, 1024, 2048, 4096, 8192, 16384])
-def test_no_floor_of_a_device_makes_planned_steps_slow(floor: int, shape: tuple[int, int]) -> None:
+def test_no_floor_of_a_device_makes_planned_steps_slow(floor, shape):
     for seed, noise in ((0, 0.03), (1, 0.10)):
         found = slowdowns(Device(CostModel(0, floor), "cuda", noise, seed), *shape)
         assert max(found) < 1.15, (seed, found)
 
 
-def with_known_costs(true: CostModel, kind: str) -> Device:
+def with_known_costs(true, kind):
     device = Device(true, kind, 0.03, 5)
-    assert device.balancer.balance is not None
     known = {"overhead_tokens": true.overhead_tokens, "floor_tokens": true.floor_tokens, "is_unknown": False}
     cost = dataclasses.replace(device.balancer.balance.cost, **known)
     device.balancer.balance = dataclasses.replace(device.balancer.balance, cost=cost)
@@ -101,7 +94,7 @@ def with_known_costs(true: CostModel, kind: str) -> Device:
 
 @pytest.mark.parametrize("overhead", [8.0, 32.0, 64.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_processors_gain_as_much_as_with_known_costs(shape: tuple[int, int], overhead: float) -> None:
+def test_processors_gain_as_much_as_with_known_costs(shape, overhead):
     true = CostModel(overhead, 0.0)
     measured = slowdowns(Device(true, "cpu", 0.03, 5), *shape)
     known = slowdowns(with_known_costs(true, "cpu"), *shape)
@@ -111,7 +104,7 @@ def test_processors_gain_as_much_as_with_known_costs(shape: tuple[int, int], ove
 
 @pytest.mark.parametrize("floor", [0.0, 512.0, 1024.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_device_that_computes_gains_as_much_as_with_known_costs(shape: tuple[int, int], floor: float) -> None:
+def test_device_that_computes_gains_as_much_as_with_known_costs(shape, floor):
     true = CostModel(0.0, floor)
     measured = slowdowns(Device(true, "cuda", 0.03, 5), *shape)
     known = slowdowns(with_known_costs(true, "cuda"), *shape)
@@ -119,7 +112,7 @@ def test_device_that_computes_gains_as_much_as_with_known_costs(shape: tuple[int
     assert max(measured) < 1.0
 
 
-def test_fitting_goes_on_until_micro_batches_show_their_work() -> None:
+def test_fitting_goes_on_until_micro_batches_show_their_work():
     device = Device(CostModel(0.0, 16384.0), "cuda", 0.03, 3)
     launch_bound = slowdowns(device, 8, 1)
     assert max(launch_bound) == pytest.approx(1.0, abs=0.01)

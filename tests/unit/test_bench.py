@@ -1,7 +1,5 @@
 """`unsloth-multigpu bench` without training: options, samples, commands, the instrument, figures and the page."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -17,28 +15,25 @@ from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import bench_command as bench
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
-from unsloth_multigpu.tools.bench.bench_result import (
-    Spread,
-    summarize,
-)
+from unsloth_multigpu.tools.bench.bench_result import Spread, summarize
 from unsloth_multigpu.tools.bench.bench_run import run_arm
 from unsloth_multigpu.tools.bench.bench_table import result_row
 
 COLD = BenchOptions(warmup=0)
 
 
-def step(**given) -> dict:
+def step(**given):
     return {"wall_s": 1.0, "cpu_s": 1.0, "compute_s": 1.0, "micro_batches": [[2, 10, 15]], "samples": [0, 1], **given}
 
 
-def rank(number: int, *steps: dict, norms=None, **more) -> dict:
+def rank(number, *steps, norms=None, **more):
     norms = [1.0] * len(steps) if norms is None else norms
     record = {"rank": number, "steps": steps, "gradient_norms": norms, "peak_bytes": 100, "device": "cpu"}
     return {**record, "sent_bytes": None, "planner": {}, **more}
 
 
-def test_samples_are_compared_with_how_often_they_occur() -> None:
-    def run(*ranks: tuple[tuple[int, ...], tuple[int, ...]]) -> list[list[dict]]:
+def test_samples_are_compared_with_how_often_they_occur():
+    def run(*ranks):
         return [[rank(r, step(samples=first), step(samples=second)) for r, (first, second) in enumerate(ranks)]]
 
     runs = {
@@ -58,7 +53,7 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
     assert result_row(alone)["samples"] == "-"
 
 
-def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
+def test_arms_hear_nothing_from_another_launcher(tmp_path):
     inherited = {
         "RANK": "3",
         "LOCAL_RANK": "3",
@@ -68,7 +63,7 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     }
     inherited |= {"UNSLOTH_MULTIGPU_RUN_DIR": "/r", "UNSLOTH_MULTIGPU_VERIFY_EVERY": "0", "OMP_NUM_THREADS": "8"}
 
-    def variables(name: str, **options) -> dict[str, str]:
+    def variables(name, **options):
         return arm_environment(ARMS[name], BenchOptions(**{"device": "cpu", **options}), tmp_path, inherited)
 
     on_cpu = variables("torchrun")
@@ -81,11 +76,11 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
 
 
-def failing(command: list[str]) -> Arm:
+def failing(command):
     return Arm("one_process", "planted", has_one_process=True, launcher=lambda num_ranks: command)
 
 
-def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsys) -> None:
+def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(
         ARMS, "one_process", failing([sys.executable, "-c", "print('its reason'); raise SystemExit(3)"])
     )
@@ -100,7 +95,7 @@ def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
-def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
+def test_arm_that_hangs_is_ended_with_its_children(tmp_path):
     # The settings file, which stands in the command, tells which processes are meant.
     sleeper = "import time; time.sleep(600)"
     # A session of its own and no end with its parent, as a rank of torchrun.
@@ -113,7 +108,7 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
     assert orphans(str(tmp_path)) == []
 
 
-def test_run_is_measured_without_its_warm_up() -> None:
+def test_run_is_measured_without_its_warm_up():
     slow = step(wall_s=100.0, cpu_s=50.0, compute_s=90.0, micro_batches=((8, 100, 10),))
     ranks = [
         rank(0, slow, step(wall_s=2.0, cpu_s=3.0, compute_s=4.0), step(cpu_s=1.0)),
@@ -147,7 +142,7 @@ def test_run_is_measured_without_its_warm_up() -> None:
         ("--four-bit --library unsloth --train full", "four_bit with library='unsloth' and train='full'"),
     ],
 )
-def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch) -> None:
+def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(bench, "run_rounds", lambda *_: pytest.fail("it ran"))
     assert main.main(["bench", "--device", "cpu", *arguments.split()]) == ConfigError.exit_code
     error = capsys.readouterr().err
@@ -167,7 +162,7 @@ def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch) -
         (("xpu", 2), "auto", "this machine has 2 of xpu"),
     ],
 )
-def test_device_is_found_or_refused(visible, given, expected, monkeypatch) -> None:
+def test_device_is_found_or_refused(visible, given, expected, monkeypatch):
     monkeypatch.setattr(start, "visible_accelerators", lambda: visible)
     asked = BenchOptions(device=given, ranks=3)
     if isinstance(expected, str):
@@ -181,7 +176,7 @@ def test_device_is_found_or_refused(visible, given, expected, monkeypatch) -> No
     assert bench.on_device(replace(asked, warmup=3)).warmup == 3
 
 
-def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, tmp_path, capsys) -> None:
+def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, capsys):
     ran = []
 
     def run(arm, options, folder):

@@ -1,10 +1,7 @@
 """Who is to blame for the end of a run, judged from events and exit codes made by hand."""
 
-from __future__ import annotations
-
 import itertools
 import signal
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ CONNECTION_ERRORS = [
 CLOSED = CONNECTION_ERRORS[0]
 
 
-def of_nccl(kind: str, last: str) -> str:
+def of_nccl(kind, last):
     """As torch words it."""
     place = (
         "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with ...)"
@@ -33,36 +30,36 @@ def of_nccl(kind: str, last: str) -> str:
     return f"DistBackendError: {place}, NCCL version 2.27.5\n{what}"
 
 
-def at_steps(steps: dict[int, int]) -> dict[int, Heartbeat]:
+def at_steps(steps):
     return {rank: Heartbeat(step=step) for rank, step in steps.items()}
 
 
 class Run:
     """Events in the order in which they are added, one second apart."""
 
-    def __init__(self, num_ranks: int = 2) -> None:
+    def __init__(self, num_ranks=2):
         self._clock = itertools.count(100)
-        self.events: list[Event] = []
+        self.events = []
         for rank in range(num_ranks):
             self.add("started", rank, pid=1000 + rank)
 
-    def add(self, kind: str, rank: int, step: int = -1, **facts: Any) -> Run:
+    def add(self, kind, rank, step=-1, **facts):
         self.events.append(Event(kind, rank, 0, float(next(self._clock)), step, facts))
         return self
 
-    def training(self, *ranks: int) -> Run:
+    def training(self, *ranks):
         for rank in ranks:
             self.add("training", rank)
         return self
 
-    def fails(self, rank: int, error: str, step: int = -1, exit_code: int = 1) -> Run:
+    def fails(self, rank, error, step=-1, exit_code=1):
         """As a rank reports an exception inside `train()`."""
         self.add("left_training", rank, step, error=error)
         self.add("exception", rank, step, error=error, traceback=f"Traceback of rank {rank}\n", exit_code=exit_code)
         return self.add("exiting", rank, step)
 
 
-def test_exception_of_a_rank_is_the_cause() -> None:
+def test_exception_of_a_rank_is_the_cause():
     run = Run().training(0, 1).fails(1, "ValueError: bad row\nwith more lines", step=3)
     cause = find_cause(run.events, {1: 1})
     assert (cause.rank, cause.exit_code, cause.traceback) == (1, 1, "Traceback of rank 1\n")
@@ -70,20 +67,20 @@ def test_exception_of_a_rank_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS)
-def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
+def test_own_error_comes_before_an_earlier_broken_connection(broken):
     run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
     assert find_cause(run.events, {0: 1, 1: 1}).rank == 1
 
 
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS[:3])
-def test_broken_connection_alone_is_the_cause(broken: str) -> None:
+def test_broken_connection_alone_is_the_cause(broken):
     run = Run().training(0, 1).fails(1, broken).fails(0, CLOSED)
     cause = find_cause(run.events, {0: 1, 1: 1})
     assert (cause.rank, cause.exit_code) == (1, 1)
     assert broken.rpartition(".cc:534] ")[2] in cause.message
 
 
-def test_rank_that_does_not_come_is_named_by_the_one_that_has_waited() -> None:
+def test_rank_that_does_not_come_is_named_by_the_one_that_has_waited():
     late = "RankTimeoutError: rank 1 did not come to open the process group within 5 seconds.\nHint: Let all ranks"
     cause = find_cause(Run().fails(0, late, exit_code=124).events, {0: 124, 1: -signal.SIGTERM}, is_one_node=False)
     assert (cause.message, cause.exit_code) == ("rank 1 did not come to open the process group within 5 seconds", 124)
@@ -114,9 +111,7 @@ SHM = "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888)
     ],
     ids=["shm", "duplicate", "memory", "cuda"],
 )
-def test_failure_of_nccl_has_a_reason_and_a_remedy_and_is_not_hidden_by_what_follows(
-    error: str, message: str, hint: str
-) -> None:
+def test_failure_of_nccl_has_a_reason_and_a_remedy_and_is_not_hidden_by_what_follows(error, message, hint):
     run = Run().training(0, 1).fails(1, error, step=0)
     cause = find_cause(run.events, {0: -signal.SIGABRT, 1: 1}, gone={0, 1})
     assert cause.rank == 1
@@ -125,7 +120,7 @@ def test_failure_of_nccl_has_a_reason_and_a_remedy_and_is_not_hidden_by_what_fol
     assert hint in cause.traceback
 
 
-def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hint() -> None:
+def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hint():
     error = of_nccl("ncclSystemError", "socketPollConnect: connect to 10.0.0.2<41234> returned Connection timed out")
     run = Run().training(0, 1).fails(1, error, step=0)
     assert find_cause(run.events, {0: -signal.SIGKILL, 1: 1}, gone={0, 1}).rank == 0
@@ -144,7 +139,7 @@ def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hin
         "AttributeError: 'NoneType' object has no attribute 'apply'",
     ],
 )
-def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error: str) -> None:
+def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error):
     run = Run().training(0)
     frame = '  File "/lib/trl/trainer/utils.py", line 1638, in _fused_forward\n    per_token = Function.apply(\n'
     run.add("exception", 0, 0, error=error, traceback=frame + error + "\n", exit_code=1)
@@ -153,11 +148,8 @@ def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error: str) -> None:
     assert "trl>=1.16" not in find_cause(Run().fails(0, error).events, {0: 1}).traceback
 
 
-# Ranks that leave without an error.
-
-
 @pytest.mark.parametrize(("exit_code", "shown"), [(0, 1), (7, 7)])
-def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> None:
+def test_exit_inside_training_is_an_early_exit(exit_code, shown):
     run = Run().training(0, 1).add("left_training", 1, 4, error=f"SystemExit: {exit_code}", exit_code=exit_code)
     run.add("exiting", 1, 4).fails(0, CLOSED, step=4)
     cause = find_cause(
@@ -169,7 +161,7 @@ def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> No
 
 
 @pytest.mark.parametrize("kinds", [[], ["exiting"]])
-def test_rank_that_ends_while_another_waits_to_train_with_it_is_an_early_exit(kinds: list[str]) -> None:
+def test_rank_that_ends_while_another_waits_to_train_with_it_is_an_early_exit(kinds):
     run = Run().add("meeting", 0)
     for kind in kinds:
         run.add(kind, 1)
@@ -183,7 +175,7 @@ def test_rank_that_ends_while_another_waits_to_train_with_it_is_an_early_exit(ki
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_error_that_a_script_has_caught_is_no_exit(is_gone: bool) -> None:
+def test_error_that_a_script_has_caught_is_no_exit(is_gone):
     run = Run().training(0, 1).add("left_training", 1, 4, error="RuntimeError: no luck.\nmore").fails(0, CLOSED, step=4)
     cause = find_cause(run.events, {0: 1}, gone={1} if is_gone else (), beats=at_steps({0: 4, 1: 4}))
     ended = " and ended with exit code 0" if is_gone else ""
@@ -196,14 +188,14 @@ def test_error_that_a_script_has_caught_is_no_exit(is_gone: bool) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_hard_exit_inside_training_is_an_early_exit(rank: int) -> None:
+def test_hard_exit_inside_training_is_an_early_exit(rank):
     # os._exit(0) says nothing: the last word of the rank is "training", and only its process is missing.
     run = Run().training(0, 1).fails(1 - rank, CLOSED)
     cause = find_cause(run.events, {1 - rank: 1}, gone={rank}, beats=at_steps({rank: 2}))
     assert cause.message == f"rank {rank} left with exit code 0 after step 2, while other ranks were training"
 
 
-def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection() -> None:
+def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection():
     run = Run().training(0, 1).add("exiting", 0).fails(1, CLOSED, step=2)
     # It is not gone yet, or was stopped with the survivors while it was going.
     for exit_codes in ({1: 1}, {1: 1, 0: -15}):
@@ -229,12 +221,9 @@ def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection()
     ],
     ids=["training", "trained", "starting", "error", "connection", "left by connection"],
 )
-def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
+def test_rank_that_ended_in_order_is_no_early_exit(run):
     gone = {1} if run.events[-1].kind != "training" else set()
     assert find_early_exit(run.events, gone) is None
-
-
-# Deaths.
 
 
 @pytest.mark.parametrize(
@@ -243,56 +232,43 @@ def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
         (signal.SIGKILL, 137, "; the usual cause is that the machine ran out of memory (see dmesg)"),
         (signal.SIGSEGV, 139, "; a native library crashed, see the stack in the rank's log"),
         (signal.SIGBUS, 135, "; a native library crashed, see the stack in the rank's log"),
-        (
-            signal.SIGABRT,
-            134,
-            "; NCCL's watchdog or an assertion on the device aborted it, see the rank's log",
-        ),
+        (signal.SIGABRT, 134, "; NCCL's watchdog or an assertion on the device aborted it, see the rank's log"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_death_by_signal_is_named(rank: int, number: signal.Signals, exit_code: int, likely: str) -> None:
+def test_death_by_signal_is_named(rank, number, exit_code, likely):
     run = Run().training(0, 1).fails(1 - rank, CLOSED)
     cause = find_cause(run.events, {rank: -number, 1 - rank: 1}, gone={rank}, beats=at_steps({0: 5, 1: 5}))
     assert (cause.rank, cause.exit_code) == (rank, exit_code)
     assert cause.message == f"rank {rank} was killed by {number.name} after step 5{likely}"
 
 
-def test_kill_for_lack_of_memory_is_told_from_others() -> None:
+def test_kill_for_lack_of_memory_is_told_from_others():
     cause = find_cause(Run().training(0, 1).events, {1: -signal.SIGKILL}, {1}, num_memory_kills=1)
     assert cause.message == "rank 1 was killed by SIGKILL; the kernel killed it for lack of memory"
 
 
-def test_rank_that_was_killed_in_its_teardown_did_not_die_of_it() -> None:
+def test_rank_that_was_killed_in_its_teardown_did_not_die_of_it():
     run = Run().training(0, 1).fails(1, CLOSED, step=1)
     assert "Connection closed" in find_cause(run.events, {1: -signal.SIGKILL}, {1}).message
     assert find_cause(run.events, {0: -signal.SIGKILL, 1: 1}, {0}).message.startswith("rank 0 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) -> None:
+def test_rank_that_the_supervisor_ended_is_not_blamed(number):
     run = Run().training(0, 1)
     assert find_cause(run.events, {0: -number, 1: -signal.SIGKILL}, gone={1}).rank == 1
     assert find_cause(Run().events, {0: -number, 1: 3}, gone={1}).message.startswith("rank 1 exited with code 3")
     assert find_cause(run.fails(1, "ValueError: x").events, {0: -number, 1: 1}).rank == 1
 
 
-# Hangs, which the supervisor ends itself.
-
-
-# Ranks that stop because they were asked to.
-
-
 @pytest.mark.parametrize("kind", ["stopping", "stopped"])
-def test_rank_that_stops_as_asked_has_not_left_early(kind: str) -> None:
+def test_rank_that_stops_as_asked_has_not_left_early(kind):
     run = Run().training(0, 1).add(kind, 1, 4, signal="SIGTERM").add("exiting", 1, 4)
     assert find_early_exit(run.events, {1}) is None
 
 
-# Several nodes.
-
-
-def test_broken_connection_to_another_node_is_not_this_nodes_fault() -> None:
+def test_broken_connection_to_another_node_is_not_this_nodes_fault():
     run = Run(0).add("started", 2).add("started", 3).training(2, 3).fails(3, CLOSED, step=7).fails(2, CLOSED, step=7)
     cause = find_cause(run.events, {2: 1, 3: 1}, is_one_node=False)
     lost = "rank 3 lost its connection to another node after step 7; that node's own message names the cause"
@@ -301,22 +277,22 @@ def test_broken_connection_to_another_node_is_not_this_nodes_fault() -> None:
     assert find_cause(run.fails(2, "ValueError: x").events, {2: 1}, is_one_node=False).exit_code == 1
 
 
-def test_exit_code_is_never_zero_nor_above_255() -> None:
+def test_exit_code_is_never_zero_nor_above_255():
     events = [Run().events, Run().training(0, 1).events, Run().training(0, 1).fails(1, CLOSED).events]
-    codes: list[dict[int, int]] = [{1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
+    codes = [{1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
     for found, exit_codes, gone in itertools.product(events, codes, [set(), {0}, {1}]):
         assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
 
 
 @pytest.mark.parametrize(("step", "where"), [(-1, ""), (0, " before the first step")])
-def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step: int, where: str) -> None:
+def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step, where):
     error = "FileNotFoundError: 'train.jsonl'"
     cause = find_cause(alike(Run(), 1, 0, step=step, error=error).events, {0: 1, 1: 1}, num_ranks=2)
     assert cause.message == f"all 2 ranks failed alike{where}: FileNotFoundError: 'train.jsonl'"
     assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, f"Traceback of {error}\n")
 
 
-def alike(run: Run, *ranks: int, step: int = -1, error: str = "ValueError: a") -> Run:
+def alike(run, *ranks, step=-1, error="ValueError: a"):
     """Adds an error of a rank's own, with a traceback that is the same on all of them."""
     for rank in ranks:
         run.add("exception", rank, step, error=error, traceback=f"Traceback of {error}\n", exit_code=1)
@@ -334,7 +310,7 @@ def alike(run: Run, *ranks: int, step: int = -1, error: str = "ValueError: a") -
     ],
     ids=["different errors", "not all ranks", "one has not reached the line", "in a later step", "at other places"],
 )
-def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run, num_ranks: int) -> None:
+def test_error_that_is_not_known_to_be_of_all_names_its_rank(run, num_ranks):
     cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
     assert not cause.is_of_all
     assert cause.message.startswith("rank 1 failed")

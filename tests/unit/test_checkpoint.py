@@ -1,13 +1,9 @@
 """What makes a checkpoint complete, which are deleted, and which one a training resumes from."""
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy
 import pytest
@@ -41,23 +37,19 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 FACTS = {"max_steps": 10, "seed": 42}
 
 
-def manifest(step: int = 1, **other: Any) -> Manifest:
-    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS}
-    return Manifest(step=step, cursor={"epoch": 0, "steps": step}, **{**given, **other})
-
-
-def make(output_dir: Path, step: int, **other: Any) -> Path:
+def make(output_dir, step, **other):
     folder = output_dir / f"checkpoint-{step}"
     (folder / "adapter").mkdir(parents=True)
     (folder / "optimizer.pt").write_bytes(b"moments" * 9)
     (folder / "adapter" / "weights.bin").write_bytes(b"weights" * 9)
-    seal(folder, manifest(step, **other))
+    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS, **other}
+    seal(folder, Manifest(step=step, cursor={"epoch": 0, "steps": step}, **given))
     return folder
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", MANIFEST])
 @pytest.mark.parametrize("damage", ["cut", "removed", "flipped"])
-def test_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_file_is_named(tmp_path, name, damage):
     folder = make(tmp_path, 1)
     assert check(folder) is None
     path = folder / name
@@ -70,17 +62,17 @@ def test_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     assert name in (check(folder) or "")
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
-def test_all_is_on_the_disk_before_a_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def test_all_is_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):
+    done = []
 
-    def noted(function: Any, place: int) -> Any:
-        def call(*args: Any) -> None:
+    def noted(function, place):
+        def call(*args):
             path = args[place]
             path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
             done.append(f"{function.__name__} {os.path.relpath(path, tmp_path)}")
@@ -104,16 +96,14 @@ def test_all_is_on_the_disk_before_a_name_says_so(tmp_path: Path, monkeypatch: p
     ]
 
 
-def test_older_folder_is_replaced(tmp_path: Path) -> None:
+def test_older_folder_is_replaced(tmp_path):
     make(tmp_path, 1, run_id="older")
     put_in_place(make(tmp_path / PART_FOLDER, 1), tmp_path / "checkpoint-1")
-    stored = read_manifest(tmp_path / "checkpoint-1")
-    assert stored is not None
-    assert stored.run_id == "run"
+    assert sealed(tmp_path / "checkpoint-1").run_id == "run"
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_killed_saves_are_cleared_or_finished(tmp_path: Path) -> None:
+def test_killed_saves_are_cleared_or_finished(tmp_path):
     parts = tmp_path / PART_FOLDER
     make(parts, 1)  # Sealed; killed before it got its name,
     make(tmp_path, 1, run_id="older").rename(parts / "replaced-checkpoint-1")  # and after the older one was moved.
@@ -128,11 +118,15 @@ def test_killed_saves_are_cleared_or_finished(tmp_path: Path) -> None:
     assert clear_parts(tmp_path / "not there") == []
 
 
-def inodes(folder: Path) -> dict[str, int]:
+def sealed(folder):
+    return read_manifest(folder) or pytest.fail(f"{folder} has no manifest")
+
+
+def inodes(folder):
     return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*")}
 
 
-def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
+def test_what_a_living_process_saves_is_left_alone(tmp_path):
     parts = tmp_path / PART_FOLDER
     (make(parts, 1) / MANIFEST).unlink()
     make(parts, 2)  # It lacks its last rename only, which its process is about to make,
@@ -148,18 +142,17 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
     assert left == {name: inode for name, inode in before.items() if "checkpoint-1" in name or "checkpoint-2" in name}
     assert sorted(p.name for p in tmp_path.iterdir()) == [PART_FOLDER, "checkpoint-3"]
     for claim in claims:
-        assert claim is not None
         claim()
     assert clear_parts(tmp_path) == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
-    assert (read_manifest(tmp_path / "checkpoint-2") or manifest(0)).run_id == "run"
+    assert sealed(tmp_path / "checkpoint-2").run_id == "run"
 
 
 WANTED = Wanted(2, grows_with_ranks=False)
 OURS = Wanted(2, grows_with_ranks=False, facts=FACTS)
 
 
-def test_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
+def test_newest_complete_checkpoint_is_found(tmp_path):
     for step in (2, 9, 10, 11):
         make(tmp_path, step)
     flip(tmp_path / "checkpoint-11" / "adapter" / "weights.bin")
@@ -173,7 +166,7 @@ def test_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_newest(tmp_path / "nothing", OURS) == Found(None)
 
 
-def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_of_another_training_is_passed_over(tmp_path):
     make(tmp_path, 4, facts={**FACTS, "max_steps": 5})
     make(tmp_path, 3, is_resumable=False)
     make(tmp_path, 2, run_id="other")
@@ -193,14 +186,14 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
     assert find_newest(tmp_path, OURS).lines[0].endswith("samples was 7, now it is None")
 
 
-def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path: Path) -> None:
+def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path):
     (make(tmp_path, 7) / MANIFEST).unlink()
     for found in (find_newest(tmp_path, WANTED).lines, check_asked(tmp_path / "checkpoint-7", WANTED)):
         assert [line.partition(", ")[2] for line in found] == ["so it cannot be checked for completeness"]
     assert check_asked(tmp_path / "checkpoint-8", WANTED) == ()
 
 
-def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path):
     make(tmp_path, 5)
     folder = make(tmp_path, 6)
     (folder / "optimizer.pt").write_bytes(b"")
@@ -214,7 +207,7 @@ def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path: Path) -> 
         check_asked(make(tmp_path, 8, is_resumable=False), WANTED)
 
 
-def test_larger_steps_need_the_same_number_of_ranks(tmp_path: Path) -> None:
+def test_larger_steps_need_the_same_number_of_ranks(tmp_path):
     folder = make(tmp_path, 5)
     wanted = Wanted(3, grows_with_ranks=True, facts=FACTS)
     with pytest.raises(ResumeError, match=r"written by 2 rank\(s\), now there are 3") as caught:
@@ -228,7 +221,7 @@ def test_larger_steps_need_the_same_number_of_ranks(tmp_path: Path) -> None:
 class Rank:
     """The manager of one of two ranks, whose exchanges are what a test says."""
 
-    def __init__(self, rank: int = 0, said: dict[str, str] | None = None, **options: Any) -> None:
+    def __init__(self, rank=0, said=None, **options):
         self.identity = SimpleNamespace(rank=rank, world_size=2, local_world_size=2)
         self.config = MultiGPUConfig(**options)
         self.said = {} if said is None else said
@@ -236,20 +229,20 @@ class Rank:
         self.check_same = lambda facts: None
         self.publish, self.read = self.said.__setitem__, self.said.get
 
-    def gather_texts(self, text: str) -> list[str]:
+    def gather_texts(self, text):
         return [text, ""]
 
-    def gather_int64(self, values: list[int]) -> list[list[int]]:
+    def gather_int64(self, values):
         return self.attempts
 
-    def wait(self, read: Callable[[], str | None], what: str, *, timeout_s: float) -> str:
+    def wait(self, read, what, *, timeout_s):
         return read() or pytest.fail(what)
 
 
-def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
+def resume_of(**options):
     rank = Rank(**options)
-    steps: Any = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
-    return Resume(trainer, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
+    steps = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
+    return Resume(None, rank, steps, {}, 0, RunContext()), rank
 
 
 @pytest.mark.parametrize(
@@ -257,32 +250,28 @@ def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     # A node that has just joined counts from 0; the first attempt looks for nothing.
     [([[1], [1]], 2), ([[0], [1]], 2), ([[0], [0]], None)],
 )
-def test_restart_goes_on_from_what_the_run_itself_has_saved(
-    tmp_path: Path, attempts: list[list[int]], step: int | None
-) -> None:
+def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, step):
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
     ours, rank = resume_of()
     ours.context = RunContext(run_id="run", attempt=attempts[0][0])
     rank.attempts = attempts
-    arguments: dict[str, Any] = {}
+    arguments = {}
     ours.choose(str(tmp_path), arguments, FACTS)
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")
     assert arguments.get("resume_from_checkpoint") == found
 
 
-def test_checkpoint_says_whether_its_training_was_sharded(tmp_path: Path) -> None:
+def test_checkpoint_says_whether_its_training_was_sharded(tmp_path):
     ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
     ours.resume.is_sharded = True
     ours._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.is_sharded
+    assert sealed(tmp_path / "checkpoint-3").is_sharded
 
 
 @pytest.mark.parametrize("how", ["auto", "newest", "named"])
 @pytest.mark.parametrize("was", [True, False])
-def test_training_does_not_resume_in_the_other_mode(tmp_path: Path, was: bool, how: str) -> None:
+def test_training_does_not_resume_in_the_other_mode(tmp_path, was, how):
     make(tmp_path, 2, is_sharded=not was)
     folder = make(tmp_path, 3, is_sharded=was)
     arguments = {"auto": {}, "newest": {"resume_from_checkpoint": True}, "named": {"resume_from_checkpoint": folder}}
@@ -299,16 +288,16 @@ def test_training_does_not_resume_in_the_other_mode(tmp_path: Path, was: bool, h
     assert str(chosen["resume_from_checkpoint"]) == str(folder)
 
 
-def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path: Path) -> None:
+def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path):
     found = set()
     for rank in (2, 3):
         args = SimpleNamespace(process_index=rank, world_size=4, seed=5)
         ours, state = resume_of(rank=rank)[0], SimpleNamespace(global_step=6)
         ours._folder = tmp_path
         with seeded_draws(0):
-            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            ours.on_epoch_begin(args, state, SimpleNamespace())
             before = draws()
-            ours.on_epoch_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
+            ours.on_epoch_begin(args, state, SimpleNamespace())
             assert draws() != before
             found.add(str(before))
     assert len(found) == 2
@@ -317,19 +306,19 @@ def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path: Path) 
 class Saving(FakeTrainer):
     """It saves after its third step."""
 
-    def __init__(self, folder: Path, *files: str) -> None:
+    def __init__(self, folder, *files):
         super().__init__()
         self.folder, self.files = folder, files
         self.state.global_step, self.state.epoch = 3, 0.5
-        self.saved_draws: list[float] = []
+        self.saved_draws = []
         self.saved_accumulation = 0
         self.args.gradient_accumulation_steps = 1  # As the loop has it.
-        self.meanwhile: Callable[[], Any] = lambda: None
+        self.meanwhile = lambda: None
 
-    def _get_output_dir(self, trial: Any = None) -> str:
+    def _get_output_dir(self, trial=None):
         return str(self.folder)
 
-    def save(self, model: Any, trial: Any) -> None:
+    def save(self, model, trial):
         folder = Path(self._get_output_dir(), "checkpoint-3")
         for number, name in enumerate(self.files):
             if number == len(self.files) - 1:
@@ -342,40 +331,39 @@ class Saving(FakeTrainer):
             raise OSError(28, "No space left on device")
 
 
-def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
+def checkpoints(trainer, rank):
     accumulation = lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4)  # noqa: E731
-    steps: Any = SimpleNamespace(
+    steps = SimpleNamespace(
         proof=SimpleNamespace(values=dict),
         balancer=SimpleNamespace(state_dict=dict),
         num_accumulated=4,
         loader=None,
         passes=SimpleNamespace(accumulation_of_script=accumulation),
     )
-    resume = Resume(trainer, rank, steps, {}, 0, RunContext())  # type: ignore[arg-type]
-    return Checkpoints(trainer, rank, steps, GradientExchange(trainer, rank), resume, HeartbeatPage(None, 0))  # type: ignore[arg-type]
+    resume = Resume(trainer, rank, steps, {}, 0, RunContext())
+    return Checkpoints(trainer, rank, steps, GradientExchange(trainer, rank), resume, HeartbeatPage(None, 0))
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
 
 
 @pytest.mark.parametrize("missing", ["", *NEEDED])
-def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_path: Path, missing: str) -> None:
+def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_path, missing):
     files = {*NEEDED, "training_args.bin"} - {missing}
     trainer = Saving(tmp_path, *files)
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
+    stored = sealed(tmp_path / "checkpoint-3")
     assert stored.is_resumable == (not missing)
     assert stored.files.keys() == files
     assert (trainer.saved_accumulation, trainer.args.gradient_accumulation_steps) == (4, 1)
 
 
-def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind(tmp_path: Path) -> None:
+def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind(tmp_path):
     trainer = Saving(tmp_path, *NEEDED)
     ours = checkpoints(trainer, Rank())
     rows = DataLoader(range(4))
 
-    def evaluate(*, saves: bool) -> None:
+    def evaluate(*, saves):
         for number, _ in enumerate(rows):
             if number == 2 and saves:  # A signal has come.
                 draws()
@@ -390,9 +378,7 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
             assert (trainer.saved_draws if saves else draws()) == expected
 
 
-def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path, monkeypatch):
     trainer = Saving(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1024 * (folder == tmp_path)))
     told = (
@@ -402,52 +388,46 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
         checkpoints(trainer, Rank())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())
 
-    said: dict[str, str] = {}
+    said = {}
     for rank, error, text in ((0, OSError, "No such file"), (1, DistributedError, "rank 0 failed to save")):
         with pytest.raises(error, match=text):
             checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("name", tmp_path / "none", tmp_path, {})
 
 
-def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:
+def test_two_runs_do_not_write_one_checkpoint(tmp_path):
     trainer, other = Saving(tmp_path, *NEEDED), Saving(tmp_path, *NEEDED)
     other.meanwhile = lambda: pytest.fail("It writes.")
 
-    def save_as_well() -> None:
+    def save_as_well():
         with pytest.raises(SaveError, match="another run is saving it"):
             checkpoints(other, Rank())._save(other.save, None)
 
     trainer.meanwhile = save_as_well
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == set(NEEDED)
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert check(tmp_path / "checkpoint-3") is None
 
 
-def test_what_a_killed_save_left_is_not_mixed_in(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_not_mixed_in(tmp_path):
     # Its process lived when this run began.
     left = make(tmp_path / PART_FOLDER, 3)
     (left / MANIFEST).unlink()
     trainer = Saving(tmp_path, *NEEDED)
     checkpoints(trainer, Rank())._save(trainer.save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == set(NEEDED)
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == set(NEEDED)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
-def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path: Path) -> None:
+def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path):
     trainer = Saving(tmp_path)
     checkpoints(trainer, Rank())._save(lambda model, trial: (tmp_path / "mine").touch(), None)
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     # Into the final folder, by itself.
-    save: Any = lambda model, trial: [make(tmp_path, 3), (tmp_path / "checkpoint-3" / MANIFEST).unlink()]  # noqa: E731
+    save = lambda model, trial: [make(tmp_path, 3), (tmp_path / "checkpoint-3" / MANIFEST).unlink()]  # noqa: E731
     checkpoints(trainer, Rank())._save(save, None)
-    stored = read_manifest(tmp_path / "checkpoint-3")
-    assert stored is not None
-    assert stored.files.keys() == {"optimizer.pt", "adapter/weights.bin"}
+    assert sealed(tmp_path / "checkpoint-3").files.keys() == {"optimizer.pt", "adapter/weights.bin"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "mine"]
 
 
-def draws() -> list[float]:
+def draws():
     return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]

@@ -1,9 +1,6 @@
 """A training does not go on from a checkpoint of which trained weights were not found."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
@@ -13,22 +10,22 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.wire.context import RunContext
 
 
-def loads(model: nn.Module, *missing: str) -> list[Any]:
+def loads(model, *missing):
     """What transformers is told, after a load that has not found some names."""
-    told: list[Any] = []
-    resume = Resume(SimpleNamespace(model=model), None, None, {}, 0, RunContext())  # type: ignore[arg-type]
+    told = []
+    resume = Resume(SimpleNamespace(model=model), None, None, {}, 0, RunContext())
     resume.overrides()["_issue_warnings_after_load"](told.append, SimpleNamespace(missing_keys=missing))
     return told
 
 
-def test_one_name_of_a_shared_weight_is_enough() -> None:
+def test_one_name_of_a_shared_weight_is_enough():
     model = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
     model["head"].weight = model["embed"].weight
     assert lost_weights(model, ["embed.weight"]) == ([], 1)
     assert lost_weights(model, ["embed.weight", "head.weight"]) == (["embed.weight"], 1)
 
 
-def test_training_does_not_go_on_without_its_weights() -> None:
+def test_training_does_not_go_on_without_its_weights():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(SetupError, match=r"without 2 of 4 trained weights, such as 0\.weight"):
         loads(model, "0.weight", "0.bias")

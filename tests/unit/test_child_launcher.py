@@ -1,7 +1,5 @@
 """Which commands of a rank are launchers, and what is let pass."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

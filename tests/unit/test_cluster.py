@@ -1,10 +1,7 @@
 """What a process says in a pod of Kubeflow Trainer, and how it waits for the pod where the nodes meet."""
 
-from __future__ import annotations
-
 import os
 import socket
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from unsloth_multigpu.start import check_cluster
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith((ENV_PREFIX, "PET_")):
             monkeypatch.delenv(name)
@@ -30,9 +27,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ("PET_NPROC_PER_NODE", "4", "num_gpus", "all devices of the machine would train"),
     ],
 )
-def test_pod_that_would_train_by_itself_is_refused(
-    name: str, value: str, option: str, otherwise: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pod_that_would_train_by_itself_is_refused(name, value, option, otherwise, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given: {otherwise}") as error:
         check_cluster({option: None})
@@ -44,16 +39,16 @@ def test_pod_that_would_train_by_itself_is_refused(
 
 
 @pytest.mark.parametrize("ranks", ["", "auto", "gpu", "cuda"])
-def test_pod_that_is_alone_trains(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_that_is_alone_trains(ranks, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", ranks)
     check_cluster({})
 
 
-def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch):
     asked = []
 
-    def resolve(host: str, port: int) -> tuple[Any, ...]:
+    def resolve(host, port):
         asked.append(host)
         if len(asked) < 4:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

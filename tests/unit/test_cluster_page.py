@@ -1,11 +1,8 @@
 """The recipes of docs/cluster.md: whole files that parse, use names that exist, and are linked."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,19 +20,19 @@ SHELL = [path for path in RECIPES if path.suffix in (".sh", ".sbatch")]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_page_links_the_file_in_a_line_of_its_own(path: Path) -> None:
+def test_page_links_the_file_in_a_line_of_its_own(path):
     # The site shows the file there: tests/unit/test_package.py.
     assert f"\n[examples/cluster/{path.name}](../examples/cluster/{path.name})\n" in PAGE
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
-def test_shell_script_is_sound(path: Path) -> None:
+def test_shell_script_is_sound(path):
     checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_names_in_a_recipe_exist(path: Path) -> None:
+def test_names_in_a_recipe_exist(path):
     text = path.read_text(encoding="utf-8")
     for name in re.findall(rf"{ENV_PREFIX}(\w+)", text):
         assert name.lower() in options_of(MultiGPUConfig)
@@ -47,20 +44,18 @@ def test_names_in_a_recipe_exist(path: Path) -> None:
         assert_flags_exist(["run", *command.replace('"$@"', "train.py").split()])
 
 
-def assert_flags_exist(arguments: list[str]) -> None:
+def assert_flags_exist(arguments):
     own, program = split_program(arguments)
     flags = [argument.partition("=")[0] for argument in own[1:] if argument.startswith("--")]
     assert set(flags) <= {flag(name) for name in command_options("run")}
     assert program == ["train.py"]
 
 
-def load(name: str) -> dict[str, Any]:
-    value = yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text(encoding="utf-8"))
-    assert isinstance(value, dict)
-    return value
+def load(name):
+    return yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text(encoding="utf-8"))
 
 
-def test_trainjob_has_the_fields_of_kubeflow_and_starts_our_command() -> None:
+def test_trainjob_has_the_fields_of_kubeflow_and_starts_our_command():
     job = load("kubeflow.yaml")
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
@@ -77,7 +72,7 @@ def test_trainjob_has_the_fields_of_kubeflow_and_starts_our_command() -> None:
     assert all(isinstance(value, str) for value in quantities)
 
 
-def test_recipe_gives_the_variables_that_the_page_lists() -> None:
+def test_recipe_gives_the_variables_that_the_page_lists():
     given = set(re.findall(r"\$\((PET_[A-Z_]+)\)", " ".join(load("kubeflow.yaml")["spec"]["trainer"]["command"])))
     section = PAGE.partition("## Options of several nodes")[2].partition("\n## ")[0]
     assert given == set(re.findall(r"`(PET_[A-Z_]+)`", section)) - {"PET_NPROC_PER_NODE"}

@@ -1,12 +1,8 @@
 """Options: where a value comes from, and what is said of one that cannot be used."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,47 +10,33 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.option_type import options_of
-from unsloth_multigpu.options import (
-    ENV_CONFIG,
-    ENV_PREFIX,
-    FORMER,
-    INTERNAL_VARIABLES,
-    MultiGPUConfig,
-    from_keywords,
-)
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, FORMER, INTERNAL_VARIABLES, MultiGPUConfig, from_keywords
 from unsloth_multigpu.strategy import AllReduce
 
 
-def variable(option: str) -> str:
+def variable(option):
     return ENV_PREFIX + option.upper()
 
 
-def assert_says(error: pytest.ExceptionInfo[ConfigError], message: str, hint: str) -> None:
+def assert_says(error, message, hint):
     first, _, second = str(error.value).partition("\nHint: ")
     assert message in first
     assert hint in second
 
 
-def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
-    environment = {variable("num_gpus"): "3", variable("timeout_s"): "60", variable("enable_ddp"): "1"}
-    config = MultiGPUConfig.resolve({"num_gpus": 2, "enable_ddp": False, "timeout_s": None}, environment)
-    assert (config.num_gpus, config.enable_ddp, config.timeout_s) == (2, False, 60.0)
-    assert config.max_restarts == 0
-
-
-def test_words_for_yes_and_no() -> None:
+def test_words_for_yes_and_no():
     for words, value in ((("1", "True", "YES", "on"), True), (("0", "False", "no", "OFF"), False)):
         configs = [MultiGPUConfig.resolve({}, {variable("enable_ddp"): word}) for word in words]
         assert [config.enable_ddp for config in configs] == [value] * 4
 
 
 @pytest.mark.parametrize("text", ["", "  ", "none", "None"])
-def test_empty_variable_leaves_the_default(text: str) -> None:
+def test_empty_variable_leaves_the_default(text):
     names = ("num_gpus", "timeout_s", "global_batch", "shard_offload")
     assert MultiGPUConfig.resolve({}, {variable(name): text for name in names}) == MultiGPUConfig()
 
 
-def test_variables_that_are_no_options_are_passed_over() -> None:
+def test_variables_that_are_no_options_are_passed_over():
     environment = {
         **dict.fromkeys(INTERNAL_VARIABLES - {ENV_CONFIG}, "x"),
         "UNSLOTH_RETURN_LOGITS": "1",
@@ -104,7 +86,7 @@ OUT = "Leave {} out: its default is "
         ("log_dir", 3.5, "log_dir=3.5; expected FOLDER", OUT),
     ],
 )
-def test_wrong_argument_is_named_with_a_hint(option: str, value: object, message: str, hint: str) -> None:
+def test_wrong_argument_is_named_with_a_hint(option, value, message, hint):
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig.resolve({option: value}, {})
     assert_says(error, message, hint.format(option))
@@ -134,7 +116,7 @@ TWO_NODES = {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"}
         ({**TWO_NODES, "node_rank": 2}, "node_rank=2, but nnodes='2'; expected 0 .. 1", "from 0"),
     ],
 )
-def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, Any], message: str, hint: str) -> None:
+def test_option_that_another_makes_meaningless_is_an_error(options, message, hint):
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig(**options)
     assert_says(error, message, hint)
@@ -157,21 +139,21 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
         ("NUM_GPU", "", "_NUM_GPU='' is not an option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS?"),
     ],
 )
-def test_wrong_variable_is_named_with_a_hint(name: str, text: str, message: str, hint: str) -> None:
+def test_wrong_variable_is_named_with_a_hint(name, text, message, hint):
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig.resolve({}, {ENV_PREFIX + name: text})
     assert_says(error, message, hint)
 
 
 @pytest.mark.parametrize("name", FORMER)
-def test_former_argument_is_unknown_and_its_replacement_is_named(name: str) -> None:
+def test_former_argument_is_unknown_and_its_replacement_is_named(name):
     assert name not in options_of(MultiGPUConfig)
     with pytest.raises(ConfigError) as error:
         from_keywords({"num_gpus": 2, name: True})
     assert_says(error, f"enable_multi_gpu: {name}=True is not an option", f"Use {FORMER[name]}.")
 
 
-def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() -> None:
+def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all():
     with pytest.raises(ConfigError) as error:
         from_keywords({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu: num_gpu=2 is not an option", "Did you mean num_gpus?")
@@ -181,7 +163,7 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() ->
 
 
 @pytest.mark.parametrize("enable_ddp", [True, False])
-def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(enable_ddp: bool) -> None:
+def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(enable_ddp):
     config = MultiGPUConfig(num_gpus=1, enable_ddp=enable_ddp)
     patches = TrainerHooks(config, 1, "any", print, print).patches()
     (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
@@ -190,25 +172,16 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
     assert args._n_gpu == 1
 
 
-def training_arguments(config: MultiGPUConfig, *, searches: bool = False) -> SimpleNamespace:
-    """TrainingArguments as the patch leaves them in a rank of two."""
-    manager: Any = SimpleNamespace(meet_ranks=lambda: None)
-    patches = TrainerHooks(config, 2, "cuda", print, lambda: manager).patches()
+def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded():
+    patches = TrainerHooks(MultiGPUConfig(), 2, "cuda", print, print).patches()
     (patch,) = (p for p in patches if p.target.endswith(":TrainingArguments.__post_init__"))
-    args = SimpleNamespace(
-        per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False, auto_find_batch_size=searches
-    )
-    patch.wrap(lambda self: None, args)
-    return args
-
-
-def test_search_for_a_batch_size_is_refused_before_a_model_is_loaded() -> None:
+    args = SimpleNamespace(ddp_timeout=1800, use_cpu=False, auto_find_batch_size=True)
     with pytest.raises(SetupError, match="auto_find_batch_size=True lets one rank shrink its batch"):
-        training_arguments(MultiGPUConfig(), searches=True)
+        patch.wrap(lambda self: None, args)
 
 
 @contextmanager
-def unconfigured_logging() -> Iterator[logging.Logger]:
+def unconfigured_logging():
     """The package's logger as in a process where nobody has configured logging. No fixture: pytest adds its handlers
     to the root logger after those have run."""
     package = logging.getLogger("unsloth_multigpu")
@@ -222,7 +195,7 @@ def unconfigured_logging() -> Iterator[logging.Logger]:
         package.setLevel(level)
 
 
-def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys):
     with unconfigured_logging() as package:
         console = Console(is_notebook=True)
         package.info("a fact")
@@ -232,7 +205,7 @@ def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureF
     assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: warning: a warning\n")
 
 
-def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_is_not_left_to_what_unsloth_has_configured(capsys):
     with unconfigured_logging() as package:
         logging.basicConfig(level=logging.WARNING, format="[%(name)s|%(levelname)s]%(message)s")  # As its import does.
         console = Console()
@@ -242,7 +215,7 @@ def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.Captu
     assert capsys.readouterr().err == "unsloth_multigpu: a fact\nunsloth_multigpu: warning: a warning\n"
 
 
-def test_console_is_left_to_an_application_that_has_its_own() -> None:
+def test_console_is_left_to_an_application_that_has_its_own():
     with unconfigured_logging() as package:
         logging.root.addHandler(logging.NullHandler())
         console = Console()

@@ -1,39 +1,27 @@
 """The cost of a micro-batch: what it is made of, and that it is found in measurements."""
 
-from __future__ import annotations
-
-import random
-
 import pytest
 
-from unsloth_multigpu.step.cost import (
-    CostModel,
-    attention_factor,
-    fit_cost,
-    relative_speeds,
-    without_outliers,
+from unsloth_multigpu.step.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "cost", "num_tokens"),
+    [
+        # Padded rows cost as the longest, rows end to end what they are, and few of them the floor.
+        ({"floor_tokens": 0, "attention": 0.01}, [100, 50, 1], 10 + 3 * (100 + 0.01 * 100**2), 300),
+        ({"is_padded": False, "attention": 0.01}, [100, 50], 10 + 150 + 0.01 * (100**2 + 50**2), 150),
+        ({"floor_tokens": 500}, [100], 510, 100),
+        ({"floor_tokens": 500}, [10], 510, 10),
+        ({"floor_tokens": 500}, [600], 610, 600),
+    ],
 )
+def test_micro_batch_costs_what_its_rows_take(options, lengths, cost, num_tokens):
+    model = CostModel(overhead_tokens=10, **options)
+    assert (model.of(lengths), model.tokens(lengths)) == (cost, num_tokens)
 
 
-def test_padded_rows_cost_as_the_longest() -> None:
-    cost = CostModel(overhead_tokens=10, floor_tokens=0, attention=0.01)
-    assert cost.of([100, 50, 1]) == 10 + 3 * (100 + 0.01 * 100**2)
-    assert cost.tokens([100, 50, 1]) == 300
-
-
-def test_rows_end_to_end_cost_what_they_are() -> None:
-    cost = CostModel(overhead_tokens=10, attention=0.01, is_padded=False)
-    assert cost.of([100, 50]) == 10 + 150 + 0.01 * (100**2 + 50**2)
-    assert cost.tokens([100, 50]) == 150
-
-
-def test_small_micro_batch_costs_the_floor() -> None:
-    cost = CostModel(overhead_tokens=10, floor_tokens=500)
-    assert cost.of([100]) == cost.of([10]) == 510
-    assert cost.of([600]) == 610
-
-
-def test_attention_follows_the_shape_of_the_model() -> None:
+def test_attention_follows_the_shape_of_the_model():
     # 7B: hidden 4096, 32 layers, 6.6e9 weights in matrices; attention equals the matrices near 12,600 tokens in full.
     full = attention_factor(4096, 32, 6_600_000_000, is_frozen=False)
     frozen = attention_factor(4096, 32, 6_600_000_000, is_frozen=True)
@@ -43,26 +31,13 @@ def test_attention_follows_the_shape_of_the_model() -> None:
     assert attention_factor(4096, 32, 0, is_frozen=True) == 0
 
 
-@pytest.mark.parametrize(("overhead", "floor"), [(0.0, 0.0), (32.0, 0.0), (128.0, 1024.0), (16.0, 512.0)])
-def test_overhead_and_floor_are_found(overhead: float, floor: float) -> None:
-    rng = random.Random(1)
-    works = [rng.uniform(20, 6000) for _ in range(64)]
-    seconds = [(overhead + max(floor, w)) * 2e-5 * rng.uniform(0.98, 1.02) for w in works]
-    found = fit_cost(CostModel(overhead_tokens=7, floor_tokens=7), list(zip(works, seconds, strict=True)))
-    # Powers of two: within one of them. Half of the overhead of a model with a floor may be taken for floor.
-    assert found.overhead_tokens <= 2 * overhead + 4
-    expected = overhead + max(floor, 100)
-    assert found.of_work(100) == pytest.approx(expected, rel=0.5, abs=8)
-    assert found.of_work(5000) / found.of_work(3000) == pytest.approx((overhead + 5000) / (overhead + 3000), rel=0.05)
-
-
-def test_one_slow_micro_batch_changes_nothing() -> None:
+def test_one_slow_micro_batch_changes_nothing():
     samples = [(float(w), (32 + w) * 1e-5) for w in range(50, 3000, 100)]
     assert fit_cost(CostModel(), [*samples, (60.0, 5.0)]) == fit_cost(CostModel(), samples)
     assert without_outliers(CostModel(), [*samples, (60.0, 5.0)]) == samples
 
 
-def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
+def test_small_micro_batches_that_show_the_floor_are_kept():
     samples = [(float(w), (500 + max(2000, w)) * 1e-5) for w in range(50, 6000, 100)]
     assert without_outliers(CostModel(), samples) == samples
     found = fit_cost(CostModel(), samples)
@@ -81,5 +56,5 @@ def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
         ([100.0, 0.1], (1.0, 0.05)),
     ],
 )
-def test_speeds_are_rounded_and_equal_where_nearly_so(rates: list[float], speeds: tuple[float, ...]) -> None:
+def test_speeds_are_rounded_and_equal_where_nearly_so(rates, speeds):
     assert relative_speeds(rates) == pytest.approx(speeds)

@@ -1,20 +1,16 @@
 """Data is mapped once per node: in which order ranks work, and how they know each other's calls."""
 
-from __future__ import annotations
-
 import functools
 import random
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from tests.helpers.board import manager_of
 from unsloth_multigpu.errors import RankTimeoutError
 from unsloth_multigpu.hooks import datasets as hook
 from unsloth_multigpu.hooks.datasets import dataset_patches
-from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 
 LIMIT_S = 0.2
 
@@ -22,7 +18,7 @@ LIMIT_S = 0.2
 class FakeData:
     """Stands in for a `Dataset`: `map` notes who called it, and with what."""
 
-    def __init__(self, name: str, cache_files: tuple[str, ...] = ("data.arrow",)) -> None:
+    def __init__(self, name, cache_files=("data.arrow",)):
         self.name = name
         self.cache_files = cache_files
 
@@ -30,59 +26,43 @@ class FakeData:
 class Ranks:
     """The patched `map` of each rank, with one store between them."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.store: dict[str, str] = {}
-        self.order: list[tuple[int, str]] = []
+    def __init__(self, num_ranks):
+        self.store = HashStore()
+        self.order = []
         self.maps = [self._map(rank, num_ranks) for rank in range(num_ranks)]
 
-    def _map(self, rank: int, num_ranks: int) -> Callable[..., Any]:
-        manager = SimpleNamespace(
-            identity=RankIdentity(rank, rank, num_ranks, num_ranks, "torchrun"),
-            config=SimpleNamespace(timeout_s=LIMIT_S),
-            publish=lambda key, value="": self.store.__setitem__(key, value),
-            is_published=self.store.__contains__,
-            read=self.store.get,
-            is_abandoned=lambda: False,
-        )
-        manager.wait = functools.partial(self._wait, rank)
-        (patch,) = dataset_patches(None, lambda: manager)  # type: ignore[arg-type, return-value]
+    def _map(self, rank, num_ranks):
+        manager = manager_of(self.store, rank, num_ranks, MultiGPUConfig(timeout_s=LIMIT_S))
+        (patch,) = dataset_patches(None, lambda: manager)
 
-        def original(data: FakeData, function: Callable[[], object], **kwargs: Any) -> str:
+        def original(data, function, **kwargs):
             self.order.append((rank, data.name))
             function()
             return f"mapped {data.name}"
 
         return functools.partial(patch.wrap, original)
 
-    def _wait(self, rank: int, read: Callable[[], str | None], what: str, *, timeout_s: float, hint: str) -> str:
-        deadline = time.monotonic() + timeout_s
-        while (found := read()) is None:
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(f"rank {rank} waited {timeout_s:g} seconds for {what}.", hint=hint)
-            time.sleep(0.01)
-        return found
-
 
 @pytest.fixture(autouse=True)
-def plain_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_hash(monkeypatch):
     """The hash of `datasets` without its import: data, and what the function is called."""
 
-    def call_hash(data: FakeData, function: Callable[..., Any], args: object, kwargs: dict[str, Any]) -> str | None:
+    def call_hash(data, function, args, kwargs):
         name = function.__name__
         return None if name == "unhashable" else f"{data.name} {name}"
 
     monkeypatch.setattr(hook, "_call_hash", call_hash)
 
 
-def work() -> None:
+def work():
     """A function that can be hashed."""
 
 
-def unhashable() -> None:
+def unhashable():
     """One that cannot."""
 
 
-def test_rank_waits_for_the_limit_and_names_it() -> None:
+def test_rank_waits_for_the_limit_and_names_it():
     ranks = Ranks(2)
     with pytest.raises(RankTimeoutError, match=rf"rank 1 waited {LIMIT_S} seconds") as error:
         ranks.maps[1](FakeData("a"), work)
@@ -90,8 +70,8 @@ def test_rank_waits_for_the_limit_and_names_it() -> None:
     assert ranks.order == []
 
 
-def test_error_of_the_first_rank_sets_the_others_free() -> None:
-    def fail() -> None:
+def test_error_of_the_first_rank_sets_the_others_free():
+    def fail():
         raise ValueError("bad row")
 
     ranks = Ranks(2)
@@ -101,7 +81,7 @@ def test_error_of_the_first_rank_sets_the_others_free() -> None:
     assert ranks.order == [(0, "a"), (1, "a")]
 
 
-def test_function_that_cannot_be_hashed_is_awaited_by_its_number() -> None:
+def test_function_that_cannot_be_hashed_is_awaited_by_its_number():
     ranks = Ranks(2)
     for data, function in (("a", unhashable), ("b", work)):
         ranks.maps[0](FakeData(data), function)
@@ -110,17 +90,17 @@ def test_function_that_cannot_be_hashed_is_awaited_by_its_number() -> None:
     assert ranks.order == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
 
 
-def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait() -> None:
+def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait():
     ranks = Ranks(2)
     ranks.maps[0](FakeData("shard 0"), work)
     ranks.maps[1](FakeData("shard 1"), work)
     assert ranks.order == [(0, "shard 0"), (1, "shard 1")]
 
 
-def test_draws_of_the_function_count_on_every_rank_and_once() -> None:
+def test_draws_of_the_function_count_on_every_rank_and_once():
     ranks, drawn, is_cached = Ranks(2), [], False
 
-    def draw() -> None:
+    def draw():
         if not is_cached:
             random.random()
 

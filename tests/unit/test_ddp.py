@@ -1,25 +1,22 @@
 """What DDP is told about a model: whether every parameter surely gets a gradient in every step."""
 
-from __future__ import annotations
-
 import copy
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.ddp import DDPWrapping
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-
-if TYPE_CHECKING:
-    from torch import nn
 
 TINY = {
     "vocab_size": 16,
@@ -36,7 +33,7 @@ WAITS = Waits(lambda: torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet_libraries() -> Iterator[None]:
+def quiet_libraries():
     """PEFT is imported once, here: it takes seconds and talks about libraries that are missing."""
     logging.disable(logging.WARNING)
     import peft  # noqa: F401
@@ -45,30 +42,28 @@ def quiet_libraries() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def tiny(config: object = None, name: str = "TinyForCausalLM", module: str = "transformers.models.tiny") -> nn.Module:
+def tiny(config=None, name="TinyForCausalLM", module="transformers.models.tiny"):
     """A model of three layers; its class says what it is for."""
-    from torch import nn
-
-    model: Any = type(name, (nn.ModuleDict,), {"__module__": module})(
+    model = type(name, (nn.ModuleDict,), {"__module__": module})(
         {"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)}
     )
     if config is not None:
         model.config = config
-    return cast("nn.Module", model)
+    return model
 
 
-def llama(**changes: object) -> Any:
+def llama(**changes):
     from transformers import LlamaConfig
 
     return LlamaConfig(**{**TINY, **changes})
 
 
-def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: Any) -> Any:
+def adapted(model, names=("default",), **options):
     """The model with one LoRA per name, all of them trained."""
     import peft
 
     config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
-    result = peft.PeftModel(model, config, adapter_name=names[0])  # type: ignore[arg-type]
+    result = peft.PeftModel(model, config, adapter_name=names[0])
     for name in names[1:]:
         result.add_adapter(name, config)
     for name, parameter in result.named_parameters():
@@ -76,29 +71,23 @@ def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: 
     return result
 
 
-def is_sure(model: nn.Module) -> bool:
-    from unsloth_multigpu.train.ddp import uses_every_parameter
-
-    return uses_every_parameter(model)
-
-
-def partly_frozen(model: Any, *names: str) -> Any:
+def partly_frozen(model, *names):
     for name, parameter in model.named_parameters():
         if any(part in name for part in names):
             parameter.requires_grad = not parameter.requires_grad
     return model
 
 
-def with_layer(name: str) -> Any:
-    model: Any = tiny(llama())
+def with_layer(name):
+    model = tiny(llama())
     model[name] = torch.nn.Linear(2, 2)
     return model
 
 
-def ia3() -> Any:
+def ia3():
     import peft
 
-    return peft.PeftModel(tiny(llama()), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))  # type: ignore[arg-type]
+    return peft.PeftModel(tiny(llama()), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +104,8 @@ def ia3() -> Any:
         lambda: partly_frozen(with_layer("pooler"), "pooler"),
     ],
 )
-def test_dense_language_model_uses_every_trained_parameter(make: Any) -> None:
-    assert is_sure(make())
+def test_dense_language_model_uses_every_trained_parameter(make):
+    assert uses_every_parameter(make())
 
 
 @pytest.mark.parametrize(
@@ -137,8 +126,8 @@ def test_dense_language_model_uses_every_trained_parameter(make: Any) -> None:
         lambda: tiny(llama(), "TinyForSequenceClassification"),
     ],
 )
-def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
-    assert not is_sure(make())
+def test_model_that_may_leave_out_a_parameter_is_not_sure(make):
+    assert not uses_every_parameter(make())
 
 
 @pytest.mark.parametrize(
@@ -159,10 +148,10 @@ def test_model_that_may_leave_out_a_parameter_is_not_sure(make: Any) -> None:
         ("OPTConfig", {"layerdrop": 0.0}, True),
     ],
 )
-def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[str, Any], sure: bool) -> None:
+def test_config_tells_parts_that_a_step_may_leave_out(name, changes, sure):
     import transformers
 
-    assert is_sure(tiny(getattr(transformers, name)(**changes))) is sure
+    assert uses_every_parameter(tiny(getattr(transformers, name)(**changes))) is sure
 
 
 @pytest.mark.parametrize(
@@ -174,7 +163,7 @@ def test_config_tells_parts_that_a_step_may_leave_out(name: str, changes: dict[s
         (True, True, "untouched"),
     ],
 )
-def test_ddp_is_told_once_the_model_is_known(argument: bool | None, sure: bool, told: Any) -> None:
+def test_ddp_is_told_once_the_model_is_known(argument, sure, told):
     handler = told_by(MultiGPUConfig(), tiny(llama() if sure else None), argument)
     assert handler.find_unused_parameters == told
     assert handler.gradient_as_bucket_view is True
@@ -183,77 +172,59 @@ def test_ddp_is_told_once_the_model_is_known(argument: bool | None, sure: bool, 
 class Accelerator:
     """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
 
-    def __init__(self, handler: Any, *, is_transformers_4: bool = False, scaler: Any = None) -> None:
-        from torch.nn.parallel import DistributedDataParallel
+    scaler = None
 
+    def __init__(self, handler, *, is_transformers_4=False):
         self.ddp_handler = handler
         self.is_transformers_4 = is_transformers_4
-        self.scaler = scaler
-        self.told: list[Any] = []
+        self.told = []
         # Without a process group no real one can be made.
-        self.result: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+        self.result = DistributedDataParallel.__new__(DistributedDataParallel)
 
-    def wrap_model(self, model: Any) -> None:
+    def wrap_model(self, model):
         if self.is_transformers_4:
             self.ddp_handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no")
         assert self.prepare_model(model, device_placement=True) is self.result
 
-    def prepare_model(self, model: Any, device_placement: bool) -> Any:
+    def prepare_model(self, model, device_placement):
         assert device_placement
         self.told.append(copy.copy(self.ddp_handler))
         return self.result
 
 
-def wrap(
-    config: MultiGPUConfig, model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None
-) -> None:
+def wrap(config, model, accelerator, find_unused_parameters=None):
     """What a `train()` does that wraps the model."""
-    trainer = trainer_of(model, accelerator, find_unused_parameters)
-    manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS)
+    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
+    trainer.accelerator = accelerator
+    manager = SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS)
     with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(model)
 
 
-def trainer_of(model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None) -> FakeTrainer:
-    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
-    trainer.accelerator = accelerator  # type: ignore[assignment]
-    return trainer
-
-
-def told_by(
-    config: MultiGPUConfig,
-    model: Any,
-    find_unused_parameters: bool | None = None,
-    hook: str = "no",
-    **other: Any,
-) -> Any:
+def told_by(config, model, find_unused_parameters=None, **other):
     """The settings that accelerate reads when it makes DDP."""
-    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook=hook, comm_state_option={})
+    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no", comm_state_option={})
     accelerator = Accelerator(**{"handler": handler, **other})
     wrap(config, model, accelerator, find_unused_parameters)
     (told,) = accelerator.told
     return told
 
 
-@pytest.mark.parametrize("is_transformers_4", [False, True])
-def test_ddp_is_told_also_where_its_settings_are_made_late(is_transformers_4: bool) -> None:
-    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=is_transformers_4)
+def test_ddp_is_told_also_where_its_settings_are_made_late():
+    told = told_by(MultiGPUConfig(), tiny(llama()), is_transformers_4=True)
     assert (told.gradient_as_bucket_view, told.find_unused_parameters) == (True, False)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
+def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group, is_moved):
     """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    model: Any = tiny(llama())
+    model = tiny(llama())
     model["embed"] = torch.nn.Linear(2, 2, device="meta").requires_grad_(False)
     model["head"] = torch.nn.Linear(2, 2).requires_grad_(False)
     model._ddp_params_and_buffers_to_ignore = ["head.bias"]
 
     class Wrapping(Accelerator):
-        def prepare_model(self, model: Any, device_placement: bool) -> Any:
+        def prepare_model(self, model, device_placement):
             if is_moved:
                 model["embed"].to_empty(device="cpu")
             self.result = DistributedDataParallel(model)
@@ -269,25 +240,22 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
     assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
 
 
-def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
+def test_tool_follows_a_training_that_another_parallelism_steers():
     """Otherwise `verify` would let it run to its end, over what the user has saved."""
-    from unsloth_multigpu.part import Part
-    from unsloth_multigpu.train.trainer import DDPTrainer
-
-    seen: list[str] = []
+    seen = []
 
     class Following(Part):
         place = "recorder"
 
-        def overrides(self) -> Any:
+        def overrides(self):
             return {"training_step": lambda original, *_: seen.append("step")}
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, *_, **__):
             seen.append("end of step")
 
-    trainer: Any = FakeTrainer()
+    trainer = FakeTrainer()
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
     steered.of_tool = Following(trainer, manager)
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))

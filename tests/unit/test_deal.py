@@ -1,7 +1,5 @@
 """How a step's samples are dealt: properties of every plan, and the words in which it is shown."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest
@@ -9,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.deal import Piece, check_divisible, deal_step, equation
+from unsloth_multigpu.step.deal import check_divisible, deal_step, equation
 
 # Micro-batches of one process: full ones, and now and then ragged or short ones.
 SIZES = st.one_of(
@@ -26,12 +24,12 @@ RANKS = st.integers(1, 9)
 REGROUP = st.booleans()
 
 
-def rows(pieces: list[Piece]) -> list[int]:
+def rows(pieces):
     return [p for piece in pieces if not piece.is_filler for p in piece.positions]
 
 
 @given(SIZES, RANKS, REGROUP)
-def test_plan_deals_every_sample_once_and_in_order(sizes: list[int], world_size: int, regroup: bool) -> None:
+def test_plan_deals_every_sample_once_and_in_order(sizes, world_size, regroup):
     plan = deal_step(sizes, world_size, regroup=regroup)
     assert [p for share in plan for p in rows(share)] == list(range(sum(sizes)))
     assert len(plan) == world_size
@@ -40,9 +38,7 @@ def test_plan_deals_every_sample_once_and_in_order(sizes: list[int], world_size:
 
 
 @given(SIZES, RANKS, REGROUP)
-def test_rank_without_samples_has_one_filler_that_counts_nothing(
-    sizes: list[int], world_size: int, regroup: bool
-) -> None:
+def test_rank_without_samples_has_one_filler_that_counts_nothing(sizes, world_size, regroup):
     plan = deal_step(sizes, world_size, regroup=regroup)
     fillers = [share for share in plan if any(piece.is_filler for piece in share)]
     assert bool(fillers) == (sum(sizes) < world_size)
@@ -51,7 +47,7 @@ def test_rank_without_samples_has_one_filler_that_counts_nothing(
 
 
 @given(SIZES, RANKS)
-def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes: list[int], world_size: int) -> None:
+def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes, world_size):
     plan = deal_step(sizes, world_size, regroup=False, in_each=True)
     if any(size % world_size for size in sizes):
         assert plan == deal_step(sizes, world_size, regroup=False, whole=True)
@@ -64,7 +60,7 @@ def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes: list[in
 
 
 @given(SIZES, RANKS)
-def test_regrouped_ranks_and_their_pieces_are_as_few_and_as_even_as_can_be(sizes: list[int], world_size: int) -> None:
+def test_regrouped_ranks_and_their_pieces_are_as_few_and_as_even_as_can_be(sizes, world_size):
     plan = deal_step(sizes, world_size, regroup=True)
     of_ranks = [len(rows(share)) for share in plan]
     assert max(of_ranks) - min(of_ranks) <= 1
@@ -75,7 +71,7 @@ def test_regrouped_ranks_and_their_pieces_are_as_few_and_as_even_as_can_be(sizes
 
 
 @given(SIZES, RANKS)
-def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes: list[int], world_size: int) -> None:
+def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes, world_size):
     ends, plan = list(accumulate(sizes)), deal_step(sizes, world_size, regroup=False)
     assert sum(piece.share for share in plan for piece in share) == pytest.approx(len(sizes))
     for share in plan:
@@ -88,7 +84,7 @@ def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes: li
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=24, max_size=24), st.integers(1, 6))
-def test_ungrouped_references_that_divide_stay_whole(per_rank: int, lengths: list[int], world_size: int) -> None:
+def test_ungrouped_references_that_divide_stay_whole(per_rank, lengths, world_size):
     sizes = lengths[: per_rank * world_size]
     plan = deal_step(sizes, world_size, regroup=False)
     assert [len(share) for share in plan] == [per_rank] * world_size
@@ -110,11 +106,11 @@ def test_ungrouped_references_that_divide_stay_whole(per_rank: int, lengths: lis
         ([4, 4, 4], 2, False, "12 = 6 + 6 samples on 2 ranks"),
     ],
 )
-def test_equation_shows_the_step(sizes: list[int], world_size: int, regroup: bool, text: str) -> None:
+def test_equation_shows_the_step(sizes, world_size, regroup, text):
     assert equation(sizes, world_size, regroup=regroup) == text
 
 
-def test_step_with_fewer_samples_than_ranks_is_an_error() -> None:
+def test_step_with_fewer_samples_than_ranks_is_an_error():
     with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
         check_divisible(3, 4)
     check_divisible(4, 4)

@@ -1,11 +1,7 @@
 """A device map that was written for one GPU, on a rank whose GPU is another one."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +39,7 @@ HERE = {"": 1}
         ({"model": "cpu", "lm_head": "disk"}, {"model": "cpu", "lm_head": "disk"}),
     ],
 )
-def test_map_of_one_card_means_the_ranks_own(device_map: Any, placed: Any) -> None:
+def test_map_of_one_card_means_the_ranks_own(device_map, placed):
     assert local_device_map(device_map, "cuda", 1) == placed
 
 
@@ -56,7 +52,7 @@ def test_map_of_one_card_means_the_ranks_own(device_map: Any, placed: Any) -> No
         "cuda:3",
     ],
 )
-def test_map_of_other_cards_is_an_error(device_map: Any) -> None:
+def test_map_of_other_cards_is_an_error(device_map):
     with pytest.raises(ConfigError) as error:
         local_device_map(device_map, "cuda", 1)
     assert f"device_map={device_map!r}" in str(error.value)
@@ -66,8 +62,8 @@ def test_map_of_other_cards_is_an_error(device_map: Any) -> None:
 
 
 @pytest.mark.parametrize("target", ["FastLanguageModel", "FastModel", "PreTrainedModel"])
-def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest.LogCaptureFixture) -> None:
-    def told(device_map: Any, *, warns: bool = True) -> bool:
+def test_map_by_which_a_model_would_be_split_is_told(target, caplog):
+    def told(device_map, *, warns=True):
         (patch,) = (p for p in Placement("cuda", 1, warns=warns).patches() if f":{target}." in p.target)
         caplog.clear()
         assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
@@ -79,7 +75,7 @@ def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest
 
 
 @pytest.mark.parametrize("device_map", ["balanced", {"model.layers.0": 0, "model.layers.1": "cuda:3"}])
-def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_map_that_splits_a_model_leaves_that_to_shards(device_map, caplog):
     caplog.set_level("INFO", logger="unsloth_multigpu")
     patch = Placement("cuda", 1, warns=False, num_ranks=4, shards=True).patches()[0]
     assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
@@ -88,7 +84,7 @@ def test_map_that_splits_a_model_leaves_that_to_shards(device_map: Any, caplog: 
         patch.wrap(lambda **kwargs: kwargs, device_map={"model.layers.0": 0, "lm_head": "cpu", "model.layers.1": 3})
 
 
-def stored(folder: Path, *, packed: bool = False) -> Path:
+def stored(folder, *, packed=False):
     """A model of 3 GiB in bfloat16, of which there are the small files."""
     folder.mkdir()
     config = {"dtype": "bfloat16", **({"quantization_config": {"load_in_4bit": True}} if packed else {})}
@@ -109,7 +105,7 @@ def stored(folder: Path, *, packed: bool = False) -> Path:
         ({"subfolder": "other"}, 0.0),
     ],
 )
-def test_memory_of_weights_is_known_from_files(tmp_path: Path, options: dict[str, Any], share: float) -> None:
+def test_memory_of_weights_is_known_from_files(tmp_path, options, share):
     assert least_bytes(stored(tmp_path / "model"), options) == share * 3 * 2**30
     assert least_bytes(stored(tmp_path / "packed", packed=True), {"load_in_4bit": True}) == 3 * 2**30
     assert least_bytes("nobody/has-it-here", options) == 0
@@ -120,13 +116,11 @@ def test_memory_of_weights_is_known_from_files(tmp_path: Path, options: dict[str
 
 
 @pytest.mark.parametrize("device_map", ["balanced", "auto", "sequential", {"": 0}, {"model.a": 0, "model.b": 1}])
-def test_weights_that_one_card_does_not_hold_are_refused_before_they_are_loaded(
-    tmp_path: Path, device_map: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_one_card_does_not_hold_are_refused_before_they_are_loaded(tmp_path, device_map, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (0, 2 * 2**30))
     name = stored(tmp_path / "model")
 
-    def load(model: Any = name, device_map: Any = device_map, **options: Any) -> Any:
+    def load(model=name, device_map=device_map, **options):
         given = {"num_ranks": 2, "warns": False, **options}
         (patch,) = (p for p in Placement("cuda", 1, **given).patches() if ":PreTrainedModel." in p.target)
         return patch.wrap(lambda *args, **kwargs: kwargs["device_map"], object, model, device_map=device_map)

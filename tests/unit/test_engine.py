@@ -1,13 +1,9 @@
 """The processes of ranks and their stores, on every version of torch that is promised."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.rendezvous import TCPStore
@@ -15,7 +11,7 @@ from torch.distributed.rendezvous import TCPStore
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import membership
-from unsloth_multigpu.launch.engine import Place, Ranks, start_ranks
+from unsloth_multigpu.launch.engine import Place, start_ranks
 from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.process import find_marked, is_alive
@@ -24,23 +20,19 @@ PLACE = Place(4, 8, 1, "10.0.0.1", 29500)
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def begin(script: str, num_ranks: int, folder: Path) -> Ranks:
+def begin(script, num_ranks, folder):
     return start_ranks([sys.executable, "-c", script], num_ranks, PLACE, {**os.environ, "HERE": str(folder)}, folder)
 
 
-def end(ranks: Ranks) -> dict[int, int]:
-    wait_until(lambda: not ranks.living(), 60, "end of the ranks")
-    return ranks.exit_codes
-
-
-def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path: Path, capfd: Any) -> None:
+def test_ranks_know_their_place_and_only_the_first_has_the_terminal(tmp_path, capfd):
     script = (
         "import os\n"
         "reads_nothing = os.readlink('/proc/self/fd/0') == '/dev/null'\n"
         f"print(*[os.environ[n] for n in {NAMES}], os.getsid(0) == os.getpid(), reads_nothing)\n"
     )
     with begin(script, 2, tmp_path) as ranks:
-        assert end(ranks) == {4: 0, 5: 0}
+        wait_until(lambda: not ranks.living(), 60, "end of the ranks")
+        assert ranks.exit_codes == {4: 0, 5: 0}
     assert capfd.readouterr().out.startswith("4 0 8 2 1 10.0.0.1 29500 True ")
     assert (tmp_path / "rank_5.log").read_text() == "5 1 8 2 1 10.0.0.1 29500 True True\n"
     assert (tmp_path / "rank_5.log").stat().st_mode & 0o777 == 0o600
@@ -58,7 +50,7 @@ time.sleep(100)
 """
 
 
-def test_signals_reach_what_a_rank_has_started_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_signals_reach_what_a_rank_has_started_and_nothing_is_left_behind(tmp_path):
     files = [tmp_path / f"child_{rank}" for rank in (4, 5)]
     with begin(CHILD, 2, tmp_path) as ranks:
         wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files), 60, "children")
@@ -73,7 +65,7 @@ def test_signals_reach_what_a_rank_has_started_and_nothing_is_left_behind(tmp_pa
     wait_until(lambda: not is_alive(pids[1]), 60, "end of the child of the deaf one")
 
 
-def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path: Path) -> None:
+def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path):
     victim = tmp_path / "victim"
     (tmp_path / "rank_5.log").symlink_to(victim)
     with pytest.raises(LaunchError, match=r"rank 5 could not be started: .*symbolic link"):
@@ -82,7 +74,7 @@ def test_link_in_the_place_of_a_log_is_not_followed_and_no_rank_is_left(tmp_path
     assert find_marked(f"HERE={tmp_path}") == []
 
 
-def older_store(*args: Any, use_libuv: bool = True, **kwargs: Any) -> TCPStore:
+def older_store(*args, use_libuv=True, **kwargs):
     """`TCPStore` up to torch 2.7."""
     if use_libuv and kwargs.get("master_listen_fd") is not None:
         raise NotImplementedError(
@@ -92,11 +84,10 @@ def older_store(*args: Any, use_libuv: bool = True, **kwargs: Any) -> TCPStore:
     return TCPStore(*args, use_libuv=use_libuv, **kwargs)
 
 
-def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch):
     monkeypatch.setattr(membership, "TCPStore", older_store)
     meeting = Meeting(MultiGPUConfig(), "id", 2)
     place = meeting.meet(0, lambda: False)
-    assert place is not None
     # A rank joins with torch's default backend, whatever serves.
     rank = TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timedelta(seconds=10))
     rank.set("key", "value")

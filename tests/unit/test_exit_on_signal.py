@@ -1,11 +1,7 @@
 """A signal that ends a process which waits for a command ends the command, too."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,14 +17,14 @@ ask([sys.executable, "-c", "import time; open('begun', 'w').close(); time.sleep(
 
 
 @pytest.fixture(autouse=True)
-def terminal() -> Iterator[None]:
+def terminal():
     """SIGHUP ends a process, also where the tests were started under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def test_script_that_is_asked_ends_with_who_asks_it(tmp_path: Path) -> None:
+def test_script_that_is_asked_ends_with_who_asks_it(tmp_path):
     (tmp_path / "tmp").mkdir()
     with start(["-c", ASKS], tmp_path, {"TMPDIR": str(tmp_path / "tmp")}) as asking:
         wait_until((tmp_path / "begun").exists, 60.0, "the script that is asked")
@@ -41,7 +37,7 @@ def test_script_that_is_asked_ends_with_who_asks_it(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_signal_that_is_ignored_stays_so() -> None:
+def test_signal_that_is_ignored_stays_so():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with exit_on_signal():
         signal.raise_signal(signal.SIGHUP)

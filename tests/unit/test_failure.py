@@ -1,12 +1,7 @@
 """What is shown of an error: the user's frames, and all of them where this package is at fault."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +13,7 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.wait import wait_until
 
 
-def shown(function: Callable[[], Any]) -> str:
+def shown(function):
     try:
         function()
     except Exception as error:
@@ -26,30 +21,30 @@ def shown(function: Callable[[], Any]) -> str:
     pytest.fail("no error")
 
 
-def users_mistake() -> bool:
+def users_mistake():
     return bool({}["text"])
 
 
-def test_frames_between_two_of_the_user_are_left_out() -> None:
+def test_frames_between_two_of_the_user_are_left_out():
     text = shown(lambda: wait_until(users_mistake, time.monotonic()))
     assert "users_mistake" in text
     assert "unsloth_multigpu/wire/wait.py" not in text
     assert text.endswith("KeyError: 'text'\n")
 
 
-def test_option_that_cannot_be_used_shows_the_users_line_alone() -> None:
-    text = shown(lambda: MultiGPUConfig(num_gpus="two"))  # type: ignore[arg-type]
+def test_option_that_cannot_be_used_shows_the_users_line_alone():
+    text = shown(lambda: MultiGPUConfig(num_gpus="two"))
     assert "lambda: MultiGPUConfig" in text
     assert "unsloth_multigpu/" not in text
     assert "<string>" not in text
 
 
-def test_defect_of_this_package_keeps_all_frames() -> None:
-    text = shown(lambda: HeartbeatPage(None, 0).mark(Phase.DATA, step="one"))  # type: ignore[arg-type]
+def test_defect_of_this_package_keeps_all_frames():
+    text = shown(lambda: HeartbeatPage(None, 0).mark(Phase.DATA, step="one"))
     assert "unsloth_multigpu/wire/heartbeat.py" in text
 
 
-def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path, monkeypatch):
     monkeypatch.setattr(failure, "_OTHERS_LIMIT_S", 60.0)
     writers = [EventWriter(tmp_path, rank, 0, HeartbeatPage(tmp_path, rank)) for rank in range(2)]
     writers[0].write("exception")

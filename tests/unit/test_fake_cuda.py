@@ -1,17 +1,14 @@
 """The CUDA devices in host memory do what a card does, where tests rely on it."""
 
-from __future__ import annotations
-
 import textwrap
-from pathlib import Path
 
 from tests.helpers.fake_cuda import cards, needs_device
-from tests.helpers.run import PLAIN, Finished, finish, free_port, run_python, start
+from tests.helpers.run import PLAIN, finish, free_port, run_python, start
 
 pytestmark = needs_device
 
 
-def run(folder: Path, source: str, **options: str) -> Finished:
+def run(folder, source, **options):
     script = folder / "script.py"
     script.write_text("import torch\n" + textwrap.dedent(source))
     return run_python([script], folder, {**PLAIN, **cards(2, **options)})
@@ -92,10 +89,10 @@ assert x.tolist() == [3.0] * 4
 """
 
 
-def ranks(folder: Path, source: str, visible: str = "0,1") -> list[Finished]:
+def ranks(folder, source):
     script = folder / "rank.py"
     script.write_text("import torch\n" + RANK + textwrap.dedent(source))
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards(visible, of=2)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards("0,1", of=2)}
     started = [start([script], folder, {**PLAIN, **shared, "RANK": str(rank)}) for rank in range(2)]
     return [finish(process, 60.0) for process in started]
 

@@ -1,7 +1,5 @@
 """Tensors of tiny PEFT models on their way: dtypes, layouts, adapters on the disk."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -61,7 +59,7 @@ def logits(model):
         return model(input_ids=torch.arange(2, 22)[None]).logits
 
 
-def test_half_precision_travels_as_float32_and_comes_back() -> None:
+def test_half_precision_travels_as_float32_and_comes_back():
     model = nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 2).half(), nn.Linear(2, 2).double())
     before = copy.deepcopy(model)
     arrays = state_of(model)
@@ -86,7 +84,7 @@ def test_half_precision_travels_as_float32_and_comes_back() -> None:
     ],
     ids=["plain", "patterns", "embedding", "bias-and-head", "own-biases-and-norms"],
 )
-def test_adapter_that_peft_loads_from_the_disk_is_the_same_model(base, options, tmp_path) -> None:
+def test_adapter_that_peft_loads_from_the_disk_is_the_same_model(base, options, tmp_path):
     from peft import PeftModel
 
     if "lora_bias" in options or "bias" in options:
@@ -119,7 +117,7 @@ def _with_bias(base):
     return base
 
 
-def test_frozen_a_is_told_for_the_disk(base, tmp_path) -> None:
+def test_frozen_a_is_told_for_the_disk(base, tmp_path):
     from peft import PeftModel
 
     model = with_lora(base)
@@ -137,7 +135,7 @@ def test_frozen_a_is_told_for_the_disk(base, tmp_path) -> None:
     torch.testing.assert_close(logits(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))), logits(model))
 
 
-def test_what_is_no_plain_lora_is_named(base) -> None:
+def test_what_is_no_plain_lora_is_named(base):
     def reasons(model):
         return variants(model, travelling_tensors(model))
 
@@ -146,7 +144,7 @@ def test_what_is_no_plain_lora_is_named(base) -> None:
     assert describe_adapter(nn.Linear(2, 2)) == describe_adapter(base) == ""
 
 
-def test_four_bit_base_stays_and_counts_with_its_real_shape() -> None:
+def test_four_bit_base_stays_and_counts_with_its_real_shape():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from peft import LoraConfig, get_peft_model
 

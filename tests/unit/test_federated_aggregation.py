@@ -1,7 +1,5 @@
 """The mean of LoRA products against the dense mean, on shapes, ranks and weights that hypothesis chooses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -64,7 +62,7 @@ def product(arrays):
 
 @settings(max_examples=60, deadline=None)
 @given(federations())
-def test_split_is_the_dense_mean_and_its_nearest_product(federation) -> None:
+def test_split_is_the_dense_mean_and_its_nearest_product(federation):
     pairs, weights = federation
     dense, split = dense_mean(pairs, weights), mean_of_products(pairs, weights)
     assert split.a.shape == pairs[0][0].shape
@@ -79,7 +77,7 @@ def test_split_is_the_dense_mean_and_its_nearest_product(federation) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(federations())
-def test_mean_reports_how_far_the_product_of_means_is_from_the_mean_of_products(federation) -> None:
+def test_mean_reports_how_far_the_product_of_means_is_from_the_mean_of_products(federation):
     pairs, weights = federation
     averaged, dense = plain_mean(pairs, weights), dense_mean(pairs, weights)
     result = aggregate_lora(records(pairs), weights, averaged, mode="mean")
@@ -89,7 +87,7 @@ def test_mean_reports_how_far_the_product_of_means_is_from_the_mean_of_products(
     assert math.isclose(result.relative_remainder * float(dense.norm()), expected, rel_tol=1e-3, abs_tol=1e-6)
 
 
-def test_project_replaces_factors_alone() -> None:
+def test_project_replaces_factors_alone():
     torch.manual_seed(0)
     replies = [record(a=torch.randn(2, 5), b=torch.randn(4, 2), head=torch.randn(3)) for _ in range(3)]
     averaged = weighted_mean(replies, [1, 2, 3], [A, B, "head"])
@@ -101,7 +99,7 @@ def test_project_replaces_factors_alone() -> None:
     assert all(array.dtype == "float32" for array in result.arrays.values())
 
 
-def test_frozen_a_and_very_many_clients_are_not_measured() -> None:
+def test_frozen_a_and_very_many_clients_are_not_measured():
     replies = [record(b=torch.randn(4, 2)) for _ in range(2)]
     assert find_pairs([B]) == {}
     assert aggregate_lora(replies, [1, 1], replies[0], mode="mean").relative_remainder is None
@@ -125,7 +123,7 @@ def test_frozen_a_and_very_many_clients_are_not_measured() -> None:
         ("model.q_proj.lora_A.default", (2, 4)),
     ],
 )
-def test_what_is_no_plain_product_is_refused_by_name(name, shape) -> None:
+def test_what_is_no_plain_product_is_refused_by_name(name, shape):
     shapes = {A: (2, 4), B: (4, 2), "model.q_proj.lora_B.default.bias": (4,), "head.weight": (2, 2)}
     assert not_projectable(shapes) == []
     (reason,) = not_projectable(shapes | {name: shape})
@@ -133,6 +131,6 @@ def test_what_is_no_plain_product_is_refused_by_name(name, shape) -> None:
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1], [1, math.inf], [1, math.nan]])
-def test_weights_without_a_mean_are_an_error(weights) -> None:
+def test_weights_without_a_mean_are_an_error(weights):
     with pytest.raises(FederatedError, match="numbers of examples"):
         mean_of_products([(torch.ones(1, 2), torch.ones(2, 1))] * 2, weights)

@@ -1,7 +1,5 @@
 """What a client does with a message: seeds, state, FedProx, errors; on plain models and tiny Llamas in this process."""
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import suppress
@@ -26,13 +24,11 @@ from unsloth_multigpu.federated.reply import changed_by
 NUM_CLIENTS = 4
 
 
-def ask(app, kind, arrays=None, client_id=0, residual=None, node_config=None, **config):
+def ask(app, kind, arrays=None, client_id=0, node_config=None, **config):
     """Sends a message to a client in this process and returns the reply's content."""
     content = RecordDict({"config": ConfigRecord(config)})
     if arrays is not None:
         content["arrays"] = arrays
-    if residual is not None:
-        content["residual"] = residual
     node_config = {"partition-id": client_id, "num-partitions": NUM_CLIENTS} if node_config is None else node_config
     metadata = Metadata(
         run_id=1,
@@ -90,7 +86,7 @@ def start(app):
     return ask(app, "query.initial")["arrays"]
 
 
-def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app) -> None:
+def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app):
     first, again = ask(app, "query.initial"), ask(make_client_app(builder, train, seed=3), "query.initial")
     assert same(tensors(first), tensors(again))
     other = ask(make_client_app(builder, train, seed=4), "query.initial")
@@ -103,7 +99,7 @@ def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app) 
     assert first["config"]["adapter-config"] == ""
 
 
-def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(app, start) -> None:
+def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(app, start):
     alone = ask(make_client_app(builder, train, evaluate, seed=3), "train", start, 2, **{"server-round": 5})
     ask(app, "train", start, 0, **{"server-round": 5})
     ask(app, "evaluate", start, 1)
@@ -119,7 +115,7 @@ def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(
     assert alone["metrics"]["num-examples"] == 12
 
 
-def test_client_gets_what_it_has_to_know(start) -> None:
+def test_client_gets_what_it_has_to_know(start):
     seen = []
     app = make_client_app(builder, lambda model, client: seen.append(client) or (0, None), server_id="s", seed=3)
     reply = ask(app, "train", start, 1, **{"server-round": 2, "lr": 0.5})
@@ -177,7 +173,7 @@ def train_smoothed(model, client):
     return 12, {"met": [float(value) for value in met]}
 
 
-def test_every_client_ends_as_it_would_in_a_process_of_its_own() -> None:
+def test_every_client_ends_as_it_would_in_a_process_of_its_own():
     shared = make_client_app(Smoothed, train_smoothed, seed=3)
     start = ask(shared, "query.initial")["arrays"]
     replies = {client_id: ask(shared, "train", start, client_id) for client_id in (3, 1, 0, 2)}
@@ -210,7 +206,7 @@ def replace(model, client):
 
 
 @pytest.mark.parametrize(("careless", "name"), [(double, "0.weight"), (merge, "0.weight"), (replace, "3.weight")])
-def test_weight_that_a_client_changed_is_named_and_gone(app, start, careless, name) -> None:
+def test_weight_that_a_client_changed_is_named_and_gone(app, start, careless, name):
     expected = ask(app, "train", start, 1)
     careless_app = make_client_app(
         builder, lambda model, client: (train if client.client_id else careless)(model, client), seed=3
@@ -250,7 +246,7 @@ def remove(model, client):
         (lambda model, client: (1, {"num-examples": 3}), "'num-examples' is reserved"),
     ],
 )
-def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start) -> None:
+def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start):
     app = make_client_app(builder, train_fn)
     for _ in range(2):  # The next client's turn is not spoiled by it.
         with pytest.raises((FederatedError, ConfigError), match=text):
@@ -261,7 +257,7 @@ def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start) -> No
     ("result", "text"),
     [((float("nan"), 1, {}), "the loss nan"), ((1, {}), "returned .1, .*, not .loss"), ((0.0, "2", {}), "not .loss")],
 )
-def test_evaluation_that_cannot_be_averaged_is_an_error(result, text, start) -> None:
+def test_evaluation_that_cannot_be_averaged_is_an_error(result, text, start):
     with pytest.raises(FederatedError, match=text):
         ask(make_client_app(builder, train, lambda model, client: result), "evaluate", start)
     # A client without data weighs nothing.
@@ -269,7 +265,7 @@ def test_evaluation_that_cannot_be_averaged_is_an_error(result, text, start) -> 
     assert ask(app, "evaluate", start)["metrics"] == {"num-examples": 0, "loss": 0.0, "right": 1}
 
 
-def test_arrays_that_do_not_fit_are_named(app, start) -> None:
+def test_arrays_that_do_not_fit_are_named(app, start):
     wrong_shape = ArrayRecord(dict(start) | {"3.bias": Array(np.zeros(4, np.float32))})
     with pytest.raises(FederatedError, match=r"shape of 3\.bias is \(4,\) on the server and \(3,\)"):
         ask(app, "train", wrong_shape)
@@ -309,13 +305,10 @@ class NestedSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("make_optimizer", "num_accumulated"),
-    [
-        (lambda parameters: torch.optim.AdamW(parameters, 0.02), 3),
-        (lambda parameters: NestedSGD(parameters, 0.2), 1),
-    ],
+    [(lambda parameters: torch.optim.AdamW(parameters, 0.02), 3), (lambda parameters: NestedSGD(parameters, 0.2), 1)],
     ids=["adamw", "nested"],
 )
-def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated) -> None:
+def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated):
     def plain_train(model, client):
         torch.optim.SGD(model.parameters(), 0.1)
         optimizer = make_optimizer(model.parameters())
@@ -334,7 +327,7 @@ def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated) -> 
     assert max(float((free[n] - expected[n]).abs().max()) for n in expected) > 1e-3
 
 
-def test_step_that_the_proximal_term_cannot_reach_is_an_error() -> None:
+def test_step_that_the_proximal_term_cannot_reach_is_an_error():
     def with_closure(model, client):
         torch.optim.SGD(model.parameters(), 0.1).step(lambda: 0.0)
         return 1, {}
@@ -358,7 +351,7 @@ def test_step_that_the_proximal_term_cannot_reach_is_an_error() -> None:
 
 
 @pytest.mark.thorough
-def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path) -> None:
+def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path):
     """Through accelerate's optimizer, gradients accumulated, in bfloat16; and no client feels the one before."""
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model

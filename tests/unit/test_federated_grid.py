@@ -1,7 +1,5 @@
 """Devices, packing and slots of a federated server: without a process, or with a fake one."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -25,8 +23,6 @@ from unsloth_multigpu.federated import client_worker as worker
 from unsloth_multigpu.federated import pool
 from unsloth_multigpu.federated.client_device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
-from unsloth_multigpu.federated.round_report import ClientRecord
-from unsloth_multigpu.federated.slot import Task
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
 
@@ -233,22 +229,17 @@ def test_balanced_goes_by_measured_seconds(make_grid):
     assert [r.client_id for r in sorted(records, key=lambda r: r.begin_s)] == [1, 2, 0]
 
 
-def make_task(client_id: int, kind: str = "train") -> Task:
-    context = Context(run_id=1, node_id=client_id + 1, node_config={}, state=RecordDict(), run_config={})
-    return Task(Message(RecordDict(), client_id + 1, kind), context, ClientRecord(client_id, kind))
-
-
 def test_client_that_raises_is_told_and_its_tensors_are_gone(monkeypatch):
     held, is_gone = [], []
     monkeypatch.setattr(worker, "check_device", lambda kind: is_gone.append(held[-1]() is None))
-    given = make_task(0)
+    message, context = Message(RecordDict(), 1, "train"), Context(1, 1, {}, RecordDict(), {})
 
     def train(message, context):
         tensor = torch.ones(1)
         held.append(weakref.ref(tensor))
         raise RuntimeError("no\nluck")
 
-    kind, text, lines = worker.run_client(train, "cpu", given.message, given.context)
+    kind, text, lines = worker.run_client(train, "cpu", message, context)
     assert (kind, text) == ("failed", "RuntimeError: no luck")
     assert "in train\n" in lines
     assert is_gone == [True]

@@ -1,10 +1,6 @@
 """What the server takes and refuses, its report, and its training over clients in this process."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,8 +9,7 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 import unsloth_multigpu as ump
@@ -24,35 +19,35 @@ from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, Ver
 from unsloth_multigpu.federated import training
 from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import Training
+from unsloth_multigpu.wire.identity import RankIdentity
+
+pytestmark = pytest.mark.usefixtures("may_make_messages")
 
 
-def build() -> nn.Module:
+def build():
     return nn.Linear(2, 1)
 
 
-def train(model: nn.Module, client: Any) -> tuple[int, dict[str, float]]:
+def train(model, client):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += client.client_id + client.config.get("step", 1.0)
     return 1, {"loss": 1.0}
 
 
-def make_server(**options: Any) -> ump.FederatedServer:
-    given: dict[str, Any] = {"server_id": "s", "model_builder": build, "train_fn": train, **options}
+def make_server(**options):
+    given = {"server_id": "s", "model_builder": build, "train_fn": train, **options}
     return ump.create_multigpu_flower_server(**given)
 
 
-def make_plan(
-    model_builder: Callable[[], nn.Module] = build, train_fn: Callable[..., Any] = train, **options: Any
-) -> training.FederatedServer:
+def make_plan(model_builder=build, train_fn=train, **options):
     strategy = {name: options.pop(name) for name in ("strategy", "strategy_kwargs") if name in options}
     return training.FederatedServer(ServerOptions("s", model_builder, train_fn, **options), **strategy)
 
 
-def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) -> tuple[Any, Training]:
-    given = {name: options.pop(name) for name in ("grid", "server_evaluate") if name in options}
-    grid = given.pop("grid", None) or AppGrid(plan.client_app, num_clients)
-    trained = Training(plan, grid, num_clients, FitOptions(**options), **given)
+def run(plan, num_clients=2, **options):
+    given = {name: options.pop(name) for name in ("server_evaluate",) if name in options}
+    trained = Training(plan, AppGrid(plan.client_app, num_clients), num_clients, FitOptions(**options), **given)
     return trained.run(), trained
 
 
@@ -77,7 +72,7 @@ def run(plan: training.FederatedServer, num_clients: int = 2, **options: Any) ->
         ({"evaluate_fn": 1}, "evaluate_fn=1"),
     ],
 )
-def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], fact: str) -> None:
+def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
     with pytest.raises(ConfigError, match=fact):
         make_server(**options)
 
@@ -99,9 +94,7 @@ def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], 
         ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
     ],
 )
-def test_fit_refuses_before_it_starts_a_process(
-    options: dict[str, Any], fact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fit_refuses_before_it_starts_a_process(options, fact, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = psutil.Process().children()
     server_options = {"strategy": options.pop("strategy")} if "strategy" in options else {}
@@ -110,7 +103,7 @@ def test_fit_refuses_before_it_starts_a_process(
     assert psutil.Process().children() == before
 
 
-def test_server_starts_nothing_before_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_starts_nothing_before_fit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = psutil.Process().children()
     with make_server(num_gpus=64) as server:
@@ -121,7 +114,7 @@ def test_server_starts_nothing_before_fit(tmp_path: Path, monkeypatch: pytest.Mo
                 use()
 
 
-def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", {}.get)
     with pytest.raises(SetupError, match=r"needs flwr, which is not installed") as missing:
         make_server()
@@ -131,12 +124,11 @@ def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch: 
         make_server()
 
 
-def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_of_a_training_and_a_session_are_refused(monkeypatch):
     monkeypatch.setattr(plugin, "is_multi_gpu_enabled", lambda: True)
     with pytest.raises(SetupError, match=r"enable_multi_gpu\(\) is in effect"):
         make_server()
-    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in rank.items():
+    for name, value in RankIdentity(1, 1, 2, 2, "torchrun").variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"rank 1 of 2, started by torchrun"):
         make_server()
@@ -145,7 +137,7 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
 class AppGrid(AnsweringGrid):
     """Runs a ClientApp in this process, as Flower's nodes would."""
 
-    def __init__(self, app: ClientApp, num_clients: int = 2, **others: ClientApp) -> None:
+    def __init__(self, app, num_clients=2):
         super().__init__()
         self.contexts = {
             client_id + 1: Context(
@@ -153,27 +145,19 @@ class AppGrid(AnsweringGrid):
             )
             for client_id in range(num_clients)
         }
-        self.app, self.others = app, others
-        self.asked: list[int] = []
+        self.app = app
 
-    def get_node_ids(self) -> list[int]:
+    def get_node_ids(self):
         return list(self.contexts)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        messages = list(messages)
-        self.asked.append(len(messages))
-        return super().send_and_receive(messages, timeout=timeout)
-
-    def answer(self, message: Message) -> Message:
-        node_id = message.metadata.dst_node_id
+    def answer(self, message):
         try:
-            return self.others.get(f"client_{node_id - 1}", self.app)(message, self.contexts[node_id])
+            return self.app(message, self.contexts[message.metadata.dst_node_id])
         except (ValueError, FederatedError) as error:
             return Message(Error(2, str(error)), reply_to=message)
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_client_app_trains_under_a_server_app_of_the_users() -> None:
+def test_client_app_trains_under_a_server_app_of_the_users():
     """As in docs/federated.md: Flower's own strategy asks it for the first weights, and for rounds."""
     app = make_server(seed=3).client_app
     grid = AppGrid(app)
@@ -188,28 +172,26 @@ def test_client_app_trains_under_a_server_app_of_the_users() -> None:
         torch.testing.assert_close(value, expected[name] + 5.0)
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_what_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
+def test_what_the_model_does_not_allow_is_refused_before_the_first_round():
     with pytest.raises(ConfigError, match="lora_aggregation='project' cannot work here: no pair of lora_A and lora_B"):
         run(make_plan(lora_aggregation="project"))
 
-    def broken() -> nn.Module:
+    def broken():
         raise ValueError("no such weights")
 
     with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
         run(make_plan(broken))
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: pytest.LogCaptureFixture) -> None:
-    seen: dict[int, list[float]] = {}
+def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog):
+    seen = {}
 
-    def build_frozen() -> nn.Module:
+    def build_frozen():
         model = nn.Linear(2, 1)
         nn.init.ones_(model.weight.requires_grad_(False))
         return model
 
-    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
+    def measure(model, server_round):
         assert not model.training
         seen[server_round] = [float(value.detach().sum()) for value in model.parameters()]
         model.get_parameter("weight").data += 1
@@ -225,12 +207,11 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog: py
         run(plan, server_evaluate=lambda model, number: "good")
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
+def test_folder_is_written_by_one_training_at_a_time(tmp_path):
     plan, options = make_plan(), {"num_rounds": 2, "output_dir": str(tmp_path), "resume": "auto"}
-    refused: list[str] = []
+    refused = []
 
-    def evaluate(model: nn.Module, server_round: int) -> dict[str, Any]:
+    def evaluate(model, server_round):
         with pytest.raises(ConfigError, match="another running training writes its rounds there") as error:
             run(plan, **options)
         refused.append(error.value.hint)
@@ -246,12 +227,11 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
         run(plan, **options | {"output_dir": str(tmp_path / "file" / "below")})
 
 
-@pytest.mark.usefixtures("may_make_messages")
-def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_saved_round_of_another_model_is_refused(tmp_path):
     options = {"num_rounds": 1, "output_dir": str(tmp_path)}
     run(make_plan(), **options)
 
-    def with_frozen() -> nn.Module:
+    def with_frozen():
         model = build()
         model.register_parameter("vocabulary", nn.Parameter(torch.ones(7), requires_grad=False))
         return model
@@ -264,17 +244,16 @@ def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
             run(make_plan(other), **options | {"num_rounds": 2, "resume": "auto"})
 
 
-class Embedding(nn.Module):
-    """Its table is frozen, so models of unequal vocabularies send the same tensors; it notes which words it saw."""
+class Seeing(nn.Module):
+    """It notes which words it saw."""
 
-    def __init__(self, num_words: int = 10) -> None:
+    def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(num_words, 3).requires_grad_(False)
         self.head = nn.Linear(3, 2)
         self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
 
 
-def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
+def see(model, client):
     """Moves towards a point of its own; words 0 to 3 are seen by all, the others by client 3, which has least data."""
     with torch.no_grad():
         model.head.weight += client.client_id + 1 - model.head.weight
@@ -282,17 +261,9 @@ def see(model: Any, client: Any) -> tuple[int, dict[str, float]]:
     return 4 - client.client_id, {"train_loss": 1.0}
 
 
-@pytest.mark.usefixtures("may_make_messages")
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
-def test_truth_values_are_aggregated(strategy: str) -> None:
-    _, trained = run(make_plan(lambda: Embedding(), see, strategy=strategy), 4, num_rounds=2)
+def test_truth_values_are_aggregated(strategy):
+    _, trained = run(make_plan(lambda: Seeing(), see, strategy=strategy), 4, num_rounds=2)
     seen = training.tensors_of(trained.arrays)["seen"]
     assert seen.dtype == torch.bool
     assert seen.tolist() == [True] * 4 + [False] * 4
-
-
-def reply(client_id: int, reason: str = "") -> Message:
-    asked = Message(RecordDict(), client_id + 1, "train")
-    if reason:
-        return Message(Error(2, reason), reply_to=asked)
-    return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=asked)

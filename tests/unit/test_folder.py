@@ -1,15 +1,11 @@
 """The folders of a run: who can read them, when they go, and what a second job gets."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,18 +15,18 @@ from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 
 
 @pytest.fixture
-def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tmp(tmp_path, monkeypatch):
     """The folder for temporary files, of this test alone."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_private_folder_is_readable_by_its_user_only_and_removed(tmp: Path) -> None:
-    def fails() -> None:
+def test_private_folder_is_readable_by_its_user_only_and_removed(tmp):
+    def fails():
         with private_dir() as path:
             assert (path.parent, mode(path)) == (tmp, 0o700)
             (path / "maps").mkdir()
@@ -41,7 +37,7 @@ def test_private_folder_is_readable_by_its_user_only_and_removed(tmp: Path) -> N
     assert list(tmp.iterdir()) == []
 
 
-def test_folder_of_a_killed_supervisor_is_swept(tmp: Path) -> None:
+def test_folder_of_a_killed_supervisor_is_swept(tmp):
     killed = "from unsloth_multigpu.wire.folder import private_dir; import os\nwith private_dir(): os._exit(9)"
     subprocess.run([sys.executable, "-c", killed], env={**os.environ, "TMPDIR": str(tmp)}, timeout=60)
     (old,) = tmp.iterdir()
@@ -50,7 +46,7 @@ def test_folder_of_a_killed_supervisor_is_swept(tmp: Path) -> None:
         assert list(tmp.iterdir()) == [path]
 
 
-def test_sweep_leaves_living_supervisors_and_folders_of_others(tmp: Path) -> None:
+def test_sweep_leaves_living_supervisors_and_folders_of_others(tmp):
     (tmp / "unsloth_multigpu_doctor_x").mkdir()
     (tmp / "other").mkdir()
     before = set(tmp.iterdir())
@@ -68,9 +64,7 @@ def test_sweep_leaves_living_supervisors_and_folders_of_others(tmp: Path) -> Non
     ],
     ids=["another container", "another machine"],
 )
-def test_sweep_leaves_runs_whose_process_ids_mean_nothing_here(
-    tmp: Path, monkeypatch: pytest.MonkeyPatch, function: str, elsewhere: Callable[..., Any]
-) -> None:
+def test_sweep_leaves_runs_whose_process_ids_mean_nothing_here(tmp, monkeypatch, function, elsewhere):
     with monkeypatch.context() as there:
         there.setattr(os, function, elsewhere)
         foreign = private_dir()
@@ -84,7 +78,7 @@ def test_sweep_leaves_runs_whose_process_ids_mean_nothing_here(
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_logs_are_made_empty_and_private(tmp_path: Path) -> None:
+def test_logs_are_made_empty_and_private(tmp_path):
     log_dir = tmp_path / "a" / "logs"
     for _ in range(2):
         with exclusive_log_dir(log_dir, 3) as path:
@@ -97,7 +91,7 @@ def test_logs_are_made_empty_and_private(tmp_path: Path) -> None:
     assert (log_dir / "rank_1.log").exists()
 
 
-def test_second_job_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_job_gets_a_folder_of_its_own(tmp_path, caplog):
     with exclusive_log_dir(tmp_path, 2) as first:
         (first / "rank_1.log").write_text("first job")
         with exclusive_log_dir(tmp_path, 2) as second:
@@ -111,9 +105,7 @@ def test_second_job_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("inside", ["logs", "logs/deeper"])
-def test_log_folder_that_cannot_be_made_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
-) -> None:
+def test_log_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch, inside):
     (tmp_path / "logs").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match=f"log_dir='{tmp_path / inside}' cannot be written: ") as error:

@@ -1,10 +1,7 @@
 """The forecast of time: one rank is what was measured, nothing beats the ideal, more than samples is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +16,7 @@ from unsloth_multigpu.tools.forecast.forecast_recorder import Forecast, _refuse_
 GIB = 2**30
 
 
-def workload(lengths=((100, 50, 200, 70),) * 3, **values) -> Workload:
+def workload(lengths=((100, 50, 200, 70),) * 3, **values):
     base = {
         "cost": CostModel(overhead_tokens=32.0),
         "token_s": 1e-3,
@@ -119,7 +116,7 @@ def test_advice_names_what_limits(values, word):
 
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"shard": "on"}, {"global_batch": "scale"}])
-def test_what_is_not_counted_is_refused(options: Any) -> None:
+def test_what_is_not_counted_is_refused(options):
     with pytest.raises(SetupError, match="forecast supports DDP with the global batch of one process"):
         Forecast(folder="", num_steps=16, num_gpus=1).adjusted(MultiGPUConfig(**options))
     base = {"args": SimpleNamespace(), "is_deepspeed_enabled": False, "is_fsdp_enabled": False}

@@ -95,11 +95,7 @@ def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
 
 @pytest.mark.parametrize(
     ("facts", "draws"),
-    [
-        ({"lmbda": 0.5}, True),
-        ({"lmbda": 0.0, "seq_kd": True}, True),
-        ({"lmbda": 0.0, "seq_kd": False}, False),
-    ],
+    [({"lmbda": 0.5}, True), ({"lmbda": 0.0, "seq_kd": True}, True), ({"lmbda": 0.0, "seq_kd": False}, False)],
 )
 def test_distillation_on_completions_of_its_own_is_known(facts, draws):
     trainer = SimpleNamespace(args=SimpleNamespace(), generate_on_policy_outputs=print, **facts)

@@ -1,15 +1,11 @@
 """The process of the server that generates: started when it is asked for, watched, and ended with what it has left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +51,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+def make(tmp_path, monkeypatch):
     """Makes a server whose program is MODULE, with an option of it."""
     (tmp_path / "stand_in_server.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -71,7 +67,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
     monkeypatch.setattr(generation_server, "start_process", start)
 
-    def server(fault: str = "", timeout_s: float = 60.0) -> GenerationServer:
+    def server(fault="", timeout_s=60.0):
         monkeypatch.setenv("STAND_IN", fault)
         config = MultiGPUConfig(generators=2, timeout_s=timeout_s)
         return GenerationServer(config, {"CUDA_VISIBLE_DEVICES": "5,7"}, tmp_path, tmp_path, 0)
@@ -80,13 +76,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     assert orphans(str(tmp_path)) == []
 
 
-def turned(server: GenerationServer, until) -> list[str]:
+def turned(server, until):
     said = []
     wait_until(lambda: said.append(server.turn(ASKED)) or until(), 60, "the server")
     return said
 
 
-def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_path: Path, capfd) -> None:
+def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_path, capfd):
     with make() as server:
         assert server.turn([]) == ""
         assert not server.log.exists()
@@ -109,7 +105,7 @@ def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_pat
         ("loads", "did not answer within timeout_s=3 s"),
     ],
 )
-def test_server_that_does_not_come_is_an_error(make, fault: str, what: str, capfd) -> None:
+def test_server_that_does_not_come_is_an_error(make, fault, what, capfd):
     with make(fault, 60.0 if fault == "dies" else 3.0) as server:
         said = turned(server, lambda: server.error is not None)
     assert said[-1] == f"generators=2: the server {what}"
@@ -118,7 +114,7 @@ def test_server_that_does_not_come_is_an_error(make, fault: str, what: str, capf
     assert ("  [server] the model does not fit\n" in capfd.readouterr().err) == (fault == "dies")
 
 
-def test_taken_port_is_an_error_that_the_log_explains(make, capfd) -> None:
+def test_taken_port_is_an_error_that_the_log_explains(make, capfd):
     # It listens, but answers nothing.
     with socket.create_server(("127.0.0.1", PORT)), make() as server:
         said = turned(server, lambda: server.error is not None)
@@ -126,7 +122,7 @@ def test_taken_port_is_an_error_that_the_log_explains(make, capfd) -> None:
     assert "Address already in use" in capfd.readouterr().err
 
 
-def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path: Path) -> None:
+def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path):
     with make() as server:
         turned(server, lambda: is_ready(tmp_path, 0))
         os.kill(server._process.pid, signal.SIGKILL)
@@ -135,7 +131,7 @@ def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path: Path) -> N
     assert said[-1].endswith(" while it was serving")
 
 
-def test_server_ends_with_its_supervisor(make, tmp_path: Path) -> None:
+def test_server_ends_with_its_supervisor(make, tmp_path):
     supervisor = os.fork()
     if supervisor == 0:
         server = make()

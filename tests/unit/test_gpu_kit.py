@@ -1,36 +1,23 @@
 """The table of `make gpu`, what its runner does with steps that fail, and the section that it writes. Starts no GPU."""
 
-from __future__ import annotations
-
-import argparse
 import ast
 import json
 import math
 import tarfile
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.gpu import kit
 from tests.gpu.place import place_ranks
-from tests.gpu.step import (
-    FP32_BOUND,
-    PART_LIMIT_S,
-    PARTS,
-    TESTS,
-    Step,
-    judge_arms,
-    steps_of,
-)
+from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, steps_of
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
 
 
-def test_parts_fit_into_their_calls() -> None:
+def test_parts_fit_into_their_calls():
     assert len({step.name for step in STEPS}) == len(STEPS)
     for part in PARTS:
         limits = [step.limit_s for step in STEPS if step.part == part]
@@ -38,7 +25,7 @@ def test_parts_fit_into_their_calls() -> None:
     assert all(step.num_cards == 1 for step in STEPS if step.part <= 5)
 
 
-def test_each_test_of_nccl_is_in_one_step() -> None:
+def test_each_test_of_nccl_is_in_one_step():
     module = ast.parse((kit.ROOT / "tests" / "gpu" / "test_nccl.py").read_text(encoding="utf-8"))
     tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     chosen = {step.name: step.command[-1].split(" or ") for step in STEPS if step.command[:-1] == TESTS}
@@ -55,9 +42,7 @@ def test_each_test_of_nccl_is_in_one_step() -> None:
         (1, [2, 29, 7], "gloo", 1, "over gloo, because NCCL can share one from 2.30 on, and here is NCCL 2.29.7"),
     ],
 )
-def test_ranks_share_a_card_over_what_can(
-    num_cards: int, nccl: list[int] | None, backend: str, num_used: int, note: str
-) -> None:
+def test_ranks_share_a_card_over_what_can(num_cards, nccl, backend, num_used, note):
     place = place_ranks(2, num_cards, nccl)
     assert (place.backend, place.num_cards) == (backend, num_used)
     assert note in place.note
@@ -69,7 +54,7 @@ def test_ranks_share_a_card_over_what_can(
 
 
 @pytest.mark.parametrize("is_tiny", [False, True])
-def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
+def test_benchmarks_of_the_table_have_options_that_exist(is_tiny):
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
         arguments = main.make_parser(main.find_commands()).parse_args(list(step.command[2:]))
@@ -82,12 +67,8 @@ def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     assert {"line_one", "guarded_one", "ours_one", "rebalance", "ours", "torchrun"} <= names
 
 
-def arm(name: str, **facts: Any) -> dict[str, Any]:
-    usual = {
-        "has_same_samples": True,
-        "norm_difference": 1e-6,
-        "tokens_per_s": {"median": 100.0},
-    }
+def arm(name, **facts):
+    usual = {"has_same_samples": True, "norm_difference": 1e-6, "tokens_per_s": {"median": 100.0}}
     return {"name": name, **usual, **facts}
 
 
@@ -101,23 +82,23 @@ def arm(name: str, **facts: Any) -> dict[str, Any]:
         ({"tokens_per_s": {"median": 80.0}}, "1.25 times as long as torchrun"),
     ],
 )
-def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem: str | None) -> None:
+def test_result_has_to_show_what_the_step_is_for(facts, problem):
     judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun")
     problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
     assert [problem in said for said in problems] == [True] if problem else problems == []
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
 
 
-def options(tmp_path: Path) -> argparse.Namespace:
+def options(tmp_path):
     return kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
 
 
-def run(tmp_path: Path, code: str, **facts: Any) -> dict[str, Any]:
+def run(tmp_path, code, **facts):
     step = Step("one", 1, "a step", facts.pop("limit_s", 20), ("-c", code, "{json}"), **facts)
     return kit.run_step(step, options(tmp_path), math.inf)
 
 
-def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path: Path) -> None:
+def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path):
     good = run(tmp_path, "import sys; open(sys.argv[1], 'w').write('{\"a\": 1}')")
     assert (good["rc"], good["problems"], good["result"], kit.has_passed(good)) == (0, [], {"a": 1}, True)
     failed = run(tmp_path, "print('why'); raise SystemExit(3)")
@@ -130,7 +111,7 @@ def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path: Path) 
     assert not kit.has_passed(None)
 
 
-def test_step_beyond_its_limit_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_beyond_its_limit_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(kit, "LEAST_S", 0.0)
     ended = run(tmp_path, "import time; time.sleep(60)", limit_s=1)
     assert (ended["rc"], ended["problems"]) == (124, ["ended by its limit"])
@@ -138,9 +119,7 @@ def test_step_beyond_its_limit_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert (late["rc"], kit.has_passed(late)) == (None, False)
 
 
-def test_part_goes_on_and_names_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_part_goes_on_and_names_what_is_missing(tmp_path, monkeypatch, capsys):
     write = "import sys; open(sys.argv[1], 'w').write('{}')"
     table = [
         Step("bad", 1, "", 20, ("-c", "raise SystemExit(2)")),

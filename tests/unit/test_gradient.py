@@ -13,11 +13,7 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategy import read_strategy
-from unsloth_multigpu.train.check import (
-    MAX_SKIPPED_IN_A_ROW,
-    BatchCount,
-    StepCheck,
-)
+from unsloth_multigpu.train.check import MAX_SKIPPED_IN_A_ROW, BatchCount, StepCheck
 from unsloth_multigpu.train.loop import Loop
 
 

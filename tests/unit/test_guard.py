@@ -1,10 +1,7 @@
 """Phases that the guard marks, on a trainer made of plain functions."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from transformers import TrainerCallback
@@ -18,9 +15,9 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 class Handler:
     """torch's `callback_handler`."""
 
-    def __init__(self) -> None:
-        self.start_callbacks: list[Any] = []
-        self.end_callbacks: list[Any] = []
+    def __init__(self):
+        self.start_callbacks = []
+        self.end_callbacks = []
         self.register_start_callback = self.start_callbacks.append
         self.register_end_callback = self.end_callbacks.append
         self.remove_start_callback = self.start_callbacks.remove
@@ -28,7 +25,7 @@ class Handler:
 
 
 @pytest.mark.parametrize("arguments", [(), ("CallbackArgs",)])
-def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+def test_compiler_marks_its_time(monkeypatch, arguments):
     handler, page = Handler(), HeartbeatPage(None, 0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
     phase = CompilerPhase(page)
@@ -53,35 +50,35 @@ def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tup
 class Noting(FakeTrainer):
     """Notes what the page says where it is called."""
 
-    def __init__(self, page: HeartbeatPage) -> None:
+    def __init__(self, page):
         super().__init__()
         self.page = page
-        self.seen: list[tuple[str, Phase, int]] = []
+        self.seen = []
 
-    def note(self, name: str) -> None:
+    def note(self, name):
         self.seen.append((name, self.page.phase, self.page.micro_batch))
 
-    def get_batch_samples(self, *_: Any) -> None:
+    def get_batch_samples(self, *_):
         self.note("samples")
 
-    def training_step(self, *_: Any) -> None:
+    def training_step(self, *_):
         self.note("step")
 
-    def _maybe_log_save_evaluate(self) -> None:
+    def _maybe_log_save_evaluate(self):
         self.note("log")
 
 
 class OfTheScript(TrainerCallback):
     """Stands before ours, as a script's callbacks do. What it does may take long."""
 
-    def __init__(self, trainer: Noting) -> None:
+    def __init__(self, trainer):
         self._trainer = trainer
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, *_, **__):
         self._trainer.note(f"callback behind step {self._trainer.page.step}")
 
 
-def test_training_is_marked_phase_by_phase() -> None:
+def test_training_is_marked_phase_by_phase():
     page = HeartbeatPage(None, 0)
     trainer = Noting(page)
     trainer.add_callback(OfTheScript(trainer))

@@ -1,20 +1,14 @@
 """A rank's page: what it writes is what its supervisor reads, whoever dies in between."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from unsloth_multigpu.wire.heartbeat import Heartbeat, HeartbeatPage, Phase, read_beats
 
 
-def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
+def test_page_says_where_each_rank_is(tmp_path):
     pages = [HeartbeatPage(tmp_path, rank) for rank in (0, 11)]
     pages[0].mark(Phase.COMPUTE, step=7, micro_batch=3)
     begin = time.monotonic()
@@ -27,18 +21,18 @@ def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
     assert begin <= beats[11].progress_s <= beats[11].alive_s <= time.monotonic()
 
 
-def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_work_is_told_and_callbacks_are_none(tmp_path, monkeypatch):
     """A device may have all of a step still to do where the main thread reads its first number of it."""
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     page = HeartbeatPage(tmp_path, 0)
 
-    def after(seconds: float, *phase: Phase, **place: Any) -> float:
+    def after(seconds, *phase, **place):
         clock[0] += seconds
         page.mark(*phase, **place)
         return read_beats(tmp_path)[0].longest_s
 
-    def step(*works_s: float, callbacks_s: float = 50.0) -> float:
+    def step(*works_s, callbacks_s=50.0):
         after(0, Phase.DATA)
         after(callbacks_s, Phase.COMPUTE)
         for i, work_s in enumerate(works_s):
@@ -60,7 +54,7 @@ def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch
     assert after(7.0) == 7.0
 
 
-def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
+def test_restarted_rank_begins_before_the_first_step(tmp_path):
     first = HeartbeatPage(tmp_path, 0)
     first.mark(Phase.COMPUTE, step=7)
     first.pulse(9, "barrier")
@@ -69,7 +63,7 @@ def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
     assert beat == Heartbeat(progress_s=beat.progress_s, pid=os.getpid())
 
 
-def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:
+def test_reader_never_sees_a_page_half_written(tmp_path):
     # Another process, as in a run: a thread of this one would be held by the interpreter's lock.
     writes = (
         "page = HeartbeatPage(sys.argv[1], 0)\nwhile True: page.mark(Phase.COMPUTE, step=5); page.pulse(2, 'barrier')"

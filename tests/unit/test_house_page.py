@@ -1,28 +1,26 @@
 """The page and the picture of the house follow from the code; folders have no circle and no arrow up."""
 
-from __future__ import annotations
-
 from tests.helpers.house_page import PAGE, arrows, circles, needed, written
 from tests.unit.test_house_rules import LAYERS
 
 
-def test_no_folder_reaches_itself_and_no_arrow_goes_up() -> None:
+def test_no_folder_reaches_itself_and_no_arrow_goes_up():
     found = arrows()
     assert len(found) > 50
     assert circles(found) == []
     assert [(a, b) for a, b in found if LAYERS[a] < LAYERS[b]] == []
 
 
-def test_circle_is_found() -> None:
+def test_circle_is_found():
     found = arrows() | {("wire", "session")}
     assert {"wire", "session"} <= set(circles(found))
     assert circles({("a", "b"), ("b", "c")}) == []
 
 
-def test_picture_leaves_out_what_follows_from_other_arrows() -> None:
+def test_picture_leaves_out_what_follows_from_other_arrows():
     assert needed({("a", "b"), ("b", "c"), ("a", "c")}) == {("a", "b"), ("b", "c")}
 
 
-def test_page_is_that_of_this_code() -> None:
+def test_page_is_that_of_this_code():
     page = PAGE.read_text(encoding="utf-8")
     assert page == written(page), "run `python -m tests.helpers.house_page`"

@@ -1,7 +1,5 @@
 """Which rank a launcher's variables mean, and what is said where they make no sense."""
 
-from __future__ import annotations
-
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
@@ -31,31 +29,27 @@ SRUN = {
 }
 
 
-def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+def without(environment, *names):
     return {name: value for name, value in environment.items() if name not in names}
 
 
-def test_process_that_nobody_launched_is_no_rank() -> None:
+def test_process_that_nobody_launched_is_no_rank():
     assert read_identity({"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"}) is None
 
 
-# torchrun, and what sets the same variables.
-
-
-def test_torchrun_on_two_nodes() -> None:
+def test_torchrun_on_two_nodes():
     identity = read_identity(TORCHRUN)
     assert identity == RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
     assert identity.local_world_size < identity.world_size
 
 
-def test_our_own_ranks_are_known_by_the_folder_of_the_run() -> None:
+def test_our_own_ranks_are_known_by_the_folder_of_the_run():
     identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
-    assert identity is not None
     assert identity.launcher == "unsloth_multigpu"
     assert identity.local_world_size == identity.world_size
 
 
-def test_kernel_of_a_group_of_one_is_no_rank() -> None:
+def test_kernel_of_a_group_of_one_is_no_rank():
     # As jupyter-distributed sets them.
     alone = {**without(TORCHRUN, "LOCAL_WORLD_SIZE"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     assert read_identity(alone, is_kernel=True) is None
@@ -71,16 +65,14 @@ def test_kernel_of_a_group_of_one_is_no_rank() -> None:
         (("MASTER_ADDR", "MASTER_PORT"), "but MASTER_ADDR, MASTER_PORT is not"),
     ],
 )
-def test_missing_variable_of_torchrun_is_named(missing: tuple[str, ...], message: str) -> None:
+def test_missing_variable_of_torchrun_is_named(missing, message):
     with pytest.raises(LaunchError, match=message) as error:
         read_identity(without(TORCHRUN, *missing))
     assert "Hint: Start with torchrun, or unset RANK and WORLD_SIZE" in str(error.value)
 
 
-# A pod of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
-
-
-def test_only_pod_of_a_job_is_no_rank_and_one_of_several_is_told_the_command_that_joins_it() -> None:
+def test_only_pod_of_a_job_is_no_rank_and_one_of_several_is_told_the_command_that_joins_it():
+    # Of Kubeflow's PyTorchJob: RANK is its number, and its processes have not been started.
     pod = {"MASTER_ADDR": "llama-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "1", "RANK": "0"}
     assert read_identity(pod) is None
     with pytest.raises(LaunchError, match="WORLD_SIZE=2 are set, but LOCAL_RANK is not") as error:
@@ -99,21 +91,18 @@ def test_only_pod_of_a_job_is_no_rank_and_one_of_several_is_told_the_command_tha
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'; expected a whole number"),
     ],
 )
-def test_contradiction_is_an_error(changed: dict[str, str], message: str) -> None:
+def test_contradiction_is_an_error(changed, message):
     with pytest.raises(LaunchError, match=message) as error:
         read_identity({**TORCHRUN, **changed})
     assert "\nHint: Unset " in str(error.value)
 
 
-# SLURM.
-
-
-def test_srun_on_one_node() -> None:
+def test_srun_on_one_node():
     # The port comes from the job, so that two jobs on one host do not meet.
     assert read_identity(SRUN) == RankIdentity(3, 3, 4, 4, "slurm", "gpu07", 15000 + 3456)
 
 
-def test_srun_on_three_nodes_gives_each_rank_its_place() -> None:
+def test_srun_on_three_nodes_gives_each_rank_its_place():
     tasks = [2, 2, 1]
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
     identities = [
@@ -144,7 +133,7 @@ def test_srun_on_three_nodes_gives_each_rank_its_place() -> None:
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
     ],
 )
-def test_slurm_process_alone_is_no_rank(environment: dict[str, str]) -> None:
+def test_slurm_process_alone_is_no_rank(environment):
     assert read_identity(environment) is None
 
 
@@ -158,5 +147,5 @@ def test_slurm_process_alone_is_no_rank(environment: dict[str, str]) -> None:
         ("login-1.cluster.org,gpu[1-2]", "login-1.cluster.org"),
     ],
 )
-def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+def test_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host

@@ -133,7 +133,7 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     work = tmp_path / "work"
     chaos = tool_of(RunContext.read(ChaosRequest("records", (), str(work)).variables()))
 
-    def aside(**values) -> SimpleNamespace:
+    def aside(**values):
         args = SimpleNamespace(**{"push_to_hub": True, "logging_dir": None, **values})
         chaos.adjust_arguments(args)
         chaos.adjust_arguments(args)  # As where arguments are copied.

@@ -1,9 +1,5 @@
 """The stand-ins that let processes of tests start sooner give way to torch's own modules."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tests.helpers.run import run_python
 
 PROGRAM = """
@@ -39,6 +35,6 @@ assert uses_shapes.guard_or_false is symbolic_shapes.guard_or_false
 """
 
 
-def test_stand_ins_give_way_to_torchs_own_modules(tmp_path: Path) -> None:
+def test_stand_ins_give_way_to_torchs_own_modules(tmp_path):
     done = run_python(["-c", PROGRAM], tmp_path)
     assert done.code == 0, done.err

@@ -76,19 +76,19 @@ def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
     assert heard == [[15 * (asked_rank == 0)] * 2, [15, 15], [15, 15]]
 
 
-def trained(rank, flags_of_step, may_stop, caplog, num_steps=6):
+def trained(rank, flags_of_step, may_stop, caplog):
     """The steps after which the loop of one rank acted on a save, and what it logged."""
     acted = []
     trainer = FakeTrainer()
     trainer.state.max_steps = 100
-    store = trained.stores.setdefault("store", HashStore())
+    store = trained.store
     manager = manager_of(store, rank, 2, CONFIG)
     exchange = SimpleNamespace(may_stop=True)
     decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, rank)), exchange)
     decision._scheduled = lambda moment: 4 * (moment == Moment.STEP and trainer.state.global_step == 1)
     caplog.clear()
     with Loop(trainer, [decision]).steering():
-        for step in range(1, num_steps + 1):
+        for step in range(1, 7):
             trainer.state.global_step = step
             exchange.may_stop = may_stop(step)
             trainer.control.should_save = step in flags_of_step
@@ -99,7 +99,7 @@ def trained(rank, flags_of_step, may_stop, caplog, num_steps=6):
 
 @pytest.fixture(autouse=True)
 def new_store():
-    trained.stores = {}
+    trained.store = HashStore()
 
 
 def test_ranks_apart_act_on_the_schedule_and_on_decisions_where_they_synchronize(caplog):

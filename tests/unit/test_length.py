@@ -1,9 +1,5 @@
 """Lengths of samples: read from what is there, and never guessed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from datasets import Dataset
@@ -11,7 +7,7 @@ from torch.utils.data import Subset
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.sampler import step_loader
 from unsloth_multigpu.step.step import StepShape
 
 TOKENS = [[1, 2, 3], [1], [], [1, 2]]
@@ -19,25 +15,25 @@ LENGTHS = [3, 1, 0, 2]
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes):
         vars(self).update(attributes)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(TOKENS)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index):
         return {"input_ids": TOKENS[index]}
 
 
-def lengths(dataset: Any, *, may_read_rows: bool = False) -> list[int]:
+def lengths(dataset, *, may_read_rows=False):
     return read_lengths(dataset, "length", may_read_rows=may_read_rows)
 
 
-def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error() -> None:
-    def loader(batch_size: int) -> StepLoader:
+def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error():
+    def loader(batch_size):
         rows = torch.utils.data.DataLoader(Rows(), batch_size=batch_size, drop_last=True)
         shape = StepShape(0, 2, 1, regroup=True)
-        return step_loader(rows, shape, lambda loader: loader, list)  # type: ignore[arg-type]
+        return step_loader(rows, shape, lambda loader: loader, list)
 
     assert loader(4)
     with pytest.raises(SetupError, match=r"4 row\(s\) make no whole batch of 5 with dataloader_drop_last=True"):
@@ -45,15 +41,15 @@ def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error() -> None:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(TOKENS)
 
 
 @pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["rows", "stream"])
-def test_data_set_of_ready_batches_is_an_error(dataset: Any) -> None:
+def test_data_set_of_ready_batches_is_an_error(dataset):
     loader = torch.utils.data.DataLoader(dataset, batch_size=None)
     with pytest.raises(SetupError, match="ready batches"):
-        step_loader(loader, StepShape(0, 2, 1, regroup=False), lambda loader: loader, list)  # type: ignore[arg-type]
+        step_loader(loader, StepShape(0, 2, 1, regroup=False), lambda loader: loader, list)
 
 
 @pytest.mark.parametrize(
@@ -72,17 +68,17 @@ def test_data_set_of_ready_batches_is_an_error(dataset: Any) -> None:
     ],
     ids=["column", "tokens before column", "lengths", "format", "order", "list", "tensors", "own", "tensor", "subset"],
 )
-def test_lengths_are_read(dataset: Any) -> None:
+def test_lengths_are_read(dataset):
     assert lengths(dataset) == LENGTHS
 
 
 @pytest.mark.parametrize("ids", ["ids", "input_ids"])
-def test_answers_follow_their_prompt(ids: str) -> None:
+def test_answers_follow_their_prompt(ids):
     rows = {f"prompt_{ids}": [[1, 2], [1]], f"chosen_{ids}": [[1], [1, 2, 3]], f"rejected_{ids}": [[1, 2], [1]]}
     assert lengths(Dataset.from_dict(rows)) == [4, 4]
 
 
-def test_rows_of_another_kind_are_read_when_asked() -> None:
+def test_rows_of_another_kind_are_read_when_asked():
     assert lengths(Rows(), may_read_rows=True) == LENGTHS
 
 
@@ -97,7 +93,7 @@ def test_rows_of_another_kind_are_read_when_asked() -> None:
         (["a text"], "rows have no input_ids"),
     ],
 )
-def test_unknown_lengths_are_an_error(dataset: Any, message: str) -> None:
+def test_unknown_lengths_are_an_error(dataset, message):
     with pytest.raises(SetupError, match=message) as error:
         lengths(dataset)
     assert error.value.hint

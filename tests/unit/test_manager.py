@@ -1,7 +1,5 @@
 """What ranks say to each other beside gradients: with whom they meet, what they compare, how long they wait."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -22,14 +20,14 @@ ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "torchrun", "127.0.0.1", 29500)
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+def store(monkeypatch):
     """A launcher's, which outlives the ranks."""
     store = dist.HashStore()
     monkeypatch.setattr(module, "TCPStore", lambda *_, **__: store)
     return store
 
 
-def test_keys_of_an_attempt_are_not_seen_in_the_next(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_an_attempt_are_not_seen_in_the_next(store, monkeypatch):
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         for number in (0, 1):  # A later enable_multi_gpu() in the same process.
@@ -40,7 +38,7 @@ def test_keys_of_an_attempt_are_not_seen_in_the_next(store: dist.HashStore, monk
 
 
 @pytest.mark.timeout(60)
-def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) -> None:
+def test_rank_that_does_not_come_to_the_group_is_named(store):
     identity = dataclasses.replace(ONE_OF_TWO, world_size=4, local_world_size=4)
     managers = [DDPManager(dataclasses.replace(identity, rank=r), MultiGPUConfig(timeout_s=0.05)) for r in range(4)]
     for rank, missing in ((2, "ranks 0, 1, 3"), (0, "ranks 1, 3"), (3, "rank 1")):
@@ -51,7 +49,7 @@ def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) ->
 
 
 @pytest.mark.timeout(60)
-def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store: dist.HashStore) -> None:
+def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store):
     config = MultiGPUConfig(timeout_s=0.05)
     first, second = (
         Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), Console(), index=0)
@@ -65,36 +63,26 @@ def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(stor
     second._wait_for_ranks_after_failure(1)
 
 
-def test_group_of_another_size_is_refused(lone_group: None) -> None:
+def test_group_of_another_size_is_refused(lone_group):
     with pytest.raises(DivergenceError, match="has rank=0 world_size=1, the launcher said rank=0 world_size=2"):
         DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()
-
-
-def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    theirs = '[{"seed": "2", "same": "3", "theirs": "4"}, "hash"]'
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, theirs])
-    with pytest.raises(DivergenceError) as caught:
-        manager.check_same({"seed": 1, "same": 3})
-    assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("theirs", "is_hinted"), [("another", True), (str(hash("unsloth_multigpu")), False)], ids=["another", "the same"]
 )
-def test_ranks_that_hash_strings_differently_are_told_why_they_may_differ(
-    monkeypatch: pytest.MonkeyPatch, theirs: str, is_hinted: bool
-) -> None:
+def test_facts_that_differ_are_named_and_with_another_hash_why_they_may(monkeypatch, theirs, is_hinted):
     manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([{"seed": "2"}, theirs])])
+    facts = {"seed": "2", "same": "3", "theirs": "4"}
+    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([facts, theirs])])
     with pytest.raises(DivergenceError) as caught:
-        manager.check_same({"seed": 1})
-    assert "seed: rank 0 has 1, rank 1 has 2." in str(caught.value)
+        manager.check_same({"seed": 1, "same": 3})
+    assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
     assert ("PYTHONHASHSEED=0" in str(caught.value)) == is_hinted
 
 
-def test_accelerator_is_found_as_torch_2_6_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises() -> torch.device:
+def test_accelerator_is_found_as_torch_2_6_tells_of_it(monkeypatch):
+    def raises():
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
     # That version's way to ask would open the device.

@@ -1,7 +1,5 @@
 """The tested stacks, the page of all of them, and the ranges that they promise."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -20,7 +18,7 @@ def read_rows():
     return json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
-def test_file_of_rows_belongs_to_the_page() -> None:
+def test_file_of_rows_belongs_to_the_page():
     rows = read_rows()
     has_run = {row["id"] for row in rows}
     assert {"oldest", "newest"} <= has_run
@@ -29,7 +27,7 @@ def test_file_of_rows_belongs_to_the_page() -> None:
 
 
 @pytest.mark.thorough
-def test_tests_of_the_rows_are_there() -> None:
+def test_tests_of_the_rows_are_there():
     """Beside `-n` pytest runs nothing, and does not say why, where one name is wrong."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-m", ""]
     others = [test for row in known_rows() for test in row.get("tests", [])]
@@ -37,7 +35,7 @@ def test_tests_of_the_rows_are_there() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_ranges_promise_what_was_run_and_nothing_wider() -> None:
+def test_ranges_promise_what_was_run_and_nothing_wider():
     for name, range_ in SUPPORTED.items():
         run = [Version(row["versions"][name]) for row in read_rows() if name in row["versions"]]
         lower, upper = range_.removeprefix(">=").split(",<")
@@ -46,7 +44,7 @@ def test_ranges_promise_what_was_run_and_nothing_wider() -> None:
         assert upper == f"{newest.major}.{newest.minor + 1}", name
 
 
-def test_outcome_of_a_report_counts_and_names() -> None:
+def test_outcome_of_a_report_counts_and_names():
     report = """<testsuites><testsuite time="12.4">
     <testcase classname="tests.unit.test_plan" name="test_one"/>
     <testcase classname="tests.unit.test_plan" name="test_two[a]"><failure message="no"/></testcase>

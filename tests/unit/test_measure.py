@@ -1,7 +1,5 @@
 """A lap ends when the last gradient is there, and not when the backward pass has also waited for others."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,9 +1,6 @@
 """Nodes meet, fail, are lost and leave. Here each node is a meeting of its own in this process, over loopback."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -14,22 +11,19 @@ from torch.distributed.rendezvous import TCPStore
 from tests.helpers.run import free_port, wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import membership
-from unsloth_multigpu.launch.engine import Place
 from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.options import MultiGPUConfig
 
-Node = Callable[..., Meeting]
-
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def node(monkeypatch):
     """Makes a node; all leave at the end, the one that serves first."""
     monkeypatch.setattr(membership, "PERIOD_S", 0.1)
     monkeypatch.setattr(membership, "GOODBYE_LIMIT_S", 1.0)
     port = free_port()
     with ExitStack() as stack:
 
-        def make(num_ranks: int = 1, node_rank: int | None = None, timeout_s: float = 30.0) -> Meeting:
+        def make(num_ranks=1, node_rank=None, timeout_s=30.0):
             given = {"nnodes": "2", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
             made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks)
             stack.enter_context(made)
@@ -38,20 +32,20 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         yield make
 
 
-def meet(*nodes: Meeting, attempt: int = 0) -> list[Place]:
+def meet(*nodes, attempt=0):
     with ThreadPoolExecutor() as pool:
         places = list(pool.map(lambda one: one.meet(attempt, lambda: False), nodes))
     assert None not in places
-    return [place for place in places if place is not None]
+    return places
 
 
-def store_of_ranks(places: list[Place]) -> TCPStore:
+def store_of_ranks(places):
     """What a rank connects to; all nodes name the same one."""
     ((address, port),) = {(place.master_addr, place.master_port) for place in places}
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 
-def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_attempt(node: Node) -> None:
+def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_attempt(node):
     first, second = node(2), node(3)
     before = meet(first, second)
     # Rank 0 is on the node that serves, which came first.
@@ -63,16 +57,15 @@ def test_nodes_have_their_ranks_one_after_the_other_and_a_new_store_in_each_atte
     assert second.unheard_s().keys() == {"node 0 (ranks 0, 1)"}
 
 
-def test_one_node_meets_nobody() -> None:
+def test_one_node_meets_nobody():
     with Meeting(MultiGPUConfig(), "id", 2) as alone:
         place = alone.meet(0, lambda: False)
-        assert place is not None
         assert (place.first_rank, place.world_size, place.node, place.master_addr) == (0, 2, 0, "127.0.0.1")
         assert (alone.trouble(), alone.unheard_s(), alone.finish(lambda: False)) == ("", {}, "")
     assert not alone._thread.is_alive()
 
 
-def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
+def test_two_nodes_with_one_place_are_an_error(node):
     node(node_rank=0, timeout_s=5.0)
     with pytest.raises(LaunchError, match="node_rank=0 cannot listen at rdzv_endpoint="):
         node(node_rank=0)
@@ -82,7 +75,7 @@ def test_two_nodes_with_one_place_are_an_error(node: Node) -> None:
         node(node_rank=1).meet(0, lambda: False)
 
 
-def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> None:
+def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node):
     alone = node(timeout_s=0.5)
     assert alone.meet(0, lambda: True) is None
     with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) arrived at .*; waited 0.5 s"):
@@ -93,7 +86,7 @@ def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node: Node) -> No
         lost.meet(0, lambda: False)
 
 
-def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node: Node) -> None:
+def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node):
     first, second = node(), node()
     meet(first, second)
     assert (first.trouble(), second.trouble()) == ("", "")
@@ -110,7 +103,7 @@ def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node
         first.meet(2, lambda: False)
 
 
-def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
+def test_node_whose_ranks_have_ended_waits_for_the_others(node):
     first, second = node(), node()
     meet(first, second)
     with ThreadPoolExecutor() as pool:
@@ -124,11 +117,11 @@ def test_node_whose_ranks_have_ended_waits_for_the_others(node: Node) -> None:
         assert [outcome.result(20) for outcome in outcomes] == ["", ""]
 
 
-def test_node_that_is_silent_is_counted_and_given_up(node: Node) -> None:
+def test_node_that_is_silent_is_counted_and_given_up(node):
     first, second = node(timeout_s=1.0), node()
     meet(first, second)
     began_s = time.monotonic()
-    second._exchange = lambda store, place: None  # type: ignore[method-assign]
+    second._exchange = lambda store, place: None
     assert first.finish(lambda: False) == "node 1 (rank 1) has not been heard for 1 s"
     (silent_s,) = first.unheard_s().values()
     assert 1.0 < silent_s < time.monotonic() - began_s + 1.0

@@ -11,12 +11,6 @@ from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memor
 CPU = torch.device("cpu")
 
 
-def cpu_error():
-    with pytest.raises(RuntimeError) as info:
-        torch.empty(2**60, dtype=torch.uint8)
-    return info.value
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -45,8 +39,9 @@ def test_other_errors_are_not(error):
 
 
 def test_explanation_keeps_the_class_and_torchs_text_and_is_made_once():
-    error = cpu_error()
-    original = str(error)
+    with pytest.raises(RuntimeError) as info:
+        torch.empty(2**60, dtype=torch.uint8)
+    error, original = info.value, str(info.value)
     for _ in range(2):
         explain(error, rank=3, device=CPU, place="micro-batch 0 of step 4 (2 rows x 9 tokens)", hint="Do this.")
     first, hint = str(error).splitlines()[0], str(error).splitlines()[-1]

@@ -1,9 +1,6 @@
 """What follows from counted bytes: which mode fits, what is said, and the table of `plan`."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +12,6 @@ from unsloth_multigpu.shard.memory import (
     GIB,
     NCCL_BYTES,
     MemoryForecast,
-    Mode,
     StepBytes,
     Training,
     decide,
@@ -29,11 +25,11 @@ TRAINING = Training("Llama", 8_000, 80, 0, "adamw_torch_fused", "bfloat16", True
 STEP = StepBytes(weights=10, divided=8, gradients=3, optimizer=6, peak=7, update=2)
 
 
-def of_total(mode: Mode, num_ranks: int, gib: float) -> MemoryForecast:
+def of_total(mode, num_ranks, gib):
     return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, ())
 
 
-def test_forecast_of_counted_bytes() -> None:
+def test_forecast_of_counted_bytes():
     whole = forecast_of(STEP, TRAINING, "ddp", 1)
     assert (whole.weights, whole.gradients, whole.optimizer, whole.activations) == (10, 3, 6, 4)
     assert whole.total == 23 + CONTEXT_BYTES
@@ -43,7 +39,7 @@ def test_forecast_of_counted_bytes() -> None:
     assert whole.host == 0
 
 
-def test_what_is_offloaded_is_on_the_host() -> None:
+def test_what_is_offloaded_is_on_the_host():
     moved = forecast_of(STEP, replace(TRAINING, offload=True), "sharded", 8)
     assert (moved.weights, moved.gradients, moved.optimizer, moved.activations) == (2, 0, 0, 4)
     assert moved.host == 8 + 3 + 6 + 2
@@ -51,7 +47,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert forecast_of(STEP, whole, "ddp", 8) == forecast_of(STEP, TRAINING, "ddp", 8)
 
 
-def test_ranks_share_the_samples_of_a_step() -> None:
+def test_ranks_share_the_samples_of_a_step():
     training = replace(TRAINING, rows=8, accumulation=2)
     shares = [(n, *training.on_ranks(n)) for n in (1, 2, 3, 4, 16, 32)]
 
@@ -67,7 +63,7 @@ def test_ranks_share_the_samples_of_a_step() -> None:
     assert replace(training, keeps_batch=False).has_samples(17)
 
 
-def test_decision_and_its_line() -> None:
+def test_decision_and_its_line():
     whole, parts = of_total("ddp", 8, 140), of_total("sharded", 8, 28)
 
     chosen = decide(TRAINING, [whole, parts], 8, 80 * GIB)
@@ -82,7 +78,7 @@ def test_decision_and_its_line() -> None:
     assert refused.value.hint.startswith("No number of GPUs of this size up to")
 
 
-def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
+def test_optimizer_that_needs_whole_weights_is_no_way_out():
     why = ("optim='adamw_8bit' does not train sharded weights", "Set optim='adamw_torch_fused'.")
     training = replace(TRAINING, optimizer="adamw_8bit", only_whole=why)
     with pytest.raises(SetupError, match="optim='adamw_8bit' does not train sharded weights"):
@@ -92,18 +88,18 @@ def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("24GiB", 24 * GIB), ("24", 24 * GIB), ("80GB", 80 * 10**9), ("1.5 gib", 3 * GIB // 2)]
 )
-def test_memory_of_the_command_line(text: str, expected: int) -> None:
+def test_memory_of_the_command_line(text, expected):
     assert parse_memory("memory", text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "24 cats", "GiB", "0", "-1GiB"])
-def test_wrong_memory_is_refused(text: str) -> None:
+def test_wrong_memory_is_refused(text):
     with pytest.raises(ConfigError, match="memory="):
         parse_memory("memory", text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "1.5", "-1"])
-def test_wrong_numbers_of_gpus_are_refused(text: str) -> None:
+def test_wrong_numbers_of_gpus_are_refused(text):
     with pytest.raises(ConfigError, match="gpus="):
         parse_numbers("gpus", text)
 
@@ -111,13 +107,13 @@ def test_wrong_numbers_of_gpus_are_refused(text: str) -> None:
 ROWS = (of_total("ddp", 4, 145), of_total("sharded", 4, 50), of_total("ddp", 8, 140), of_total("sharded", 8, 28))
 
 
-def lines_of(answer: Answer, numbers: Sequence[int]) -> list[str]:
+def lines_of(answer, numbers):
     stream = io.StringIO()
     show(Screen(stream), answer, numbers)
     return stream.getvalue().splitlines()
 
 
-def test_table_says_which_row_fits_and_what_to_set() -> None:
+def test_table_says_which_row_fits_and_what_to_set():
     lines = lines_of(Answer(TRAINING, ROWS, device_bytes=80 * GIB), parse_numbers("gpus", "8,4,8"))
 
     assert lines[0] == (
@@ -137,7 +133,7 @@ def test_table_says_which_row_fits_and_what_to_set() -> None:
     assert not any(line.startswith("16") and "sharded" in line.split() for line in small[:-1])
 
 
-def test_more_ranks_than_samples_are_no_way_out() -> None:
+def test_more_ranks_than_samples_are_no_way_out():
     training = replace(TRAINING, rows=1, accumulation=4)
     lines = lines_of(Answer(training, ROWS, device_bytes=40 * GIB), [4, 8])
 
@@ -146,7 +142,7 @@ def test_more_ranks_than_samples_are_no_way_out() -> None:
     assert lines[-1].endswith("No number of GPUs of this size up to the samples of a step is enough.")
 
 
-def test_model_is_a_program_of_its_own_where_no_script_is_given() -> None:
+def test_model_is_a_program_of_its_own_where_no_script_is_given():
     assert Options().program() == []
     given = {"model": "org/model", "bits": "4", "gpus": "2,8"}
     module, name, *asked = Options(**given).program()[1:]

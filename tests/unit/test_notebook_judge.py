@@ -1,7 +1,5 @@
 """What a notebook's kernel does when ranks do not end a cell together: every action and its time."""
 
-from __future__ import annotations
-
 import pytest
 
 from unsloth_multigpu.notebook.judge import Action, find_divergence, next_actions
@@ -10,7 +8,7 @@ from unsloth_multigpu.notebook.kernel import Cell
 NEVER = 10_000.0
 
 
-def first_time(action: Action, limit_s: float = 60.0, *, pending: frozenset[int] = frozenset({1}), **fields) -> float:
+def first_time(action, limit_s=60.0, *, pending=frozenset({1}), **fields):
     """When an action is due, in tenths of a second from the start; those before it are taken when they are due."""
     cell = Cell(1, **{"main_since_s": 0.0, **fields})
     for tick in range(int(limit_s * 20) + 1):

@@ -1,7 +1,5 @@
 """Channel, worker process, the end of a cell, and what a kernel may not hold: without IPython and without a group."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import linecache
@@ -16,12 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.run import wait_until
-from unsloth_multigpu.errors import (
-    ConfigError,
-    DistributedError,
-    LaunchError,
-    SetupError,
-)
+from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
 from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
@@ -47,17 +40,13 @@ while True:
         if message["kind"] == "cell":
             {cell}
 """
-ANSWER = (
-    'channel.send("ended", cell_number=message["cell_number"], error="", is_asked=False, is_left_alone=False, '
-    "collective=-1)"
-)
 
 
 @pytest.fixture
 def start_worker(tmp_path, monkeypatch):
     started = []
 
-    def start(cell: str = ANSWER) -> process.WorkerProcess:
+    def start(cell="pass"):
         source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
         monkeypatch.setattr(process, "_PROGRAM", source)
         started.append(
@@ -72,19 +61,13 @@ def start_worker(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def watched(start_worker, tmp_path):
-    """A kernel with a worker that answers, and its monitor."""
-    monitors = []
-
-    def watch(*cells: str) -> Kernel:
-        kernel = Kernel([start_worker(cell) for cell in cells or (ANSWER,)], lambda: -1)
-        monitors.append(Monitor(kernel, tmp_path, 0.0, lambda: None))
-        kernel.wait_until_ready(30.0)
-        return kernel
-
-    yield watch
-    for monitor in monitors:
-        monitor.close()
+def kernel(start_worker, tmp_path):
+    """A kernel with a worker that does nothing in a cell, and its monitor."""
+    kernel = Kernel([start_worker()], lambda: -1)
+    monitor = Monitor(kernel, tmp_path, 0.0, lambda: None)
+    kernel.wait_until_ready(30.0)
+    yield kernel
+    monitor.close()
 
 
 def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
@@ -107,16 +90,15 @@ def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):
     assert worker.describe_end().endswith("was killed, because it has read nothing for 1 seconds")
 
 
-def test_wait_for_a_worker_has_a_limit(watched):
-    kernel = watched("pass")
+def test_wait_for_a_worker_has_a_limit(kernel):
     with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
         kernel.replay("x = 1", 0.1)
 
 
-def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
-    kernel, reached = watched("pass"), []
+def test_stop_while_nothing_may_be_raised_comes_afterwards(kernel):
+    reached = []
 
-    def run() -> None:
+    def run():
         with kernel.undisturbed():
             kernel.begin("x = 1", {})
             os.kill(os.getpid(), signal.SIGINT)
@@ -131,13 +113,12 @@ def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
     kernel.finish(KeyboardInterrupt())
 
 
-def outcome(error: BaseException | None = None, *messages: str, own: int = 4, **fields) -> BaseException | None:
-    """What the user is told of a cell that rank 0 left by `error`, and the others by `messages`."""
+def outcome(error, message, **fields):
+    """What the user is told of a cell that rank 0 left by `error`, and rank 1 by `message`."""
     cell = Cell(1, **fields)
     cell.error = error
-    ended = [{"error": m, "is_left_alone": m == "alone", "collective": 4} for m in messages]
-    kernel = Kernel([SimpleNamespace(exit_code=None, ended={1: m}) for m in ended], lambda: own)
-    return kernel._outcome(cell)
+    ended = {"error": message, "is_left_alone": False, "collective": 4}
+    return Kernel([SimpleNamespace(exit_code=None, ended={1: ended})], lambda: 4)._outcome(cell)
 
 
 def test_outcome_names_the_cause_and_not_its_echo():
@@ -163,8 +144,8 @@ class OneDevice(SimpleNamespace):
     device_count = staticmethod(lambda: 1)
 
 
-def partial_state(module: str, **shared: object) -> SimpleNamespace:
-    def prepare() -> None: ...
+def partial_state(module, **shared):
+    def prepare(): ...
 
     prepare.__module__ = module
     return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared, _prepare_backend=prepare))

@@ -1,31 +1,16 @@
 """What a session asks about the code of its process: a script's answers, a kernel's and a worker's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.value import Publisher, Receiver
-from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.session import Session
-from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import RankIdentity
-
-
-def opener(
-    config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext, program: Any
-) -> Session:
-    """Stands for `open_session`: no process becomes a rank."""
-    return Session(config, identity, console, context, program=program)
 
 
 @pytest.fixture
-def receiver() -> Receiver:
+def receiver():
     receiver = Receiver(lambda *_, **__: None)
     receiver.is_replay = False
     receiver.cell_number = 1
@@ -33,13 +18,12 @@ def receiver() -> Receiver:
 
 
 @pytest.fixture
-def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram:
-    monkeypatch.setattr("unsloth_multigpu.notebook.cell_program.open_session", opener)
+def worker(receiver):
     return WorkerProgram(receiver)
 
 
-def test_a_worker_knows_where_rank_0_is(worker: WorkerProgram, receiver: Receiver) -> None:
-    manager: Any = SimpleNamespace()
+def test_a_worker_knows_where_rank_0_is(worker, receiver):
+    manager = SimpleNamespace()
     worker.prepare(manager)
     assert not manager.is_abandoned()
     receiver.note_left(1)
@@ -50,7 +34,7 @@ def test_a_worker_knows_where_rank_0_is(worker: WorkerProgram, receiver: Receive
         assert not worker.can_exchange()
 
 
-def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver: Receiver) -> None:
+def test_the_line_of_an_earlier_cell_is_refused(worker, receiver):
     worker.refuse_replay()
     receiver.is_replay = True
     # Whatever the cell catches there: rank 0's call raised one of these.
@@ -59,9 +43,9 @@ def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver:
             worker.refuse_replay()
 
 
-def test_rank_0_trains_in_a_cell_of_all_ranks_only() -> None:
-    kernel: Any = SimpleNamespace(current=None)
-    panel: Any = SimpleNamespace(begin=lambda _is_in_cell: None)
+def test_rank_0_trains_in_a_cell_of_all_ranks_only():
+    kernel = SimpleNamespace(current=None)
+    panel = SimpleNamespace(begin=lambda _is_in_cell: None)
     program = KernelProgram(kernel, Publisher(kernel), panel)
     with pytest.raises(SetupError, match="outside a cell of all ranks"):
         program.begin_training()

@@ -1,10 +1,7 @@
 """Trainers after a cell that ended in the middle of a training: what is taken off them, and whose weights count."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +15,7 @@ from unsloth_multigpu.seam import Steered
 from unsloth_multigpu.train.loop import Loop
 
 
-class Stepping(FakeTrainer):
-    """It steps on random gradients."""
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model or nn.Linear(3, 1), gradient_accumulation_steps=4)
-
-    def train(self, *_: Any, **__: Any) -> str:
-        return "alone"
-
-
-def note_ended(trainings: Trainings, number: int, trainer: Any) -> None:
+def note_ended(trainings, number, trainer):
     """A training that ended well."""
     loop = Loop(trainer, [])
     trainings.note(number, loop)
@@ -43,11 +30,11 @@ class Ours(Part):
     keeps = ("args.gradient_accumulation_steps",)
 
     @contextlib.contextmanager
-    def around(self) -> Any:
+    def around(self):
         self._trainer.args.gradient_accumulation_steps = 1
         yield
 
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self):
         return dict.fromkeys(("training_step", "get_train_dataloader", "call_event"), lambda original, *_: original)
 
 
@@ -56,23 +43,23 @@ class CutOff(Loop):
 
     is_cut = True
 
-    def let_go(self) -> None:
+    def let_go(self):
         if self.is_cut:
             self.is_cut = False
             raise KeyboardInterrupt
         super().let_go()
 
 
-def test_trainer_that_was_cut_off_is_as_before() -> None:
-    trainer, trainings = Stepping(), Trainings()
-    trainer.training_step = own = functools.partial(str, "the script's")  # type: ignore[method-assign, assignment]
+def test_trainer_that_was_cut_off_is_as_before():
+    trainer, trainings = FakeTrainer(gradient_accumulation_steps=4), Trainings()
+    trainer.training_step = own = functools.partial(str, "the script's")
     trainer.callback_handler.callbacks = ["the script's"]
-    loop = CutOff(trainer, [Ours(trainer, None)])  # type: ignore[arg-type]
+    loop = CutOff(trainer, [Ours(trainer, None)])
     trainings.note(0, loop)
     with pytest.raises(KeyboardInterrupt), loop.steering():  # noqa: PT012
         trainer.is_in_train = True
         # For a moment only, which the exception has cut off.
-        trainer._get_output_dir = Steered(str, trainer._get_output_dir)  # type: ignore[method-assign]
+        trainer._get_output_dir = Steered(str, trainer._get_output_dir)
     assert trainer.training_step is not own
     assert len(trainer.callback_handler.callbacks) == 2
 
@@ -85,28 +72,28 @@ def test_trainer_that_was_cut_off_is_as_before() -> None:
     assert not trainer.is_in_train
 
 
-def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it() -> None:
-    trainer, trainings = Stepping(), Trainings()
+def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it():
+    trainer, trainings = FakeTrainer(gradient_accumulation_steps=4), Trainings()
     note_ended(trainings, 0, trainer)
-    trainer.training_step = lambda: "put there later"  # type: ignore[method-assign, assignment]
+    trainer.training_step = lambda: "put there later"
     trainer.args.gradient_accumulation_steps = 2
     trainings.retire()
-    assert trainer.training_step() == "put there later"  # type: ignore[call-arg]
+    assert trainer.training_step() == "put there later"
     assert trainer.args.gradient_accumulation_steps == 2
 
 
-def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_group: None) -> None:
-    trainer, trainings = Stepping(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
+def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_group):
+    trainer, trainings = FakeTrainer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
     note_ended(trainings, 0, trainer)
     old = nn.parallel.DistributedDataParallel(trainer.model)
     trainer.model_wrapped, trainer.accelerator._models = old, [old]
-    fired: list[int] = []
+    fired = []
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         fired.append(1)
         raise KeyboardInterrupt
 
-    handle = trainer.model[0].register_full_backward_hook(stop)  # type: ignore[index]
+    handle = trainer.model[0].register_full_backward_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         old(torch.ones(1, 2)).sum().backward()
     handle.remove()
@@ -121,7 +108,7 @@ def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_gr
     assert fired
 
 
-def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -> None:
+def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group):
     model, trainings = nn.Linear(2, 2), Trainings()
     wrapper = nn.parallel.DistributedDataParallel(model)
     trainings.note_wrapper(wrapper)

@@ -1,22 +1,16 @@
 """The shell of a notebook's rank 0, over a real IPython shell and a kernel that only writes down."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.kernel_share import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
@@ -25,15 +19,14 @@ from unsloth_multigpu.notebook.variables import RankVariables
 class WrittenKernel:
     """Stands for `Kernel`: no worker, and every cell ends as it is told to."""
 
-    def __init__(self) -> None:
-        self.current: Any = None
-        self.workers: list[Any] = []
-        self.states: list[Mapping[str, Any]] = []
-        self.finished: list[BaseException | None] = []
-        self.outcome: BaseException | None = None
-        self.begin_error: Exception | None = None
+    def __init__(self):
+        self.current = None
+        self.workers = []
+        self.states = []
+        self.finished = []
+        self.begin_error = None
 
-    def begin(self, source: str, state: Mapping[str, Any], task: Any = None, *, execution_count: int = 0) -> None:
+    def begin(self, source, state, task=None, *, execution_count=0):
         if self.begin_error is not None:
             raise self.begin_error
         self.states.append(state)
@@ -49,40 +42,35 @@ class WrittenKernel:
         )
         self.current.enter = lambda main: setattr(self.current, "main", main)
 
-    def finish(self, error: BaseException | None) -> BaseException | None:
+    def finish(self, error):
         self.finished.append(error)
         self.current = None
-        return self.outcome
 
     @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
+    def undisturbed(self):
         yield
 
 
 class Rank0:
     """A shell that is steered, and what is to be seen of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.shell = make_shell()
+    def __init__(self, folder):
+        settings = Config()
+        settings.HistoryManager.enabled = False
+        self.shell = InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
         self.kernel = WrittenKernel()
-        self.shown: list[BaseException] = []
+        self.shown = []
         variables = RankVariables({"RANK": "0"})
         self.in_effect = variables.in_effect()
-        self.steering = KernelShell(self.shell, self.kernel, lambda: None, variables, None)  # type: ignore[arg-type]
+        self.steering = KernelShell(self.shell, self.kernel, lambda: None, variables, None)
         self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])
 
-    def run(self, source: str) -> Any:
+    def run(self, source):
         return self.shell.run_cell(source, store_history=True)
 
 
-def make_shell() -> Any:
-    settings = Config()
-    settings.HistoryManager.enabled = False
-    return InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
-
-
 @pytest.fixture
-def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank0]:
+def rank_0(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
@@ -95,8 +83,8 @@ def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank0]:
     assert builtins.__dict__.get("get_ipython") is trap
 
 
-def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+def test_a_cell_begins_also_when_the_device_has_failed(rank_0, monkeypatch):
+    def fail():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
@@ -107,22 +95,7 @@ def test_a_cell_begins_also_when_the_device_has_failed(rank_0: Rank0, monkeypatc
     assert ["device" in state for state in rank_0.kernel.states] == [True, False]
 
 
-def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
-    rank_0.kernel.outcome = cause = DistributedError("rank 1 raised ValueError", hint="See.")
-
-    def fail() -> None:
-        rank_0.kernel.current.failure_error = cause
-        raise RuntimeError("Connection closed by peer")
-
-    rank_0.shell.user_ns["fail"] = fail
-    result = rank_0.run("fail()")
-    assert rank_0.shown == [cause]
-    assert result.error_in_exec is cause
-
-
-def test_a_cell_that_cannot_begin_on_the_others_does_not_run_here(
-    rank_0: Rank0, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_that_cannot_begin_on_the_others_does_not_run_here(rank_0, capsys):
     rank_0.kernel.begin_error = FileNotFoundError("no folder")
     result = rank_0.run("x = 1")
     assert not result.success
@@ -132,7 +105,7 @@ def test_a_cell_that_cannot_begin_on_the_others_does_not_run_here(
     capsys.readouterr()
 
 
-def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0: Rank0) -> None:
+def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0):
     # Colab has one for ImportError.
     handled = []
     rank_0.steering.close()
@@ -148,10 +121,10 @@ def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0: Rank
     assert handled == [ModuleNotFoundError] * 2
 
 
-def test_a_token_is_told_to_nobody() -> None:
-    kinds: list[str] = []
+def test_a_token_is_told_to_nobody():
+    kinds = []
 
-    def make(kind: str, call: Any, *, is_value: bool) -> Any:
+    def make(kind, call, *, is_value):
         kinds.append(kind)
         return call()
 

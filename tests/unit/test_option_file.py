@@ -1,9 +1,6 @@
 """Options in a YAML file and in pyproject.toml: what wins over what, and what is refused with a hint."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from unsloth_multigpu.strategy import DiLoCo
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working folder of a user, without variables of ours."""
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
         monkeypatch.delenv(name)
@@ -24,23 +21,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def yaml_config(folder: Path, text: str) -> MultiGPUConfig:
+def yaml_config(folder, text):
     file = folder / "multigpu.yaml"
     file.write_text(text, encoding="utf-8")
     return MultiGPUConfig.resolve({}, {ENV_CONFIG: str(file)})
 
 
-def toml_config(folder: Path, text: str) -> MultiGPUConfig:
+def toml_config(folder, text):
     (folder.parent / "pyproject.toml").write_text(text, encoding="utf-8")
     return MultiGPUConfig.resolve({})
 
 
-def test_arguments_win_over_variables_over_the_file_over_pyproject(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_win_over_variables_over_the_file_over_pyproject(folder, monkeypatch):
     names = ("grace_s", "timeout_s", "max_restarts", "verify_every", "log_dir")
 
-    def found(**arguments: float) -> list[object]:
+    def found(**arguments):
         config = MultiGPUConfig.resolve(arguments)
         return [getattr(config, name) for name in names]
 
@@ -57,7 +52,7 @@ def test_arguments_win_over_variables_over_the_file_over_pyproject(
     assert found(grace_s=4) == [4.0, 3.0, 2, 1, "logs"]
 
 
-def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None:
+def test_every_option_is_read_from_yaml_as_from_a_variable(folder):
     texts = {
         "num_gpus": "2",
         "balance": "off",
@@ -78,7 +73,7 @@ def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None
     assert yaml_config(folder, "# nothing\n") == yaml_config(folder, "num_gpus: null\n") == MultiGPUConfig()
 
 
-def test_every_option_is_read_from_pyproject(folder: Path) -> None:
+def test_every_option_is_read_from_pyproject(folder):
     text = '[tool.unsloth_multigpu]\nnum_gpus = 2\nshard_offload = false\ntimeout_s = 60\nbalance = "tokens"\n'
     config = toml_config(folder, text)
     assert (config.num_gpus, config.shard_offload, config.timeout_s) == (2, False, 60.0)
@@ -96,11 +91,7 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' is not an option.", "Did you mean num_gpus?"),
         ("num-gpus: 3", ", line 1: num-gpus='3' is not an option.", "Did you mean num_gpus?"),
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number", "Leave num_gpus out"),
-        (
-            "\nbalance: none_of\n",
-            ", line 2: balance='none_of'; expected 'auto' or",
-            "Leave balance out",
-        ),
+        ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Leave balance out"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("strategy: {diloco: 8}", ", line 1: strategy has several values; expected one.", "diloco:every_steps=8"),
         ("num_gpus: [1, 2]", ", line 1: num_gpus has several values; expected one.", "`name: value`"),
@@ -108,7 +99,7 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: [", " is not YAML: ", "`name: value`"),
     ],
 )
-def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, message: str, hint: str) -> None:
+def test_wrong_yaml_names_file_line_and_the_way_out(folder, text, message, hint):
     with pytest.raises(ConfigError) as error:
         yaml_config(folder, text)
     assert str(error.value.args[0]).startswith(f"{folder / 'multigpu.yaml'}{message}")
@@ -126,7 +117,7 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, mes
         ("[tool.unsloth_multigpu\n", " cannot be read: ", "Correct the file"),
     ],
 )
-def test_wrong_pyproject_is_named(folder: Path, text: str, message: str, hint: str) -> None:
+def test_wrong_pyproject_is_named(folder, text, message, hint):
     with pytest.raises(ConfigError) as error:
         toml_config(folder, text)
     assert str(error.value.args[0]).startswith(str(folder.parent / "pyproject.toml"))
@@ -134,19 +125,17 @@ def test_wrong_pyproject_is_named(folder: Path, text: str, message: str, hint: s
     assert hint in error.value.hint
 
 
-def test_file_that_is_not_there_is_named(folder: Path) -> None:
+def test_file_that_is_not_there_is_named(folder):
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: "):
         MultiGPUConfig.resolve({}, {ENV_CONFIG: "none.yaml"})
 
 
-def test_folder_that_is_gone_has_no_files(folder: Path) -> None:
+def test_folder_that_is_gone_has_no_files(folder):
     folder.rmdir()
     assert MultiGPUConfig.resolve({}) == MultiGPUConfig()
 
 
-def test_run_reads_the_file_that_it_is_given(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_reads_the_file_that_it_is_given(folder, monkeypatch, capsys):
     (folder / "train.py").write_text("pass")
     (folder / "m.yaml").write_text("num_gpu: 1\n")
     monkeypatch.setenv(ENV_CONFIG, "")  # So that it is put back.

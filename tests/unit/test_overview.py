@@ -1,7 +1,5 @@
 """A running job as a table: what the ranks have written is what is shown, and only what one may see."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -27,7 +25,7 @@ from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
-from unsloth_multigpu.wire.run import Run, find_runs, read_run, write_run
+from unsloth_multigpu.wire.run import find_runs, read_run, write_run
 
 TEN_STEPS = Figures(
     max_steps=40,
@@ -45,7 +43,7 @@ TEN_STEPS = Figures(
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path, monkeypatch):
     """A run of two ranks whose supervisor is this process."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"unsloth_multigpu_{os.getpid()}_{pid_scope()}_x"
@@ -54,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return write_run(folder, "train.py", "python train.py", 2, tmp_path / "logs")
 
 
-def pages(run: Run, *figures: Figures) -> list[HeartbeatPage]:
+def pages(run, *figures):
     made = [HeartbeatPage(run.folder, rank) for rank in range(len(figures))]
     for page, found in zip(made, figures, strict=True):
         page.name_device("cpu", "")
@@ -63,7 +61,7 @@ def pages(run: Run, *figures: Figures) -> list[HeartbeatPage]:
     return made
 
 
-def test_result_of_the_first_step_stands_in_the_first_line(run: Run) -> None:
+def test_result_of_the_first_step_stands_in_the_first_line(run):
     made = pages(run, TEN_STEPS, TEN_STEPS)
     look = Overview(run).look()
     assert look.values()["first_step"] is None
@@ -85,7 +83,7 @@ def test_result_of_the_first_step_stands_in_the_first_line(run: Run) -> None:
     assert read_beats(run.folder)[0].first_step == ""
 
 
-def test_look_adds_up_the_ranks(run: Run) -> None:
+def test_look_adds_up_the_ranks(run):
     slow = dataclasses.replace(TEN_STEPS, num_tokens=600, num_padding_tokens=400, waiting_s=0.0)
     pages(run, TEN_STEPS, slow)
     look = Overview(run).look()
@@ -109,7 +107,7 @@ def test_look_adds_up_the_ranks(run: Run) -> None:
     json.dumps(values)
 
 
-def test_rank_that_is_stuck_is_marked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_is_stuck_is_marked(run, monkeypatch):
     first, second = pages(run, TEN_STEPS, TEN_STEPS)
     first.pulse(7, "all_reduce [8, 4]")
     now_s = time.monotonic()
@@ -123,7 +121,7 @@ def test_rank_that_is_stuck_is_marked(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert look.eta_s is None
 
 
-def test_process_that_is_gone_is_told(run: Run) -> None:
+def test_process_that_is_gone_is_told(run):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     pages(run, TEN_STEPS)
@@ -134,7 +132,7 @@ def test_process_that_is_gone_is_told(run: Run) -> None:
     assert dict(columns_of(look))["doing"] == ["its process is gone"]
 
 
-def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> None:
+def test_only_living_runs_of_this_user_are_found(run, tmp_path):
     assert find_runs() == [run]
     folder = Path(run.folder)
     folder.chmod(0o755)  # Others could have written in it.
@@ -149,7 +147,7 @@ def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> No
     assert find_runs() == []
 
 
-def test_run_of_another_container_is_neither_alive_nor_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_of_another_container_is_neither_alive_nor_over(run, monkeypatch):
     # The same process id, but of a process that cannot be seen.
     monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
     assert find_runs() == []
@@ -157,7 +155,7 @@ def test_run_of_another_container_is_neither_alive_nor_over(run: Run, monkeypatc
         choose_run(run.folder)
 
 
-def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
+def test_supervisor_that_was_killed_or_stopped_is_not_running(run):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
     other = dataclasses.replace(run, pid=child.pid, pid_begin_ticks=read_begin_ticks(child.pid))
@@ -173,9 +171,7 @@ def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
     assert other.state() == "over"
 
 
-def test_top_names_what_there_is(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_top_names_what_there_is(run, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as alone:
         alone.setattr("unsloth_multigpu.tools.top.top_command.find_runs", list)
         assert main(["top", "--once"]) == SetupError.exit_code
@@ -207,22 +203,22 @@ def test_top_names_what_there_is(
 class Shown:
     """A front end: what was displayed, and each update of it."""
 
-    def __init__(self) -> None:
-        self.bundles: list[dict[str, str]] = []
+    def __init__(self):
+        self.bundles = []
 
-    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Shown:
+    def display(self, bundle, *, raw, display_id):
         assert raw
         assert display_id
         assert not self.bundles
         self.bundles.append(bundle)
         return self
 
-    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+    def update(self, bundle, *, raw):
         assert raw
         self.bundles.append(bundle)
 
 
-def test_panel_is_updated_while_it_trains_and_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panel_is_updated_while_it_trains_and_stays(run, monkeypatch):
     monkeypatch.setattr(panel, "_EVERY_S", 0.02)
     (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
     (Path(run.log_dir) / "rank_1.log").write_text("<b>1 < 2</b>\n")

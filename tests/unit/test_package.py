@@ -1,14 +1,11 @@
 """What is published beside the code: addresses, the README on PyPI, versions, and what hints tell to install."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -26,33 +23,31 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def load(name: str) -> ModuleType:
+def load(name):
     spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def build(monkeypatch):
     """hatch_build.py, whose one import exists in environments of builds only."""
     interface = ModuleType("hatchling.metadata.plugin.interface")
-    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
+    interface.MetadataHookInterface = object
     for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin", interface.__name__):
         monkeypatch.setitem(sys.modules, name, interface)
     return load("hatch_build")
 
 
 @pytest.fixture
-def site(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def site(build, monkeypatch):
     """docs_site.py, whose other imports exist in the environment of `make docs` only."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "hatch_build", build)
     for name in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files", "mkdocs.structure.pages"):
         module = ModuleType(name)
-        module.File = module.Files = module.Page = object  # type: ignore[attr-defined]
+        module.File = module.Files = module.Page = object
         monkeypatch.setitem(sys.modules, name, module)
     return load("docs_site")
 
@@ -69,13 +64,11 @@ def site(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("", ""),
     ],
 )
-def test_address_of_a_remote_is_a_page_without_secrets(build: ModuleType, remote: str, address: str) -> None:
+def test_address_of_a_remote_is_a_page_without_secrets(build, remote, address):
     assert build.web_address(remote) == address
 
 
-def test_address_comes_from_the_variable_the_workflow_the_clone_or_the_sdist(
-    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_comes_from_the_variable_the_workflow_the_clone_or_the_sdist(build, tmp_path, monkeypatch):
     for name in ("REPOSITORY_URL", "GITHUB_REPOSITORY", "GITHUB_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     assert build.repository(tmp_path) == ""
@@ -91,15 +84,15 @@ def test_address_comes_from_the_variable_the_workflow_the_clone_or_the_sdist(
     assert build.repository(tmp_path) == "https://host.org/g/h"
 
 
-def test_package_with_an_address_has_the_page_that_errors_link_to(build: ModuleType, monkeypatch) -> None:
+def test_package_with_an_address_has_the_page_that_errors_link_to(build, monkeypatch):
     monkeypatch.setenv("REPOSITORY_URL", "https://host.org/a/b")
-    metadata: dict = {}
+    metadata = {}
     build.CustomMetadataHook.update(SimpleNamespace(root=str(ROOT)), metadata)
     assert metadata["urls"]["Errors"] == "https://host.org/a/b/blob/HEAD/docs/errors.md"
     assert (ROOT / "docs" / "errors.md").is_file()
 
 
-def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
+def test_readme_of_the_package_has_no_relative_link(build):
     shown = build.absolute_links(README, "https://host.org/a/b")
     targets = re.findall(r"\]\(([^()\s]+)\)", shown)
     assert len(targets) > 20
@@ -110,7 +103,7 @@ def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
     assert "Open in" not in shown  # Colab and Kaggle take notebooks from GitHub.
 
 
-def test_site_shows_each_recipe_as_it_is(site: ModuleType) -> None:
+def test_site_shows_each_recipe_as_it_is(site):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="cluster.md"))
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     shown = site.on_page_markdown(text, page, SimpleNamespace(repo_url=""), None)
@@ -119,12 +112,10 @@ def test_site_shows_each_recipe_as_it_is(site: ModuleType) -> None:
         assert f"\n{recipe.read_text(encoding='utf-8').rstrip()}\n```" in shown
 
 
-def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
-    site: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(site, monkeypatch):
     text = '[n](../examples/notebook.ipynb) [t](../examples/tiny_model.py)\n```\npip install "git+<its address>"\n```\n'
 
-    def shown(address: str) -> str:
+    def shown(address):
         monkeypatch.setenv("REPOSITORY_URL", address)
         config = site.on_config(SimpleNamespace(repo_url=None, repo_name=None))
         page = SimpleNamespace(file=SimpleNamespace(src_uri="kaggle.md"))
@@ -143,25 +134,25 @@ def test_site_links_to_the_address_of_the_package_and_has_badges_in_words(
     assert shown("") == 'n t\n```\npip install "git+<its address>"\n```\n'
 
 
-def test_site_has_every_public_name(site: ModuleType) -> None:
+def test_site_has_every_public_name(site):
     shown = re.findall(r"^::: unsloth_multigpu\.(?:\w+\.)+(\w+)$", site._api(), flags=re.MULTILINE)
     assert {name for name in unsloth_multigpu.__all__ if callable(getattr(unsloth_multigpu, name))} <= set(shown)
 
 
-def test_version_is_the_same_in_every_place() -> None:
+def test_version_is_the_same_in_every_place():
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {unsloth_multigpu.__version__}\n" in citation
     assert unsloth_multigpu.__version__ in README
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_classifiers_name_the_oldest_python_and_types() -> None:
+def test_classifiers_name_the_oldest_python_and_types():
     assert PROJECT["requires-python"] == ">=3.10"
     assert {"Programming Language :: Python :: 3.10", "Typing :: Typed"} <= set(PROJECT["classifiers"])
     assert (ROOT / "unsloth_multigpu" / "py.typed").is_file()
 
 
-def test_no_hint_installs_a_package_that_is_not_what_it_names() -> None:
+def test_no_hint_installs_a_package_that_is_not_what_it_names():
     # Until it is published, anybody may take the package's own name: hints install the library itself.
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     known = {re.split(r"[^\w-]", text)[0] for group in groups for text in group}
@@ -171,7 +162,7 @@ def test_no_hint_installs_a_package_that_is_not_what_it_names() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_install_the_package_by_its_name_once_it_is_published(path: Path) -> None:
+def test_notebooks_install_the_package_by_its_name_once_it_is_published(path):
     # The heading of a version in the changelog is what .github/workflows/release.yml asks for.
     is_published = re.search(r"^## \[\d", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     text = "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
@@ -180,12 +171,12 @@ def test_notebooks_install_the_package_by_its_name_once_it_is_published(path: Pa
     assert ("not on PyPI yet" in text) == (not is_published)
 
 
-def test_check_of_hints_catches_a_planted_one() -> None:
+def test_check_of_hints_catches_a_planted_one():
     source = "hint = 'pip install \"unsloth-multigpu[report]\" matplotlib, say'\nx = f'pip install \"{name}>=1\"'"
     assert list(installed_by(source)) == ["unsloth-multigpu", "matplotlib"]
 
 
-def installed_by(source: str) -> Iterator[str]:
+def installed_by(source):
     """What the texts of a module tell to install by name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -195,7 +186,7 @@ def installed_by(source: str) -> Iterator[str]:
                         yield name[1]
 
 
-def test_makefile_reads_no_variable_that_nobody_sets() -> None:
+def test_makefile_reads_no_variable_that_nobody_sets():
     # An empty one turns `rm -rf $(SITE)/bin` into another command.
     targets = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()
     command = ["make", "--warn-undefined-variables", "--dry-run", *targets[1:]]

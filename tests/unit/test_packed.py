@@ -1,10 +1,7 @@
 """4-bit weights of which a rank has its rows."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,16 +15,16 @@ CPU = torch.device("cpu")
 class Layer(torch.nn.Module):
     """Has what bitsandbytes' layer has, around packed bytes."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes):
         super().__init__()
-        self.quant_state: Any = SimpleNamespace(absmax=torch.ones(2), dtype=torch.bfloat16, moved_to=None)
+        self.quant_state = SimpleNamespace(absmax=torch.ones(2), dtype=torch.bfloat16, moved_to=None)
         self.quant_state.to = lambda device: setattr(self.quant_state, "moved_to", device)
-        packed: Any = torch.nn.Parameter(torch.arange(num_bytes, dtype=torch.uint8)[:, None], requires_grad=False)
+        packed = torch.nn.Parameter(torch.arange(num_bytes, dtype=torch.uint8)[:, None], requires_grad=False)
         packed.quant_state, packed.module, packed.quant_storage = self.quant_state, self, torch.uint8
         self.weight = packed
 
 
-def test_nothing_computes_with_missing_rows_until_they_are_given_back() -> None:
+def test_nothing_computes_with_missing_rows_until_they_are_given_back():
     layer = Layer(16)
     state = layer.quant_state
     keep_rows(layer.weight, torch.bfloat16, CPU, 0, 2)
@@ -45,7 +42,7 @@ def test_nothing_computes_with_missing_rows_until_they_are_given_back() -> None:
     assert in_parts(layer) == []
 
 
-def test_weight_that_was_not_divided_so_is_refused() -> None:
+def test_weight_that_was_not_divided_so_is_refused():
     layer = Layer(16)
     keep_rows(layer.weight, torch.bfloat16, CPU, 0, 2)
     with pytest.raises(SetupError, match="has sharded them differently"):

@@ -1,7 +1,5 @@
 """Patches land, are verified and are undone, on small libraries that each test writes to disk."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import importlib
@@ -9,10 +7,6 @@ import inspect
 import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -61,11 +55,9 @@ class Thing(Base):
 
 _numbers = itertools.count()
 
-Write = Callable[..., str]
-
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def installed(monkeypatch):
     """What the metadata says; a test changes it."""
     fake = {"lib": "1.2"}
     monkeypatch.setattr(versions, "installed_version", fake.get)
@@ -73,15 +65,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> Iterator[Write]:
+def write(tmp_path, monkeypatch, installed):
     """Writes a package with one module `core`, returns the name of that module, which no other test has used."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
-    def write(source: str = SOURCE, init: str = "") -> str:
+    def write(source=SOURCE):
         package = tmp_path / f"stub_library_{next(_numbers)}"
         package.mkdir()
-        (package / "__init__.py").write_text(init)
+        (package / "__init__.py").touch()
         (package / "core.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
         return f"{package.name}.core"
@@ -92,21 +84,18 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, 
             del sys.modules[name]
 
 
-def tag(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def tag(original, *args, **kwargs):
     """The replacement of all tests: says that it was called."""
     return ("ours", original(*args, **kwargs))
 
 
-def registry(*targets: str, **fields: Any) -> PatchRegistry:
+def registry(*targets, **fields):
     given = {"supports": "lib>=1,<2", "wrap": tag, "reason": "test", **fields}
     return PatchRegistry([Patch(target, **given) for target in targets])
 
 
-def states(patches: PatchRegistry) -> list[str]:
+def states(patches):
     return [row.state for row in patches.rows()]
-
-
-# What can be a target.
 
 
 @pytest.mark.parametrize(
@@ -122,9 +111,7 @@ def states(patches: PatchRegistry) -> list[str]:
         ("Thing.Inner.deep", lambda m: m.Thing.Inner().deep(), "deep"),
     ],
 )
-def test_target_of_each_kind_lands_verifies_and_is_restored(
-    write: Write, path: str, call: Callable[[ModuleType], Any], plain: Any
-) -> None:
+def test_target_of_each_kind_lands_verifies_and_is_restored(write, path, call, plain):
     module = importlib.import_module(write())
     holder = functools.reduce(getattr, path.split(".")[:-1], module)
     before = list(vars(holder).items())
@@ -142,16 +129,13 @@ def test_target_of_each_kind_lands_verifies_and_is_restored(
 
 
 @pytest.mark.parametrize("path", ["Thing", "Thing.size", "Thing.gets_no_self"])
-def test_target_that_is_no_function_raises(write: Write, path: str) -> None:
+def test_target_that_is_no_function_raises(write, path):
     module = importlib.import_module(write())
     with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is not a function"):
         registry(f"{module.__name__}:{path}").apply()
 
 
-# Deferred landing.
-
-
-def test_target_not_yet_imported_lands_at_its_import(write: Write) -> None:
+def test_target_not_yet_imported_lands_at_its_import(write):
     name = write()
     patches = registry(f"{name}:function")
     patches.apply()
@@ -164,7 +148,7 @@ def test_target_not_yet_imported_lands_at_its_import(write: Write) -> None:
     patches.verify()
 
 
-def test_target_that_another_module_replaces_lands_after_that_import(write: Write) -> None:
+def test_target_that_another_module_replaces_lands_after_that_import(write):
     home, other = write(), write("VALUE = 1\n")
     source = f"""
     import {home} as home
@@ -187,7 +171,7 @@ def test_target_that_another_module_replaces_lands_after_that_import(write: Writ
     assert module.Thing().method(2) == "replaced"
 
 
-def test_undone_before_the_import_never_lands(write: Write) -> None:
+def test_undone_before_the_import_never_lands(write):
     name = write()
     patches = registry(f"{name}:function")
     patches.apply()
@@ -196,10 +180,7 @@ def test_undone_before_the_import_never_lands(write: Write) -> None:
     assert importlib.import_module(name).function(1) == 1
 
 
-# Versions and shapes.
-
-
-def test_version_outside_the_range_raises_and_touches_nothing(write: Write, installed: dict[str, str]) -> None:
+def test_version_outside_the_range_raises_and_touches_nothing(write, installed):
     module = importlib.import_module(write())
     installed["other"] = "0.9"
     patches = PatchRegistry(
@@ -213,7 +194,7 @@ def test_version_outside_the_range_raises_and_touches_nothing(write: Write, inst
     assert module.function(1) == 1
 
 
-def test_distribution_that_is_absent_leaves_the_patch_out(installed: dict[str, str]) -> None:
+def test_distribution_that_is_absent_leaves_the_patch_out(installed):
     patches = registry("no_such_library.core:function", supports="no-such-library>=1")
     patches.apply()
     patches.verify()
@@ -222,7 +203,7 @@ def test_distribution_that_is_absent_leaves_the_patch_out(installed: dict[str, s
 
 
 @pytest.mark.parametrize("path", ["gone", "Thing.gone", "Gone.method"])
-def test_missing_target_raises_unless_optional(write: Write, path: str) -> None:
+def test_missing_target_raises_unless_optional(write, path):
     module = importlib.import_module(write())
     with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: there is no such target"):
         registry(f"{module.__name__}:{path}").apply()
@@ -232,7 +213,7 @@ def test_missing_target_raises_unless_optional(write: Write, path: str) -> None:
     assert states(optional) == ["absent"]
 
 
-def test_other_name_of_a_class_is_patched_once(write: Write) -> None:
+def test_other_name_of_a_class_is_patched_once(write):
     """A class was renamed and keeps its old name: the patch of the name that it has lands."""
     module = importlib.import_module(write(SOURCE + "\n\nOldThing = Thing\n"))
     both = registry(*(f"{module.__name__}:{name}.method" for name in ("Thing", "OldThing")), optional=True)
@@ -244,17 +225,14 @@ def test_other_name_of_a_class_is_patched_once(write: Write) -> None:
     assert not hasattr(module.Thing.method, "__wrapped__")
 
 
-def test_missing_parameter_raises_naming_it(write: Write) -> None:
+def test_missing_parameter_raises_naming_it(write):
     module = importlib.import_module(write())
     registry(f"{module.__name__}:function", needs=("x", "scale")).apply()
     with pytest.raises(PatchError, match=r"Thing\.method in lib 1\.2: it has no parameter trial"):
         registry(f"{module.__name__}:Thing.method", needs=("self", "trial")).apply()
 
 
-# All or nothing.
-
-
-def test_failing_patch_makes_every_import_of_the_module_raise(write: Write) -> None:
+def test_failing_patch_makes_every_import_of_the_module_raise(write):
     name = write()
     patches = registry(f"{name}:function", f"{name}:gone")
     patches.apply()
@@ -267,10 +245,8 @@ def test_failing_patch_makes_every_import_of_the_module_raise(write: Write) -> N
     assert importlib.import_module(name).function(1) == 1
 
 
-def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    half_made: list[ModuleType] = []
+def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(write, monkeypatch):
+    half_made = []
     monkeypatch.setattr(builtins, "stub_callback", lambda name: half_made.append(sys.modules[name]), raising=False)
     good, bad = write(), write(f"{SOURCE}\nimport builtins\nbuiltins.stub_callback(__name__)\n")
     targets = (f"{good}:function", f"{bad}:function", f"{bad}:Thing.static", f"{bad}:gone")
@@ -286,21 +262,7 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(
     patches.verify()
 
 
-# Others who patch the same place.
-
-
-def wrap_over(holder: Any, name: str) -> None:
-    """What Unsloth does."""
-    found = getattr(holder, name)
-
-    @functools.wraps(found)
-    def theirs(*args: Any, **kwargs: Any) -> Any:
-        return ("theirs", found(*args, **kwargs))
-
-    setattr(holder, name, theirs)
-
-
-def test_verify_accepts_a_closure_over_ours_without_a_word(write: Write) -> None:
+def test_verify_accepts_a_closure_over_ours_without_a_word(write):
     module = importlib.import_module(write())
     patches = registry(f"{module.__name__}:Thing.method")
     patches.apply()
@@ -308,13 +270,13 @@ def test_verify_accepts_a_closure_over_ours_without_a_word(write: Write) -> None
     module.Thing.method = lambda self, x: (lambda: found(self, x))()
     patches.verify()
     assert module.Thing().method(1) == ("ours", ("method", 1))
-    module.kept = found  # type: ignore[attr-defined]
+    module.kept = found
     module.Thing.method = eval("lambda self, x: kept(self, x)", vars(module))
     with pytest.raises(PatchError, match="was replaced after it was patched"):
         patches.verify()
 
 
-def test_verify_names_what_replaced_ours(write: Write) -> None:
+def test_verify_names_what_replaced_ours(write):
     module = importlib.import_module(write())
     patches = registry(f"{module.__name__}:Thing.method")
     patches.apply()
@@ -322,7 +284,7 @@ def test_verify_names_what_replaced_ours(write: Write) -> None:
 
     # Rebuilt from the original, as if from its source: the copied dictionary must not pass for ours.
     @functools.wraps(original)
-    def replaced(self: Any, x: int) -> int:
+    def replaced(self, x):
         return x
 
     module.Thing.method = replaced
@@ -331,12 +293,17 @@ def test_verify_names_what_replaced_ours(write: Write) -> None:
     assert e.value.hint
 
 
-def test_apply_again_over_a_foreign_wrapper_calls_ours_once(write: Write) -> None:
+def test_apply_again_over_a_foreign_wrapper_calls_ours_once(write):
     module = importlib.import_module(write())
     first = registry(f"{module.__name__}:Thing.method")
     first.apply()
-    wrap_over(module.Thing, "method")
-    theirs = module.Thing.method
+    found = module.Thing.method
+
+    @functools.wraps(found)  # As Unsloth does.
+    def theirs(*args, **kwargs):
+        return ("theirs", found(*args, **kwargs))
+
+    module.Thing.method = theirs
     first.undo()
     second = registry(f"{module.__name__}:Thing.method")
     second.apply()

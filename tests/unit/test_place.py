@@ -1,9 +1,6 @@
 """The sentence at the start: which devices train, and why this process trains alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +29,11 @@ T4 = ("Tesla T4", int(14.7 * 2**30))
         (2, {"enable_ddp": False}, {}, "enable_ddp=False: this process computes 2 replicas in turn"),
     ],
 )
-def test_process_that_trains_alone_says_why(
-    num_visible: int, options: dict[str, Any], variables: dict[str, str], said: str
-) -> None:
+def test_process_that_trains_alone_says_why(num_visible, options, variables, said):
     assert describe_lone_process(num_visible, MultiGPUConfig(**options), variables) == said
 
 
-def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch):
     for name in ("cuda", "hip", "xpu"):
         monkeypatch.setattr(torch.version, name, None, raising=False)
     said = describe_lone_process(0, MultiGPUConfig(), {})
@@ -56,9 +51,7 @@ def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch: pytest
         (RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), 1, "1", "2 ranks that share one card, on Tesla T4 (14.7 GiB)"),
     ],
 )
-def test_ranks_are_told_with_their_devices(
-    monkeypatch: pytest.MonkeyPatch, identity: RankIdentity, num_visible: int, sharing: str, said: str
-) -> None:
+def test_ranks_are_told_with_their_devices(monkeypatch, identity, num_visible, sharing, said):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", sharing)
     card = SimpleNamespace(name=T4[0], total_memory=T4[1])
     module = SimpleNamespace(device_count=lambda: num_visible, get_device_properties=lambda _: card)
@@ -71,9 +64,7 @@ def test_ranks_are_told_with_their_devices(
     ("num_visible", "sharing", "nccl", "over_host"),
     [(1, "1", (2, 29, 7), True), (1, "1", (2, 30, 1), False), (1, "0", (2, 29, 7), False), (2, "1", (2, 29, 7), False)],
 )
-def test_ranks_of_one_card_send_by_gloo_where_nccl_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, num_visible: int, sharing: str, nccl: tuple[int, ...], over_host: bool
-) -> None:
+def test_ranks_of_one_card_send_by_gloo_where_nccl_is_too_old(monkeypatch, num_visible, sharing, nccl, over_host):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", sharing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)

@@ -1,7 +1,5 @@
 """Models, weights and data of plain loops: what is chosen, what is named how, and which samples are whose."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 
@@ -22,14 +20,9 @@ from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
-def net(seed=0):
-    torch.manual_seed(seed)
+def net():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-
-def same(left, right):
-    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 class Named(nn.Module):
@@ -65,7 +58,9 @@ def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
 
 
 def test_rank_gets_ddp_once(lone_group, monkeypatch):
-    monkeypatch.setattr(plugin, "_session", SimpleNamespace(is_closed=False, manager=manager, program=Program()))
+    manager = SimpleNamespace(identity=place(0, 2), config=MultiGPUConfig(device="cpu"), open_group=lambda: None)
+    session = SimpleNamespace(is_closed=False, manager=lambda: manager, program=Program())
+    monkeypatch.setattr(plugin, "_session", session)
     wrapped = ump.wrap_model_multi_gpu(net(), find_unused_parameters=True)
     assert isinstance(wrapped, DistributedDataParallel)
     assert wrapped.find_unused_parameters
@@ -75,23 +70,15 @@ def test_rank_gets_ddp_once(lone_group, monkeypatch):
         ump.wrap_model_multi_gpu(net().requires_grad_(False))
 
 
-def manager():
-    return SimpleNamespace(identity=place(0, 2), config=MultiGPUConfig(device="cpu"), open_group=lambda: None)
-
-
 @pytest.mark.parametrize("has_launcher", [True, False])
 def test_rank_without_the_line_is_refused(has_launcher, monkeypatch):
-    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in launched.items() if has_launcher else ():
+    for name, value in place(1, 2).variables().items() if has_launcher else ():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: not has_launcher)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     for call in (lambda: ump.wrap_model_multi_gpu(net()), lambda: ump.distributed_loader(range(4), 2)):
         with pytest.raises(SetupError, match="one of several ranks, and enable_multi_gpu\\(\\) was not called"):
             call()
-
-
-# Names of weights.
 
 
 def test_unwrap_takes_wrappers_off_in_any_order(lone_group):
@@ -113,9 +100,6 @@ def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, ca
         optimizer.step()
         optimizer.step()
         assert ["gradients are not synchronized" in line for line in caplog.messages] == [True] * num_told
-
-
-# Which samples are whose.
 
 
 def place(rank=0, world_size=1):

@@ -1,17 +1,14 @@
 """The planner: what every plan of a step keeps, and what it is better at than dealing in order."""
 
-from __future__ import annotations
-
 import random
 import statistics
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step, in_lockstep
+from unsloth_multigpu.step.deal import Balance, balance_step, deal_step, in_lockstep
 from unsloth_multigpu.step.plan import lockstep_time, plan_step, slowest_time
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
@@ -26,7 +23,7 @@ COSTS = st.builds(
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+def steps(draw):
     """Lengths of a step's samples, and the sizes of its micro-batches in one process."""
     size, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
     sizes = [size] * (count - 1) + [draw(st.integers(1, size))]
@@ -34,15 +31,15 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return draw(st.lists(length, min_size=sum(sizes), max_size=sum(sizes))), sizes
 
 
-def rows_of(plan: Sequence[Sequence[Piece]]) -> list[int]:
+def rows_of(plan):
     return sorted(p for share in plan for piece in share if not piece.is_filler for p in piece.positions)
 
 
-def parts_of(plan: Sequence[Sequence[Piece]]) -> list[list[list[int]]]:
+def parts_of(plan):
     return [[list(piece.positions) for piece in share if not piece.is_filler] for share in plan]
 
 
-def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
+def reach(lengths, sizes, balance):
     """Most tokens that a micro-batch dealt in order could have."""
     in_order = deal_step(sizes, len(balance.speeds), regroup=True)
     parts = [piece.positions for share in in_order for piece in share]
@@ -52,9 +49,7 @@ def reach(lengths: list[int], sizes: list[int], balance: Balance) -> int:
 
 
 @given(steps(), SPEEDS, COSTS)
-def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_samples_are_too_few(
-    step, speeds, cost
-) -> None:
+def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_samples_are_too_few(step, speeds, cost):
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
@@ -67,7 +62,7 @@ def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_sampl
 
 
 @given(steps(), SPEEDS, COSTS)
-def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
+def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost):
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     in_order = deal_step(sizes, len(speeds), regroup=True)
@@ -76,7 +71,7 @@ def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost) -> None:
 
 
 @given(steps(), SPEEDS, st.booleans())
-def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(step, speeds, is_padded) -> None:
+def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(step, speeds, is_padded):
     lengths, sizes = step
     cost = CostModel(128.0, 512.0, is_padded=is_padded, is_unknown=True)
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
@@ -89,7 +84,7 @@ def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(
 
 
 @given(steps(), SPEEDS, COSTS)
-def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cost) -> None:
+def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cost):
     lengths, sizes = step
     balance = Balance(cost, speeds)
     plan = balance_step(lengths, sizes, balance, regroup=True)
@@ -98,7 +93,7 @@ def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cos
 
 
 @given(steps(), SPEEDS, COSTS, st.integers(1, 4000))
-def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) -> None:
+def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit):
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds, max_tokens=limit), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
@@ -106,13 +101,13 @@ def test_limit_holds_but_for_a_sample_that_is_longer(step, speeds, cost, limit) 
         assert len(part) == 1 or cost.tokens([lengths[i] for i in part]) <= limit
 
 
-def ragged(count: int, seed: int) -> list[int]:
+def ragged(count, seed):
     rng = random.Random(seed)
     return [min(1024, max(8, round(rng.lognormvariate(5.0, 0.9)))) for _ in range(count)]
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 16), (2, 64), (4, 64), (8, 128)])
-def test_ragged_rows_are_computed_without_padding_and_waiting(num_ranks: int, count: int) -> None:
+def test_ragged_rows_are_computed_without_padding_and_waiting(num_ranks, count):
     cost, speeds = CostModel(overhead_tokens=16.0, attention=1 / 4000), (1.0,) * num_ranks
     over_ideal, gains = [], []
     for seed in range(20):
@@ -128,7 +123,7 @@ def test_ragged_rows_are_computed_without_padding_and_waiting(num_ranks: int, co
     assert statistics.median(gains) > 2.0
 
 
-def test_slow_rank_gets_less() -> None:
+def test_slow_rank_gets_less():
     cost, lengths = CostModel(overhead_tokens=16.0), ragged(64, 3)
     plan = plan_step(lengths, (1.0, 0.5), cost, 8 * max(lengths))
     costs = [[cost.of([lengths[i] for i in part]) for part in share] for share in plan]
@@ -138,10 +133,7 @@ def test_slow_rank_gets_less() -> None:
     assert all(share[-1] == max(share) > min(share) for share in costs)
 
 
-# Ranks that hold shards of the weights.
-
-
-def test_lockstep_takes_the_slowest_rank_of_each_round() -> None:
+def test_lockstep_takes_the_slowest_rank_of_each_round():
     plain = CostModel(overhead_tokens=0)
     plan = [[[0], [1]], [[2]]]
     # 8 meets 5, 2 meets a filler of the shortest row.
@@ -150,7 +142,7 @@ def test_lockstep_takes_the_slowest_rank_of_each_round() -> None:
 
 
 @given(steps(), st.integers(2, 4), COSTS)
-def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_size, cost) -> None:
+def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_size, cost):
     lengths, sizes = step
     speeds = (1.0,) * world_size
     planned = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True, is_lockstep=True)
@@ -168,7 +160,7 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
         assert all(piece.share == 0 for piece in share if piece.is_filler)
 
 
-def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
+def test_filler_is_a_whole_micro_batch_where_these_are_never_cut():
     plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), regroup=False, whole=True)
     (filler,) = [piece for share in plan for piece in share if piece.is_filler]
     assert filler.positions == (6, 7)
@@ -177,9 +169,7 @@ def test_filler_is_a_whole_micro_batch_where_these_are_never_cut() -> None:
 
 
 @given(st.lists(st.integers(1, 900), min_size=24, max_size=24), st.integers(1, 4), st.sampled_from([1, 2, 3]))
-def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(
-    lengths: list[int], per_rank: int, num_ranks: int
-) -> None:
+def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(lengths, per_rank, num_ranks):
     num_rows = 24 // (per_rank * num_ranks)
     sizes = [num_rows] * (per_rank * num_ranks)
     lengths = lengths[: sum(sizes)]
@@ -194,7 +184,7 @@ def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 2], [4, 4, 4], [6]])
-def test_rows_of_a_mean_are_dealt_in_order_where_micro_batches_are_shared_or_unequal(sizes: list[int]) -> None:
+def test_rows_of_a_mean_are_dealt_in_order_where_micro_batches_are_shared_or_unequal(sizes):
     lengths = list(range(sum(sizes)))
     plan = balance_step(lengths, sizes, Balance(CostModel(32.0, 0.0), (1.0, 1.0)), regroup=False)
     assert plan == deal_step(sizes, 2, regroup=False)

@@ -1,29 +1,22 @@
 """The one line: what it opens in a single process, what a second call means, and what is given back."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import errors, plugin, session, start, versions
+from unsloth_multigpu import errors, plugin, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 from unsloth_multigpu.options import ENV_PREFIX
-from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.wire.identity import RankIdentity
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
-def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def single_process(monkeypatch):
     """No launcher, no variables, no level set, one GPU to be seen without torch; in the end nothing is enabled."""
     logging.getLogger("unsloth_multigpu").setLevel(logging.NOTSET)
     for name in os.environ:
@@ -37,7 +30,7 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ump.disable_multi_gpu()
 
 
-def test_status_shows_one_process_and_its_patches() -> None:
+def test_status_shows_one_process_and_its_patches():
     ump.enable_multi_gpu(num_gpus=1, timeout_s=60)
     status = ump.get_multi_gpu_status()
     assert ump.is_multi_gpu_enabled()
@@ -52,7 +45,7 @@ def test_status_shows_one_process_and_its_patches() -> None:
     assert ump.get_multi_gpu_status() == ump.MultiGPUStatus(is_enabled=False)
 
 
-def test_second_call_with_the_same_arguments_changes_nothing() -> None:
+def test_second_call_with_the_same_arguments_changes_nothing():
     ump.enable_multi_gpu(num_gpus=1)
     patches, handlers = ump.get_multi_gpu_status().patches, list(logging.getLogger("unsloth_multigpu").handlers)
     ump.enable_multi_gpu(1)
@@ -68,7 +61,7 @@ def test_second_call_with_the_same_arguments_changes_nothing() -> None:
         ({"num_gpus": 1, "global_batch": "scale"}, "global_batch='keep'", "global_batch='scale'"),
     ],
 )
-def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], before: str, now: str) -> None:
+def test_second_call_with_other_arguments_is_an_error(other, before, now):
     ump.enable_multi_gpu(num_gpus=1)
     with pytest.raises(ConfigError) as error:
         ump.enable_multi_gpu(**other)
@@ -78,56 +71,38 @@ def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], bef
         + (f"\nMore: {errors.page()}#configerror" if errors.page() else "")
     )
     config = ump.get_active_config()
-    assert config is not None
     assert (config.num_gpus, config.global_batch) == (1, "keep")
 
 
-def package_logger() -> tuple[object, ...]:
+def test_strategy_is_a_type_of_its_own_or_its_text():
+    for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
+        ump.enable_multi_gpu(num_gpus=1, strategy=given)
+        config = ump.get_active_config()
+        assert config.strategy == ump.DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
+        ump.disable_multi_gpu()
+
+
+def package_logger():
     package = logging.getLogger("unsloth_multigpu")
     return package.level, package.propagate, list(package.handlers)
 
 
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
-    """In place of `transformers`: a trainer that the patches of the Trainer land on. Returns what its class holds."""
-    module = types.ModuleType("stub_trainer")
-    exec(
-        "class Trainer:\n"
-        "    def train(self, resume=None): return ('original', resume)\n"
-        "class TrainingArguments:\n"
-        "    ddp_timeout = 1800\n"
-        "    def __post_init__(self): pass\n",
-        vars(module),
-    )
-    monkeypatch.setitem(sys.modules, "stub_trainer", module)
-
-    def patches(opened: session.Session) -> list[Patch]:
-        found = TrainerHooks(
-            opened.config, opened.identity.world_size, "any", opened.run_training, opened.manager
-        ).patches()
-        # `packaging` is installed everywhere; its version stands for that of transformers.
-        return [
-            Patch(f"stub_trainer:{patch.target.partition(':')[2]}", "packaging>=1", patch.wrap, patch.reason)
-            for patch in found
-        ]
-
-    monkeypatch.setattr(session, "_patches", patches)
-    return lambda: {**vars(module.Trainer), **vars(module.TrainingArguments)}
-
-
-def test_disable_gives_everything_back(stub: Callable[[], dict[str, Any]]) -> None:
-    before = (stub(), package_logger(), dict(os.environ), sys.excepthook)
+def test_disable_gives_everything_back():
+    before = (package_logger(), dict(os.environ), sys.excepthook)
     ump.enable_multi_gpu(num_gpus=1)
-    assert stub() != before[0]
+    opened = plugin._session
+    assert opened is not None
     ump.disable_multi_gpu()
-    assert (stub(), package_logger(), dict(os.environ), sys.excepthook) == before
+    # test_patching.py has what that means.
+    assert {row.state for row in opened.registry.rows()} == {"undone"}
+    assert (package_logger(), dict(os.environ), sys.excepthook) == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [({"num_gpus": 4}, SetupError), ({"device": "xpu"}, SetupError), ({"num_gpus": 0}, ConfigError)],
 )
-def test_call_that_fails_leaves_nothing(arguments: dict[str, Any], error: type[Exception]) -> None:
+def test_call_that_fails_leaves_nothing(arguments, error):
     before = (package_logger(), dict(os.environ))
     with pytest.raises(error):
         ump.enable_multi_gpu(**arguments)
@@ -135,18 +110,15 @@ def test_call_that_fails_leaves_nothing(arguments: dict[str, Any], error: type[E
     assert not ump.is_multi_gpu_enabled()
 
 
-def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
+def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch):
+    for name, value in RankIdentity(0, 0, 2, 2, "torchrun").variables().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"num_gpus=4, but torchrun started 2 rank\(s\) here") as error:
         ump.enable_multi_gpu(num_gpus=4)
     assert "Hint: Leave num_gpus out, or start 4 ranks." in str(error.value)
 
 
-def test_library_newer_than_tested_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_library_newer_than_tested_is_told_once(monkeypatch, caplog):
     installed = {**dict.fromkeys(versions.SUPPORTED, None), "datasets": "5.9.0", "torch": "2.13.0", "trl": "1.15.0"}
     monkeypatch.setattr(versions, "installed_version", installed.get)
     ump.enable_multi_gpu(num_gpus=1)
@@ -159,17 +131,15 @@ def test_library_newer_than_tested_is_told_once(
 
 
 @pytest.mark.parametrize(("variables", "is_main"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)])
-def test_main_process_is_rank_0_with_and_without_the_line(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_main: bool
-) -> None:
+def test_main_process_is_rank_0_with_and_without_the_line(monkeypatch, variables, is_main):
     if variables:
         identity = RankIdentity(int(variables["RANK"]), int(variables["RANK"]), 2, 2, "torchrun")
         for name, value in identity.variables().items():
             monkeypatch.setenv(name, value)
-    calls: list[int] = []
+    calls = []
 
     @ump.on_main_process
-    def note(value: int, *, factor: int = 1) -> int:
+    def note(value, *, factor=1):
         """Its text."""
         calls.append(value)
         return value * factor
@@ -180,16 +150,14 @@ def test_main_process_is_rank_0_with_and_without_the_line(
     assert (note.__name__, note.__doc__) == ("note", "Its text.")
 
 
-def test_interrupt_before_ranks_are_started_ends_the_process_by_it(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt_before_ranks_are_started_ends_the_process_by_it(monkeypatch, capfd):
     class Ended(BaseException):
         pass
 
-    def interrupted(_: object) -> int:
+    def interrupted(_):
         raise KeyboardInterrupt
 
-    def exit_like(code: int) -> None:
+    def exit_like(code):
         raise Ended(code)
 
     monkeypatch.setattr(plugin, "ranks_to_start", interrupted)

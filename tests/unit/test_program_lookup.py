@@ -1,16 +1,12 @@
 """What `unsloth-multigpu run NAME` starts."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from unsloth_multigpu.cli.program_lookup import find_program
 from unsloth_multigpu.errors import ConfigError
 
 
-def _command(folder: Path, name: str, head: str) -> Path:
+def _command(folder, name, head):
     path = folder / name
     path.write_text(f"{head}\n")
     path.chmod(0o755)

@@ -1,10 +1,7 @@
 """The pulse's thread, and the stacks that a signal makes a rank write."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +26,7 @@ Current thread's C stack trace (most recent call first):
 """
 
 
-def test_innermost_line_of_the_users_own_is_named() -> None:
+def test_innermost_line_of_the_users_own_is_named():
     import threading
 
     frames = main_frames(TEXT.format(threading=threading.__file__, pulse=pulse.__file__))
@@ -40,21 +37,21 @@ def test_innermost_line_of_the_users_own_is_named() -> None:
 
 
 class Page:
-    def __init__(self) -> None:
+    def __init__(self):
         self.step, self.phase, self.micro_batch = 1, 3, 0
-        self.beats: list[tuple[int, str]] = []
+        self.beats = []
 
-    def pulse(self, collective: int, operation: str) -> None:
+    def pulse(self, collective, operation):
         self.beats.append((collective, operation))
 
 
-def test_collective_is_named_only_after_standing_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_is_named_only_after_standing_still(monkeypatch):
     now_s, asked = [100.0], []
     monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(pulse, "last_collective", lambda: 7)
     monkeypatch.setattr(pulse, "pending_operation", lambda: asked.append(now_s[0]) or "barrier")
     page = Page()
-    heart = pulse.Pulse(page, 10.0)  # type: ignore[arg-type]
+    heart = pulse.Pulse(page, 10.0)
     for second in range(12):
         now_s[0] = 100.0 + second
         heart.beat()
@@ -65,7 +62,7 @@ def test_collective_is_named_only_after_standing_still(monkeypatch: pytest.Monke
     assert page.beats[-1] == (7, "")
 
 
-def test_no_group_and_strange_records_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_group_and_strange_records_are_no_error(monkeypatch):
     assert pulse.last_collective() == -1
     broken = SimpleNamespace(is_initialized=lambda: True, _get_default_group=lambda: None)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", broken)
@@ -78,20 +75,12 @@ def test_no_group_and_strange_records_are_no_error(monkeypatch: pytest.MonkeyPat
     assert pulse.pending_operation() == ""
 
 
-def entry(name: str, group: str = "0", retired: bool = False, state: str = "scheduled") -> dict:
-    return {
-        "profiling_name": name,
-        "input_sizes": [[8, 4], [2]],
-        "process_group": [group, ""],
-        "retired": retired,
-        "state": state,
-    }
+def recorder(names):
+    facts = {"input_sizes": [[8, 4], [2]], "process_group": ["0", ""], "retired": False, "state": "scheduled"}
 
-
-def recorder(*entries: dict) -> Callable[..., bytes]:
-    def dump(*, includeCollectives: bool = True, onlyActive: bool = False) -> bytes:
+    def dump(*, includeCollectives=True, onlyActive=False):
         assert includeCollectives
-        return json.dumps({"entries": [e for e in entries if not onlyActive or not e["retired"]]}).encode()
+        return json.dumps({"entries": [{"profiling_name": name, **facts} for name in names]}).encode()
 
     return dump
 
@@ -106,15 +95,10 @@ def recorder(*entries: dict) -> Callable[..., bytes]:
         ("xccl", [], ["xccl:barrier"], "barrier [8, 4] [2]"),
     ],
 )
-def test_recorder_is_that_of_the_groups_backend(
-    monkeypatch: pytest.MonkeyPatch, backend: str, in_nccls: list[str], in_the_others: list[str], named: str
-) -> None:
+def test_recorder_is_that_of_the_groups_backend(monkeypatch, backend, in_nccls, in_the_others, named):
     """A build for CUDA has two; NCCL writes into the one that has its name, all others into the other."""
     c10d = SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: backend)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
-    dumps = {
-        "_dump_nccl_trace_json": recorder(*map(entry, in_nccls)),
-        "_dump_fr_trace_json": recorder(*map(entry, in_the_others)),
-    }
+    dumps = {"_dump_nccl_trace_json": recorder(in_nccls), "_dump_fr_trace_json": recorder(in_the_others)}
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
     assert pulse.pending_operation() == named

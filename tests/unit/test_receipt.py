@@ -1,7 +1,5 @@
 """The receipt: fingerprints of samples, reasons for differences, the recorder on a real Trainer, and the verdict."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -12,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu import session
@@ -68,16 +65,6 @@ def test_fingerprint_parts_rows_without_padding_also_in_the_middle_of_a_sample()
     assert packed([5, 6], [3, 4]) != packed([5, 9], [3, 4])
 
 
-def reasons(model=None, precision="no", options=None, **arguments):
-    defaults = {"optim": "adamw_torch", "device": torch.device("cpu")}
-    trainer = SimpleNamespace(
-        model=model or nn.Linear(2, 2),
-        args=SimpleNamespace(**{**defaults, **arguments}),
-        accelerator=SimpleNamespace(mixed_precision=precision),
-    )
-    return {name for name, *_ in receipt.find_reasons(trainer, MultiGPUConfig(**(options or {})))}
-
-
 STEPS = [(2.5, 0.7, {"a": 1, "b": 2}), (2.25, 0.5, {"c": 3})]
 EQUAL = {"is_exact": True, "not_compared": "", "difference": 8e-8, "bound": 1e-5, "one_process_s": 2.0, "dealt_s": 1.0}
 
@@ -110,9 +97,9 @@ def judged_alike(steps, updates=UPDATES):
     return comparison.compare(run_of(steps, updates), run_of(steps, updates))
 
 
-def page_of(one, many, *threads) -> str:
+def page_of(one, many):
     stream = io.StringIO()
-    table.show(Screen(stream), command._receipt(["train.py"], one, many), *threads)
+    table.show(Screen(stream), command._receipt(["train.py"], one, many))
     return stream.getvalue().removesuffix("\n")
 
 
@@ -261,12 +248,12 @@ def trainer(tmp_path):
     return saver.trainer
 
 
-def record(trainer, folder, steps=None, **options):
+def record(trainer, folder, **options):
     folder.mkdir()
     request = StepsRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
     tool = tool_of(RunContext.read(request.variables("unsloth_multigpu.tools.verify.verify_recorder:Verify")))
     assert tool.request == request
-    recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), steps)
+    recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), None)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
     recorder.write()
@@ -302,15 +289,9 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     assert (trainer.args.logging_nan_inf_filter, trainer.args.logging_steps) == (True, 4)
 
 
-def plain(trainer):
-    """Without the callbacks that must not be called, or that save."""
-    handler = trainer.callback_handler
-    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
-    return trainer
-
-
 def test_resumed_training_keeps_its_checkpoints_and_what_it_trained(trainer, tmp_path):
-    args = plain(trainer).args
+    handler, args = trainer.callback_handler, trainer.args
+    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
     args.max_steps = 3
     trainer.train()
     args.max_steps, args.save_total_limit, args.load_best_model_at_end = 9, 1, True

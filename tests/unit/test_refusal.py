@@ -20,8 +20,8 @@ def event(kind, rank, time_s, **facts):
     return Event(kind, rank, 0, float(time_s), -1, facts)
 
 
-def refused(rank, time_s, code=69, num_steps=0):
-    return event(REFUSED, rank, time_s, error="SetupError: no", exit_code=code, num_steps=num_steps)
+def refused(rank, time_s):
+    return event(REFUSED, rank, time_s, error="SetupError: no", exit_code=69, num_steps=0)
 
 
 @pytest.mark.parametrize(

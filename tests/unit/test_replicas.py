@@ -1,37 +1,30 @@
 """The hash of the replica proof sees every bit, and the message names ranks and tensors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
+from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, tensor_hashes
 from unsloth_multigpu.options import MultiGPUConfig
 
 
-def hash_of(tensor: Any) -> int:
-    from unsloth_multigpu.group.replicas import tensor_hashes
-
+def hash_of(tensor):
     return tensor_hashes([tensor])[0]
 
 
-def bits(tensor: Any) -> Any:
-    import torch
-
+def bits(tensor):
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.element_size()])
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch):
     monkeypatch.setattr("unsloth_multigpu.group.replicas._CPU_CHUNK", 4)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_every_single_bit_changes_the_hash(small_chunks: None, name: str) -> None:
-    import torch
-
+def test_every_single_bit_changes_the_hash(small_chunks, name):
     tensor = torch.randn(11, generator=torch.Generator().manual_seed(0)).to(getattr(torch, name))
     hashes = {hash_of(tensor)}
     num_bits = 8 * tensor.element_size()
@@ -43,16 +36,12 @@ def test_every_single_bit_changes_the_hash(small_chunks: None, name: str) -> Non
     assert len(hashes) == 1 + len(tensor) * num_bits
 
 
-def test_hash_knows_the_place_also_between_chunks(small_chunks: None) -> None:
-    import torch
-
+def test_hash_knows_the_place_also_between_chunks(small_chunks):
     hashes = {hash_of(torch.eye(40)[i]) for i in range(40)}
     assert len(hashes) == 40
 
 
-def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
-    import torch
-
+def test_empty_scalar_and_complex_tensors_have_a_hash():
     assert hash_of(torch.zeros(0)) == hash_of(torch.zeros(0, 3).t()) == 0
     assert hash_of(torch.tensor(1.0)) != hash_of(torch.tensor(2.0))
     assert hash_of(torch.tensor([1 + 2j])) != hash_of(torch.tensor([1 - 2j]))
@@ -75,21 +64,19 @@ def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
         ),
     ],
 )
-def test_message_names_the_minority(hashes: list[list[int]], message: str) -> None:
-    from unsloth_multigpu.group.replicas import describe_divergence
-
+def test_message_names_the_minority(hashes, message):
     assert describe_divergence(["a", "b"], hashes) == message
 
 
 class Manager:
     """One of two ranks; the other says the same."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every):
         self.config = MultiGPUConfig(verify_every=every)
         self.identity = SimpleNamespace(rank=0, world_size=2)
         self.num_gathers = 0
 
-    def gather_int64(self, values: list[int]) -> list[list[int]]:
+    def gather_int64(self, values):
         self.num_gathers += 1
         return [values]
 
@@ -104,13 +91,9 @@ class Manager:
         (100, 30, [31, 32, 34, 38, 46, 62, 94, 100, 200]),
     ],
 )
-def test_check_is_due_as_the_steps_double_and_every_so_many(every: int, start: int, due: list[int]) -> None:
-    import torch
-
-    from unsloth_multigpu.group.replicas import ReplicaProof
-
+def test_check_is_due_as_the_steps_double_and_every_so_many(every, start, due):
     manager, model = Manager(every), torch.nn.Linear(2, 2)
-    proof = ReplicaProof(manager)  # type: ignore[arg-type]
+    proof = ReplicaProof(manager)
     steps = []
     for step in range(start + 1, max([*due, 6]) + 1):
         if proof.is_due(step):

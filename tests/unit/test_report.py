@@ -1,16 +1,13 @@
 """Events and figures of a run: what a rank writes is what the supervisor reads."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
-def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
+def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path):
     beats = [HeartbeatPage(None, rank) for rank in range(2)]
     writers = [EventWriter(tmp_path, rank, 0, beats[rank]) for rank in range(2)]
     writers[1].write("started", pid=11)
@@ -27,7 +24,7 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
     assert events[0].time_s <= events[1].time_s <= events[2].time_s
 
 
-def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
+def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path):
     EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0)).write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
@@ -37,7 +34,7 @@ def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Pa
     assert len(read_events(tmp_path, attempt=0)) == 2
 
 
-def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path):
     writer = EventWriter(tmp_path, 0, 0, HeartbeatPage(None, 0))
     writer.write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
@@ -48,7 +45,7 @@ def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) ->
     assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started", "exception", "exiting"]
 
 
-def test_run_report_says_the_training_in_a_sentence() -> None:
+def test_run_report_says_the_training_in_a_sentence():
     ranks = (RankReport(0, 15, 109, 10, 4.34), RankReport(1, 15, 131, 10, 5.0))
     report = RunReport(ranks)
     assert report.num_samples == 240

@@ -1,19 +1,16 @@
 """One writer for every file: what rank 0 does, what the others do meanwhile, and what they are told."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from tests.helpers.board import manager_of
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, DistributedError, RankTimeoutError
 from unsloth_multigpu.group import saves
@@ -21,72 +18,36 @@ from unsloth_multigpu.group.outcome import error_of
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.identity import RankIdentity
 
 LIMIT_S = 0.2
-Write = Callable[..., Any]
-
-
-class FakeManager:
-    """Keys and values that all ranks of a test share. No wait of a test takes longer than `10 * LIMIT_S`."""
-
-    config = MultiGPUConfig(timeout_s=LIMIT_S)
-
-    def __init__(self, store: dict[str, str], rank: int, num_ranks: int) -> None:
-        self._store = store
-        self.has_left = False
-        self.identity = RankIdentity(rank, rank, num_ranks, num_ranks, "torchrun")
-        self.saves = Saves(self)  # type: ignore[arg-type]
-
-    def is_abandoned(self) -> bool:
-        return self.has_left
-
-    def publish(self, key: str, value: str = "") -> None:
-        self._store[key] = value
-
-    def delete(self, key: str) -> None:
-        del self._store[key]
-
-    def is_published(self, key: str) -> bool:
-        return key in self._store
-
-    def read(self, key: str) -> str | None:
-        return self._store.get(key)
 
 
 class Ranks:
     """A gate and a note of the calls that got through, for each rank. Ranks take their turns in one thread."""
 
-    def __init__(self, num_ranks: int = 2) -> None:
-        self.gates = [SaveGate(rank, functools.partial(self._manager_of, rank)) for rank in range(num_ranks)]
-        self.renew()
-        self.calls: list[list[str]] = [[] for _ in range(num_ranks)]
+    def __init__(self):
+        store, config = HashStore(), MultiGPUConfig(timeout_s=LIMIT_S)
+        self.managers = [manager_of(store, rank, 2, config) for rank in range(2)]
+        for manager in self.managers:
+            manager.saves = Saves(manager)
+        self.gates = [SaveGate(rank, functools.partial(self.managers.__getitem__, rank)) for rank in range(2)]
+        self.calls = [[], []]
 
-    def renew(self) -> None:
-        """New managers with an empty store, as after a notebook's cell that failed."""
-        self.store: dict[str, str] = {}
-        num_ranks = len(self.gates)
-        self.managers: list[FakeManager | None] = [FakeManager(self.store, r, num_ranks) for r in range(num_ranks)]
+    def saver(self, rank, result=None):
+        """A saver as a patch leaves it: it notes the call and returns or raises `result`."""
 
-    def _manager_of(self, rank: int) -> Any:
-        return self.managers[rank]
-
-    def saver(self, rank: int, name: str = "save", *, everywhere: bool = False, result: Any = None) -> Write:
-        """A saver as a patch leaves it: `(model, path)` notes the call and returns or raises `result`."""
-
-        def save(model: object, path: Any = None, **kwargs: Any) -> Any:
-            self.calls[rank].append(name)
+        def save(model, path):
+            self.calls[rank].append("save")
             if isinstance(result, BaseException):
                 raise result
-            return result(model, path) if callable(result) else result
+            return result
 
-        save.__qualname__ = name
-        gate = self.gates[rank]
-        return functools.partial(gate.after_rank_0 if everywhere else gate.once, save)
+        save.__qualname__ = "save"
+        return functools.partial(self.gates[rank].once, save)
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(monkeypatch):
     monkeypatch.setattr(saves, "OWN_PATH_GRACE_S", 0.05)
     monkeypatch.setattr(saves, "MEET_LIMIT_S", 0.0)
     return Ranks()
@@ -106,22 +67,16 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
         (object(), None),
     ],
 )
-def test_result_of_rank_0_is_that_of_the_others_where_json_holds_it(ranks: Ranks, result: Any, told: Any) -> None:
+def test_result_of_rank_0_is_that_of_the_others_where_json_holds_it(ranks, result, told):
     assert ranks.saver(0, result=result)("model", "out") is result
     assert ranks.saver(1)("model", "out") == told
     assert ranks.calls == [["save"], []]
 
 
-# Savers that call other savers.
-
-
-# What goes wrong.
-
-
 class Strange(Exception):
     """Cannot be made without its own arguments, by whatever class derives from it."""
 
-    def __new__(cls, code: int) -> Strange:
+    def __new__(cls, code):
         return super().__new__(cls, code)
 
 
@@ -135,7 +90,7 @@ class Strange(Exception):
         (type("Own", (ZeroDivisionError,), {})("of the script"), ZeroDivisionError),
     ],
 )
-def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks: Ranks, error: Exception, kinds: type) -> None:
+def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks, error, kinds):
     with pytest.raises(kinds):
         ranks.saver(0, result=error)("model", "out")
     with pytest.raises(kinds, match="rank 0 failed in save") as raised:
@@ -152,55 +107,48 @@ def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks: Ranks, error: Ex
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [
-        ("antigravity", "Error"),
-        ("os", "path.join"),
-        ("builtins", "SystemExit"),
-        (__name__, "Ranks.renew"),
-    ],
+    [("antigravity", "Error"), ("os", "path.join"), ("builtins", "SystemExit"), (__name__, "Ranks.saver")],
 )
-def test_name_of_a_class_imports_nothing_and_finds_exceptions_only(module: str, name: str) -> None:
+def test_name_of_a_class_imports_nothing_and_finds_exceptions_only(module, name):
     told = error_of({"error": "x", "kinds": [[module, name]]}, "save")
     assert type(told) is DistributedError
     assert "antigravity" not in sys.modules
 
 
-def test_token_is_not_published(ranks: Ranks) -> None:
-    def init_hf_repo(trainer: object, token: str | None = None) -> None:
+def test_token_is_not_published(ranks):
+    def init_hf_repo(trainer, token=None):
         if ranks.calls[0]:
             raise ConnectionError("offline")
         ranks.calls[0].append("init")
 
+    published = []
+    for manager in ranks.managers:
+        manager.publish = lambda *told, publish=manager.publish: published.append(told) or publish(*told)
     for _ in range(2):
         for gate in ranks.gates:
             with contextlib.suppress(ConnectionError):
                 gate.learn_of_rank_0(init_hf_repo, "trainer", "hf_secret")
-    manager = ranks.managers[0]
-    assert manager is not None
-    assert "init_hf_repo" in str(vars(manager))
-    assert "hf_secret" not in str(vars(manager))
+    assert "init_hf_repo" in str(published)
+    assert "hf_secret" not in str(published)
 
 
-def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
+def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks):
     with pytest.raises(RankTimeoutError, match=rf"rank 1 waited {LIMIT_S} seconds for rank 0 in save") as error:
         ranks.saver(1)("model", "out")
     assert "Hint: Save on all ranks" in str(error.value)
     assert ranks.calls == [[], []]
 
 
-# The meeting before a save.
-
-
-def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_are_not_rotated(tmp_path):
     from transformers import trainer
 
     assert hasattr(trainer, "rotate_checkpoints") != hasattr(trainer.Trainer, "_rotate_checkpoints")
-    seen: list[Any] = []
+    seen = []
 
-    def rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None) -> None:
+    def rotate_checkpoints(output_dir, save_total_limit=None):
         seen.append(output_dir)
 
-    def rotate_by_method(self: object, use_mtime: bool = False, output_dir: Any = None) -> None:
+    def rotate_by_method(self, use_mtime=False, output_dir=None):
         seen.append(output_dir)
 
     patches = {p.target: p for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}

@@ -1,7 +1,5 @@
 """What commands show: plain lines in a pipe, colour and a line that changes on a terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 
@@ -13,11 +11,11 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 class Terminal(io.StringIO):
     """What a terminal of 60 columns is sent."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
     @property
-    def text(self) -> str:
+    def text(self):
         """Without colours and movements of the cursor."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
 

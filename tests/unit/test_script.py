@@ -1,7 +1,5 @@
 """The command that starts a program again, taken from programs that were really started in each way."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -28,15 +26,14 @@ print(json.dumps({"what": what, "command": relaunch_command(sys.orig_argv, __mai
 ARGUMENTS = ["a", "b c", "$x", "-m", "--flag=1", ""]
 
 
-def run(command: list[str], cwd: Path) -> dict[str, list[object]]:
+def run(command, cwd):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    result: dict[str, list[object]] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
-def assert_starts_again(arguments: list[str], cwd: Path) -> None:
+def assert_starts_again(arguments, cwd):
     """Runs the program, then the command that it gives for itself: both must be the same program."""
     first = run([sys.executable, *arguments], cwd)
     assert first["command"] == [sys.executable, *arguments]
@@ -44,7 +41,7 @@ def assert_starts_again(arguments: list[str], cwd: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """The program as a script, as a package, as a folder and as a zip file."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "pkg").mkdir()
@@ -55,16 +52,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["-X", "dev", "-W", "error"],
-        ["-Xdev", "-Werror", "-OO"],
-        ["--"],
-    ],
-    ids=" ".join,
-)
-def test_script_starts_again_with_its_options(folder: Path, options: list[str]) -> None:
+@pytest.mark.parametrize("options", [["-X", "dev", "-W", "error"], ["-Xdev", "-Werror", "-OO"], ["--"]], ids=" ".join)
+def test_script_starts_again_with_its_options(folder, options):
     assert_starts_again([*options, "train.py", *ARGUMENTS], folder)
 
 
@@ -81,29 +70,24 @@ def test_script_starts_again_with_its_options(folder: Path, options: list[str]) 
     ],
     ids=lambda program: " ".join(program).replace(PROGRAM, "CODE"),
 )
-def test_program_of_each_kind_starts_again(folder: Path, program: list[str]) -> None:
+def test_program_of_each_kind_starts_again(folder, program):
     assert_starts_again([*program, *ARGUMENTS], folder)
 
 
-# The rest needs no process.
-
-
-def script(path: Path) -> ModuleType:
+def script(path):
     module = ModuleType("__main__")
     module.__file__ = str(path)
     return module
 
 
-def test_script_is_found_after_a_change_of_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_is_found_after_a_change_of_folder(folder, monkeypatch):
     monkeypatch.chdir(folder / "pkg")
     main = script(folder / "train.py")
     command = relaunch_command(["python", "-u", "train.py", "--flag"], main, "PY")
     assert command == ["PY", "-u", str(folder / "train.py"), "--flag"]
 
 
-def test_another_script_of_that_name_in_the_new_folder_is_not_taken(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_script_of_that_name_in_the_new_folder_is_not_taken(folder, monkeypatch):
     (folder / "pkg" / "train.py").write_text("")
     monkeypatch.chdir(folder / "pkg")
     main = script(folder / "train.py")
@@ -111,7 +95,7 @@ def test_another_script_of_that_name_in_the_new_folder_is_not_taken(
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"], ["/dev/stdin"]])
-def test_piped_program_is_refused(arguments: list[str]) -> None:
+def test_piped_program_is_refused(arguments):
     code = PROGRAM.replace("print(", "raise SystemExit(") if not arguments else PROGRAM
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, input=code, capture_output=True, text=True, timeout=60
@@ -120,8 +104,8 @@ def test_piped_program_is_refused(arguments: list[str]) -> None:
     assert "SetupError: enable_multi_gpu() cannot start this program again" in done.stderr
 
 
-def test_ipython_at_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))  # type: ignore[arg-type]
+def test_ipython_at_a_terminal_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     with pytest.raises(SetupError, match="cannot start ranks from IPython at a terminal") as error:
         relaunch_command(["python", "/usr/bin/ipython"], ModuleType("__main__"), "PY")
     assert "Hint: Use a notebook" in str(error.value)

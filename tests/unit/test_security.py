@@ -51,13 +51,7 @@ NEVER_IMPORTED = {
 }
 ALLOWED = {
     # Nodes of a file of options: nothing is constructed from them.
-    "option_file.py": {
-        "yaml.compose",
-        "yaml.BaseLoader",
-        "yaml.YAMLError",
-        "yaml.MappingNode",
-        "yaml.ScalarNode",
-    },
+    "option_file.py": {"yaml.compose", "yaml.BaseLoader", "yaml.YAMLError", "yaml.MappingNode", "yaml.ScalarNode"},
     "hooks/datasets.py": {"pickle.PicklingError"},
     "launch/membership.py": {"socket.socket"},
     # Several nodes: where to meet.
@@ -207,14 +201,7 @@ def test_record_of_another_node_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("attempt", -1),
-        ("state", "none"),
-        ("num_ranks", 2.0),
-        ("port", "7"),
-        ("message", "\x1b[2J"),
-        ("other", 1),
-    ],
+    [("attempt", -1), ("state", "none"), ("num_ranks", 2.0), ("port", "7"), ("message", "\x1b[2J"), ("other", 1)],
 )
 def test_record_with_a_strange_value_is_not_heard(name: str, value: Any) -> None:
     assert decode_record(json.dumps({**GOOD, name: value}).encode()) is None

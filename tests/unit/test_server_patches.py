@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -38,12 +36,12 @@ class Arguments:
 
 
 @pytest.fixture(autouse=True)
-def _without_unsloth(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_unsloth(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     monkeypatch.setenv("no_proxy", "local")
 
 
-def test_arguments_name_the_server_also_when_they_are_built_again() -> None:
+def test_arguments_name_the_server_also_when_they_are_built_again():
     args = Arguments()
     name_server(args, 1, 20000)
     assert args == Arguments(vllm_server_base_url="http://127.0.0.1:20000", vllm_group_port=20001)
@@ -63,12 +61,12 @@ def test_arguments_name_the_server_also_when_they_are_built_again() -> None:
         ({"vllm_server_port": 8001}, "vllm_server_port=8001 names another one"),
     ],
 )
-def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given: dict[str, Any], message: str) -> None:
+def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         name_server(Arguments(**given), 1, 20000)
 
 
-def test_unsloth_and_an_old_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsloth_and_an_old_trl_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     with pytest.raises(SetupError, match="Unsloth's generate in each process"):
         name_server(Arguments(), 1, 20000)
@@ -77,11 +75,11 @@ def test_unsloth_and_an_old_trl_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         name_server(Arguments(), 1, 20000)
 
 
-def events_of(folder: Path, rank: int = 0) -> EventWriter:
+def events_of(folder, rank=0):
     return EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
 
 
-def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path: Path) -> None:
+def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path):
     given = {"model": SimpleNamespace(name_or_path="tiny"), "max_model_length": 64, "model_impl": "auto"}
     asked = {"port": 20000, "timeout_s": 0.1, "given": given}
     for rank in (0, 1):
@@ -98,16 +96,12 @@ def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path: Path) -> Non
         ask_for_server(events_of(tmp_path), is_first=True, **asked)
 
 
-def session_of(tmp_path: Path, **context: Any) -> Session:
+def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path):
     identity = RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
-    told = RunContext(run_dir=str(tmp_path), server_port=20000, **context)
-    return Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
-
-
-def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path: Path) -> None:
-    session = session_of(tmp_path)
+    told = RunContext(run_dir=str(tmp_path), server_port=20000)
+    session = Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
     with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
-        session.run_training(type("Other", (), {})(), lambda: None, {})  # type: ignore[arg-type]
+        session.run_training(type("Other", (), {})(), lambda: None, {})
     say_ready(tmp_path, 0)
     session.ask_for_server({"model": SimpleNamespace(name_or_path="tiny")})
     assert session.is_served
@@ -115,14 +109,13 @@ def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path: Path) ->
         session.ask_for_server({})
 
 
-def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        SetupError, match="is started by the process that starts the ranks, and torchrun has started them"
-    ):
+def test_ranks_of_another_launcher_are_refused():
+    told = "is started by the process that starts the ranks, and torchrun has started them"
+    with pytest.raises(SetupError, match=told):
         open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
 
 
-def test_ranks_are_told_the_port(tmp_path: Path) -> None:
+def test_ranks_are_told_the_port(tmp_path):
     for generators in (0, 1):
         told = rank_environment(MultiGPUConfig(generators=generators), 2, tmp_path, tmp_path, "id", {})
         assert (RunContext.read(told).server_port in range(20000, 32000)) == bool(generators)

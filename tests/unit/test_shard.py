@@ -1,24 +1,18 @@
 """What is decided about a sharded training before an engine has one."""
 
-from __future__ import annotations
-
 import logging
 import os
-from pathlib import Path
+import sys
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import Engine, check_versions
-from unsloth_multigpu.group.shards import (
-    is_entered_below,
-    tried_pass,
-    whole_of,
-)
+from unsloth_multigpu.group.shards import is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
@@ -36,23 +30,16 @@ ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2
 WAITS = Waits(lambda: torch.device("cpu"))
 
 
-def with_fsdp(version: int) -> Any:
-    trainer: Any = FakeTrainer()
-    trainer.is_fsdp_enabled = True
-    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-    return trainer
-
-
 class Fails(torch.nn.Module):
     """Raises in the forward or in the backward pass, while it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = ""
         self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def raise_() -> None:
+    def forward(self, x):
+        def raise_():
             raise ValueError(f"{self.now} fails")
 
         x = self.second(x)
@@ -65,9 +52,7 @@ class Fails(torch.nn.Module):
 
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("now", ["forward", "backward"])
-def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
+def test_sharded_model_computes_as_before_after_a_pass_that_raised(now):
     torch.manual_seed(0)
     model, x = Fails(), torch.ones(3, 2)
     model(x).sum().backward()
@@ -80,7 +65,7 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> 
     if not hasattr(model, "reset_iter_state"):
         pytest.skip("needs reset_iter_state, which torch 2.13 has")
 
-    def try_it() -> None:
+    def try_it():
         with tried_pass(model):
             model(x).sum().backward()
 
@@ -92,16 +77,13 @@ def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> 
         with tried_pass(model):
             model(x).sum().backward()
         for p, gradient in zip(model.parameters(), expected, strict=True):
-            assert gradient is not None
-            torch.testing.assert_close(whole_of(cast("torch.Tensor", p.grad)), gradient)
+            torch.testing.assert_close(whole_of(p.grad), gradient)
             p.grad = None
 
 
 @pytest.mark.usefixtures("lone_group")
 @pytest.mark.parametrize("is_together", [False, True])
-def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(is_together: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
+def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(is_together):
     model, x = Fails(), torch.ones(3, 2)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     fully_shard([model.first, model.second] if is_together else model.second, mesh=mesh)
@@ -112,9 +94,12 @@ def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(i
     assert not is_entered_below(RuntimeError("out of memory"))
 
 
-def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    steered = DDPTrainer(with_fsdp(1), manager, None, HeartbeatPage(None, 0))
+def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog):
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
+    trainer = FakeTrainer()
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
     assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text
@@ -122,7 +107,7 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("options", [{"strategy": "local_sgd"}, {"strategy": "allreduce"}])
-def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
+def test_options_of_ddp_are_refused_where_the_script_itself_shards(options):
     with pytest.raises(SetupError, match="is not possible if FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
     check_options(MultiGPUConfig(), Engine.ACCELERATE)
@@ -130,14 +115,14 @@ def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict
         check_options(MultiGPUConfig(), Engine.TRANSFORMERS)
 
 
-def test_model_of_which_nothing_is_sharded_is_refused() -> None:
+def test_model_of_which_nothing_is_sharded_is_refused():
     with pytest.raises(SetupError, match="no weight of Linear is sharded: every rank has the whole model"):
         check_is_sharded(torch.nn.Linear(2, 2))
     with pytest.raises(SetupError, match="no weight of the model is sharded"):
         check_is_sharded(None)
 
 
-def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_versions_are_refused(monkeypatch):
     check_versions("torch", "no-such-library")
     monkeypatch.setattr("unsloth_multigpu.group.shard_engine.version", lambda _: "2.6.0")
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
@@ -149,39 +134,33 @@ def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+def test_arguments_of_the_script_stay(monkeypatch):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
-    args: Any = SimpleNamespace(fsdp=None, fsdp_config={"activation_checkpointing": True})
+    args = SimpleNamespace(fsdp=None, fsdp_config={"activation_checkpointing": True})
     ask_accelerate_to_shard(args)
     assert args.fsdp is True
     assert args.fsdp_config == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
-    own: Any = SimpleNamespace(fsdp=True, fsdp_config={"version": 1})
+    own = SimpleNamespace(fsdp=True, fsdp_config={"version": 1})
     ask_accelerate_to_shard(own)
     assert own.fsdp_config == {"version": 1}
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
-    theirs: Any = SimpleNamespace(fsdp=None, fsdp_config=None)
+    theirs = SimpleNamespace(fsdp=None, fsdp_config=None)
     ask_accelerate_to_shard(theirs)
     assert theirs.fsdp is None
 
 
-def test_offload_is_asked_of_the_engine_and_not_against_the_script(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import sys
-
+def test_offload_is_asked_of_the_engine_and_not_against_the_script(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     file = tmp_path / "fsdp.json"
     file.write_text('{"activation_checkpointing": true}')
-    of_file: Any = SimpleNamespace(fsdp=None, fsdp_config=str(file))
+    of_file = SimpleNamespace(fsdp=None, fsdp_config=str(file))
     ask_accelerate_to_shard(of_file, offload=True)
     assert of_file.fsdp_config["activation_checkpointing"] is of_file.fsdp_config["cpu_offload"] is True
-    own: Any = SimpleNamespace(fsdp="full_shard", fsdp_config={"reshard_after_forward": False})
+    own = SimpleNamespace(fsdp="full_shard", fsdp_config={"reshard_after_forward": False})
     ask_accelerate_to_shard(own, offload=True)
     assert (own.fsdp, own.fsdp_config) == ("full_shard", {"reshard_after_forward": False, "cpu_offload": True})
     with pytest.raises(SetupError, match="fsdp_config of TrainingArguments says cpu_offload=False"):
-        ask_accelerate_to_shard(cast(Any, SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": False})), offload=True)
+        ask_accelerate_to_shard(SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": False}), offload=True)
     monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
     monkeypatch.setenv("UNSLOTH_FSDP2", "1")
     ask_unsloth_to_shard()
@@ -195,17 +174,9 @@ def test_offload_is_asked_of_the_engine_and_not_against_the_script(
 
 @pytest.mark.parametrize(
     ("given", "is_4bit", "stored"),
-    [
-        (torch.uint8, True, torch.bfloat16),
-        (torch.float16, True, torch.float16),
-        (torch.uint8, False, torch.uint8),
-    ],
+    [(torch.uint8, True, torch.bfloat16), (torch.float16, True, torch.float16), (torch.uint8, False, torch.uint8)],
 )
-def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
-    monkeypatch: pytest.MonkeyPatch, given: torch.dtype, is_4bit: bool, stored: torch.dtype
-) -> None:
-    import sys
-
+def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(monkeypatch, given, is_4bit, stored):
     monkeypatch.delitem(sys.modules, "unsloth", raising=False)
     config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
     _stored_as_computed(lambda _: None, config)
@@ -224,14 +195,12 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
         ("adafactor", False, False),
     ],
 )
-def test_optimizer_that_cannot_train_parts_is_known_before_the_first_step(
-    name: str, by_accelerate: bool, by_unsloth: bool
-) -> None:
+def test_optimizer_that_cannot_train_parts_is_known_before_the_first_step(name, by_accelerate, by_unsloth):
     assert trains_parts(name, with_unsloth=False) is by_accelerate
     assert trains_parts(name, with_unsloth=True) is by_unsloth
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool = False, **options: Any) -> str:
+def chosen(monkeypatch, device_gib, *, offload=False, **options):
     """What `shard="auto"` becomes for a training that needs 19 GiB with DDP and 8.3 on 8 ranks, 1.9 of it its part."""
     training = Training("Llama", 8, 1, 0, "adamw_torch_fused", "", True, 1, 2048, 64, offload=offload)
     whole = StepBytes(15 * GIB, 0, GIB // 4, GIB // 2, 3 * GIB, 0)
@@ -242,9 +211,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool 
     return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
 
 
-def test_auto_shards_where_the_model_does_not_fit_whole(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert [chosen(monkeypatch, gib) for gib in (80, 16)] == ["off", "on"]
     assert "GiB of 80: not sharded" in caplog.text

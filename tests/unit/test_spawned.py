@@ -1,11 +1,8 @@
 """Helpers of a script and ranks, where multiprocessing has started both."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.utils.data
@@ -18,7 +15,7 @@ RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0
 
 
 @pytest.fixture
-def child(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def child(monkeypatch):
     """This process as a child of multiprocessing, without variables of a rank."""
     for name in (*RANK, ENV_RUN_DIR):
         monkeypatch.setenv(name, "")
@@ -27,24 +24,24 @@ def child(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def from_spawn() -> Any:
+def from_spawn():
     """What `torch.multiprocessing.spawn` gets as the result of its function."""
 
-    def train() -> bool:
+    def train():
         return enable()
 
-    def enable() -> bool:
+    def enable():
         return is_helper()
 
     return eval("f()", {"__name__": "torch.multiprocessing.spawn", "f": train})
 
 
-def become_rank(child: pytest.MonkeyPatch) -> None:
+def become_rank(child):
     for name, value in RANK.items():
         child.setenv(name, value)
 
 
-def test_process_that_spawn_has_started_with_variables_of_its_own_is_a_rank(child: pytest.MonkeyPatch) -> None:
+def test_process_that_spawn_has_started_with_variables_of_its_own_is_a_rank(child):
     become_rank(child)
     assert not from_spawn()
     assert is_helper()  # What a rank starts itself inherits the variables.
@@ -52,14 +49,14 @@ def test_process_that_spawn_has_started_with_variables_of_its_own_is_a_rank(chil
     assert from_spawn()  # Of one of ours.
 
 
-def test_process_that_has_opened_a_group_is_a_rank(child: pytest.MonkeyPatch) -> None:
+def test_process_that_has_opened_a_group_is_a_rank(child):
     become_rank(child)
     group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
     child.setitem(sys.modules, "torch.distributed", group)
     assert not is_helper()
 
 
-def test_rank_that_does_not_know_itself_is_refused(child: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_know_itself_is_refused(child):
     with pytest.raises(SetupError, match="one of several that multiprocessing has started") as error:
         from_spawn()
     assert "Before this call set RANK" in str(error.value)
@@ -69,7 +66,7 @@ def test_rank_that_does_not_know_itself_is_refused(child: pytest.MonkeyPatch) ->
         from_spawn()
 
 
-def test_only_children_of_multiprocessing_are_asked(child: pytest.MonkeyPatch) -> None:
+def test_only_children_of_multiprocessing_are_asked(child):
     become_rank(child)
     with child.context() as alone:
         alone.setattr(multiprocessing, "parent_process", lambda: None)

@@ -1,15 +1,11 @@
 """How many ranks a machine is asked to run, and how this process becomes their supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,13 +20,13 @@ SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"
 
 
 @pytest.fixture(autouse=True)
-def visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def visible_devices(monkeypatch):
     """`ranks_to_start` hides devices from this process; the variable comes back after each test."""
     for name in HIDDEN:
         monkeypatch.setenv(name, "0,1")
 
 
-def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+def see(monkeypatch, kind, count):
     monkeypatch.setattr(start, "visible_accelerators", lambda: (kind, count))
 
 
@@ -49,9 +45,7 @@ def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
         ("cuda", 4, 8, "cpu", 8),
     ],
 )
-def test_number_of_ranks_is_what_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, num_ranks: int
-) -> None:
+def test_number_of_ranks_is_what_was_asked_for(monkeypatch, kind, count, num_gpus, device, num_ranks):
     see(monkeypatch, kind, count)
     assert ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device)) == num_ranks
 
@@ -64,9 +58,7 @@ def test_number_of_ranks_is_what_was_asked_for(
         ("0,1,2,3,4,5,6,7", None, 6, "6,7", "0,1,2,3,4,5"),
     ],
 )
-def test_last_devices_are_those_of_the_server(
-    monkeypatch: pytest.MonkeyPatch, visible: str, num_gpus: int | None, num_ranks: int, of_server: str, of_ranks: str
-) -> None:
+def test_last_devices_are_those_of_the_server(monkeypatch, visible, num_gpus, num_ranks, of_server, of_ranks):
     see(monkeypatch, "cuda", visible.count(",") + 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("HIP_VISIBLE_DEVICES")
@@ -93,9 +85,7 @@ def test_last_devices_are_those_of_the_server(
         ("cuda", 4, {"generators": 1, "num_gpus": 4}, "3 GPU.s. are visible beside those of generators=1"),
     ],
 )
-def test_server_without_devices_of_its_own_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, options: dict[str, Any], message: str
-) -> None:
+def test_server_without_devices_of_its_own_is_an_error(monkeypatch, kind, count, options, message):
     see(monkeypatch, kind, count)
     with pytest.raises(SetupError, match=message):
         ranks_to_start(MultiGPUConfig(**options))
@@ -104,7 +94,7 @@ def test_server_without_devices_of_its_own_is_an_error(
 @pytest.mark.parametrize(
     "others", [SEVERAL_NODES, {"shard": "on"}, {"strategy": "diloco"}], ids=["nodes", "shard", "strategy"]
 )
-def test_server_beside_what_it_cannot_serve_is_an_error(others: dict[str, Any]) -> None:
+def test_server_beside_what_it_cannot_serve_is_an_error(others):
     with pytest.raises(ConfigError, match="generators=1 needs one node and ranks with equal, unsharded weights"):
         MultiGPUConfig(generators=1, **others)
 
@@ -119,9 +109,7 @@ def test_server_beside_what_it_cannot_serve_is_an_error(others: dict[str, Any]) 
         ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
     ],
 )
-def test_what_the_machine_does_not_have_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, message: str, hint: str
-) -> None:
+def test_what_the_machine_does_not_have_is_an_error(monkeypatch, kind, count, num_gpus, device, message, hint):
     see(monkeypatch, kind, count)
     with pytest.raises(SetupError) as error:
         ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
@@ -131,9 +119,7 @@ def test_what_the_machine_does_not_have_is_an_error(
 
 
 @pytest.mark.parametrize(("count", "value", "is_allowed"), [(1, "1", True), (1, "0", False), (2, "1", False)])
-def test_ranks_share_the_only_card_where_nccl_is_told_so(
-    monkeypatch: pytest.MonkeyPatch, count: int, value: str, is_allowed: bool
-) -> None:
+def test_ranks_share_the_only_card_where_nccl_is_told_so(monkeypatch, count, value, is_allowed):
     see(monkeypatch, "cuda", count)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", value)
     with nullcontext() if is_allowed else pytest.raises(SetupError, match=f"but {count} GPU"):
@@ -141,7 +127,7 @@ def test_ranks_share_the_only_card_where_nccl_is_told_so(
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "0,1")])
-def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
+def test_cpu_ranks_see_no_gpu(monkeypatch, device, visible):
     see(monkeypatch, "cuda", 2)
     ranks_to_start(MultiGPUConfig(num_gpus=2, device=device))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
@@ -149,15 +135,12 @@ def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visi
     assert os.environ["ONEAPI_DEVICE_SELECTOR"] == (visible or "*:cpu")
 
 
-@pytest.mark.parametrize(("num_gpus", "is_error"), [(2, True), (1, False)])
-def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int, is_error: bool) -> None:
+def test_several_ranks_need_linux(monkeypatch):
     see(monkeypatch, "cpu", 0)
     monkeypatch.setattr(sys, "platform", "darwin")
-    if not is_error:
-        assert ranks_to_start(MultiGPUConfig(num_gpus=num_gpus)) == num_gpus
-        return
+    assert ranks_to_start(MultiGPUConfig(num_gpus=1)) == 1
     with pytest.raises(SetupError, match="Several ranks need Linux; this is darwin"):
-        ranks_to_start(MultiGPUConfig(num_gpus=num_gpus))
+        ranks_to_start(MultiGPUConfig(num_gpus=2))
 
 
 @pytest.mark.parametrize(
@@ -171,9 +154,7 @@ def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int
         ({"enable_ddp": False}, 1, False),
     ],
 )
-def test_supervisor_is_there_for_several_ranks_several_nodes_and_restarts(
-    options: dict[str, Any], num_ranks: int, expected: bool
-) -> None:
+def test_supervisor_is_there_for_several_ranks_several_nodes_and_restarts(options, num_ranks, expected):
     assert needs_supervisor(MultiGPUConfig(**options), num_ranks) is expected
 
 
@@ -182,15 +163,15 @@ class Ended(BaseException):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
+def started(monkeypatch):
     """Launchers that were asked to run; each says that its ranks ended with 7."""
-    launchers: list[launcher.DDPLauncher] = []
+    launchers = []
 
-    def run(self: launcher.DDPLauncher) -> int:
+    def run(self):
         launchers.append(self)
         return 7
 
-    def exit_like(code: int) -> None:
+    def exit_like(code):
         raise Ended(code)
 
     # Other tests of this process make Trainers.
@@ -202,7 +183,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
     return launchers
 
 
-def test_this_process_ends_as_its_ranks_do(started: list[launcher.DDPLauncher]) -> None:
+def test_this_process_ends_as_its_ranks_do(started):
     config = MultiGPUConfig(num_gpus=3)
     with pytest.raises(Ended, match="7"):
         start_this_command(config, 3)
@@ -210,12 +191,10 @@ def test_this_process_ends_as_its_ranks_do(started: list[launcher.DDPLauncher]) 
 
 
 @pytest.mark.parametrize("number", [0, signal.SIGTERM])
-def test_signal_between_ranks_and_fewer_ranks_ends_the_run(
-    started: list[launcher.DDPLauncher], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def run(self: launcher.DDPLauncher) -> int:
+def test_signal_between_ranks_and_fewer_ranks_ends_the_run(started, monkeypatch, number):
+    def run(self):
         started.append(self)
-        self.stop = SimpleNamespace(signal_number=number, is_asked=lambda: number != 0)  # type: ignore[assignment]
+        self.stop = SimpleNamespace(signal_number=number, is_asked=lambda: number != 0)
         self.most_ranks = 2 if len(started) == 1 else None
         return 64 if len(started) == 1 else 7
 
@@ -225,7 +204,7 @@ def test_signal_between_ranks_and_fewer_ranks_ends_the_run(
     assert [each.num_ranks for each in started] == ([3] if number else [3, 2])
 
 
-def test_ranks_are_not_started_from_a_test_but_from_its_process() -> None:
+def test_ranks_are_not_started_from_a_test_but_from_its_process():
     # It only makes the command: nothing is started, whatever is broken.
     with pytest.raises(SetupError, match="cannot start ranks from a test"):
         this_command()
@@ -237,7 +216,7 @@ def test_ranks_are_not_started_from_a_test_but_from_its_process() -> None:
     ("streams", "code"),
     [("sys.stdout = sys.stderr = None", -signal.SIGTERM), ("sys.stdout.close(); sys.stderr.close()", 7)],
 )
-def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams: str, code: int) -> None:
+def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams, code):
     script = "from unsloth_multigpu.start import exit_like; from unsloth_multigpu.logs import tell"
     script = f"import sys; {script}; {streams}; tell('nobody reads this')"
     assert run_code(f"{script}\ntry: exit_like({code})\nexcept BaseException: pass").returncode == code
@@ -245,12 +224,10 @@ def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams: str, code: 
 
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_work_before_the_line_is_named_with_its_cost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_work_before_the_line_is_named_with_its_cost(monkeypatch, caplog, kind):
     opened = SimpleNamespace(is_initialized=lambda: True)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{kind: opened}))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{kind: opened}))
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     memory, work = caplog.messages
@@ -260,11 +237,11 @@ def test_work_before_the_line_is_named_with_its_cost(
 
 
 @pytest.mark.usefixtures("started")
-def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch):
     class Trainer:
         pass
 
-    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))
     trainer = type("SFTTrainer", (Trainer,), {})()
     with pytest.raises(SetupError, match=r"made before enable_multi_gpu.*2 ranks are to start"):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
@@ -273,8 +250,8 @@ def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch: pytest.Mo
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
 
 
-def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
-    def told(**environment: str) -> dict[str, str]:
+def test_variables_that_the_user_has_set_stay(tmp_path):
+    def told(**environment):
         return launcher.rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", environment)
 
     names = {"OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"}
@@ -284,10 +261,8 @@ def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("saves", "grace_s"), [(True, 7.0), (False, 0.0)])
-def test_ranks_have_time_to_save_unless_they_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: bool, grace_s: float
-) -> None:
-    found: list[Any] = []
+def test_ranks_have_time_to_save_unless_they_are_compared(monkeypatch, tmp_path, saves, grace_s):
+    found = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(launcher, "Stop", lambda signals, run_dir, num_ranks, grace_s: grace_s)
     monkeypatch.setattr(launcher.DDPLauncher, "_run_attempt", lambda self, *_: found.append(self.stop) or 0)
@@ -295,11 +270,11 @@ def test_ranks_have_time_to_save_unless_they_are_compared(
     assert found == [grace_s]
 
 
-def run_code(code: str) -> subprocess.CompletedProcess[str]:
+def run_code(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-def test_rank_without_its_supervisor_ends_and_another_process_is_no_rank() -> None:
+def test_rank_without_its_supervisor_ends_and_another_process_is_no_rank():
     code = "import os; from unsloth_multigpu.launch.rank import die_with_supervisor; die_with_supervisor({})"
     assert run_code(code.format(2**30)).returncode == 128 + 9
     # A process of ours that lives, but has not started this one.
@@ -323,7 +298,7 @@ raise Mute("no", hint="yes")
 """
 
 
-def test_rank_that_has_said_why_it_ends_ends() -> None:
+def test_rank_that_has_said_why_it_ends_ends():
     # A thread that waits forever, as one of a process group.
     found = run_code(STUCK)
     interrupted, failed = found.stdout.splitlines()

@@ -24,22 +24,16 @@ WAITS = Waits(lambda: torch.device("cpu"))
 
 
 class Losing(FakeTrainer):
-    """Its loss is the input, and tells a metric as TRL's losses do."""
+    """It makes as many loaders as a test wants, in a run of two processes."""
 
     def __init__(self, num_loaders=1, **args):
         super().__init__(**{"gradient_accumulation_steps": 4, "average_tokens_across_devices": False, **args})
-        self.gathered, self._num_loaders = [], num_loaders
-        for name in ("gather", "gather_for_metrics", "reduce"):
-            setattr(self.accelerator, name, self.gathered.append)
+        self._num_loaders = num_loaders
         self.accelerator.num_processes = 2
 
     def get_train_dataloader(self):
         for number in range(self._num_loaders):
             self.accelerator.prepare_data_loader(number)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.accelerator.gather(inputs["loss"])
-        return inputs["loss"]
 
 
 def manager_of(identity, **options):
@@ -115,8 +109,8 @@ def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     assert not counts_as_one_process(trainer, 2)
 
 
-def steered(trainer, **options):
-    return DDPTrainer(trainer, manager_of(ONE_OF_TWO, **options), None, HeartbeatPage(None, 0))
+def steered(trainer, identity=ONE_OF_TWO, **options):
+    return DDPTrainer(trainer, manager_of(identity, **options), None, HeartbeatPage(None, 0))
 
 
 @pytest.mark.parametrize(
@@ -145,45 +139,34 @@ class Maker:
 def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
+        steered(own())._deals_steps()
 
 
 def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_be_dealt(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
     for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
-        manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS, waits=WAITS)
-        assert not DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
-    manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS, waits=WAITS)
+        assert not steered(own(), SINGLE_PROCESS, **options)._deals_steps()
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        DDPTrainer(own(), manager, None, HeartbeatPage(None, 0))._deals_steps()
-
-
-OF_THE_PLANNER = {
-    "balance": "tokens",
-    "max_tokens_per_micro_batch": 64,
-}
+        steered(own(), SINGLE_PROCESS, balance="tokens")._deals_steps()
 
 
 # `balance` deals what was generated.
-@pytest.mark.parametrize("name", OF_THE_PLANNER.keys() - {"balance"})
+OF_THE_PLANNER = {"max_tokens_per_micro_batch": 64}
+
+
+@pytest.mark.parametrize("name", OF_THE_PLANNER)
 def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
-    assert OF_THE_PLANNER.keys() == {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    of_planner = {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    assert of_planner == {"balance", *OF_THE_PLANNER}
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
-    config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
-    steered = DDPTrainer(
-        trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, HeartbeatPage(None, 0)
-    )
-    with pytest.raises(
-        SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
-    ) as error:
-        steered._deals_steps()
+    told = f"^{name}=.* deals samples by their length, but .* makes its samples"
+    with pytest.raises(SetupError, match=told) as error:
+        steered(trainer, **{name: OF_THE_PLANNER[name]})._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
-    other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
-    assert not DDPTrainer(trainer, other, None, HeartbeatPage(None, 0))._deals_steps()
+    assert not steered(trainer)._deals_steps()
 
 
 class Pass(torch.utils.data.DataLoader):

@@ -1,26 +1,21 @@
 """What the supervisor does behind an attempt: start again, follow other nodes, tell the user why."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
 from unsloth_multigpu.launch import engine, launcher
-from unsloth_multigpu.launch.cause import Cause, find_cause
+from unsloth_multigpu.launch.cause import find_cause
 from unsloth_multigpu.launch.generation_server import GenerationServer
 from unsloth_multigpu.launch.launcher import DDPLauncher
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import Event
 
 
-def event(kind: str, rank: int = 0, **facts: Any) -> Event:
+def event(kind, rank=0, **facts):
     return Event(kind, rank, 0, 1.0, 4, facts)
 
 
@@ -30,64 +25,54 @@ ERROR = event("exception", 1, error="ValueError: bad row", traceback="Traceback\
 class Stopped:
     """In the place of `Stop`, after the signal `number`, 0 = none."""
 
-    def __init__(self, number: int = 0, how: str = "saved") -> None:
+    def __init__(self, number=0, how="saved"):
         self.signal_number, self.how = number, how
 
-    def is_asked(self) -> bool:
+    def is_asked(self):
         return self.signal_number != 0
-
-    def turn(self, events: object) -> None:
-        return None
 
 
 class Watched:
     """In the place of `Watch`, of ranks that have ended."""
 
-    def __init__(self, *events: Event, **exit_codes: int) -> None:
+    def __init__(self, *events, **exit_codes):
         self._events, self._codes = list(events), {int(rank[1:]): code for rank, code in exit_codes.items()}
         self.has_failed = any(self._codes.values())
 
-    def events(self) -> list[Event]:
+    def events(self):
         return self._events
 
-    def cause(self) -> Cause:
+    def cause(self):
         return find_cause(self._events, self._codes)
 
 
 class Met:
     """In the place of a meeting of nodes."""
 
-    def __init__(self, becomes: str = "", is_over: bool = False) -> None:
+    def __init__(self, becomes="", is_over=False):
         self.becomes, self.told = becomes, ""
         self.is_over = lambda: is_over
 
-    def finish(self, is_stopped: object) -> str:
+    def finish(self, is_stopped):
         return self.becomes
 
-    def fail(self, message: str) -> None:
+    def fail(self, message):
         self.told = message
 
 
-def launcher_of(folder: Path, stop: Stopped | None = None, met: Met | None = None) -> DDPLauncher:
+def launcher_of(folder, stop=None, met=None):
     made = DDPLauncher(["true"], 2, MultiGPUConfig(max_restarts=1))
     made.run_dir = made.log_dir = folder
     made.server = GenerationServer(made.config, {}, folder, folder, 0)
-    made.stop, made.meeting = stop or Stopped(), met or Met()  # type: ignore[assignment]
+    made.stop, made.meeting = stop or Stopped(), met or Met()
     return made
 
 
-def judge(
-    folder: Path,
-    watch: Watched,
-    stop: Stopped | None = None,
-    met: Met | None = None,
-    trouble: str = "",
-    attempt: int = 0,
-) -> int | None:
-    return launcher_of(folder, stop, met)._conclude(attempt, watch, trouble)  # type: ignore[arg-type]
+def judge(folder, watch, stop=None, met=None, trouble="", attempt=0):
+    return launcher_of(folder, stop, met)._conclude(attempt, watch, trouble)
 
 
-def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path, capfd):
     met = Met()
     assert judge(tmp_path, Watched(ERROR, r1=1), met=met) is None
     again = "rank 1 failed after step 4: ValueError: bad row. Starting all ranks again (1)."
@@ -106,30 +91,26 @@ def test_failure_starts_all_ranks_again_as_often_as_asked(tmp_path: Path, capfd:
         ("left_training", ConfigError.exit_code, False),
     ],
 )
-def test_what_a_restart_cannot_cure_is_not_tried_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int, is_refused: bool
-) -> None:
+def test_what_a_restart_cannot_cure_is_not_tried_again(tmp_path, capfd, kind, code, is_refused):
     failed = event(kind, 1, error="Error: x", traceback="", exit_code=code)
     assert judge(tmp_path, Watched(failed, r1=code)) == (code if is_refused else None)
     assert ("no restart: the ranks would fail the same way" in capfd.readouterr().err) is is_refused
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_ranks_that_cannot_share_a_step_are_fewer_next_unless_they_have_trained(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], is_first: bool
-) -> None:
+def test_ranks_that_cannot_share_a_step_are_fewer_next_unless_they_have_trained(tmp_path, capfd, is_first):
     trained = [] if is_first else [event("training"), event("trained")]
     facts = {"error": "ConfigError: A step of 1.\nHint: x", "traceback": "Traceback\n", "exit_code": 64}
     made = launcher_of(tmp_path)
     watch = Watched(*trained, event("exception", 1, **facts, most_ranks=1), r1=64)
-    assert made._conclude(0, watch, "") == 64  # type: ignore[arg-type]
+    assert made._conclude(0, watch, "") == 64
     assert made.most_ranks == (1 if is_first else None)
     told = capfd.readouterr().err
     assert ("A step of 1. Starting again with 1 of 2 devices" in told) is is_first
     assert ("Traceback" in told) is not is_first
 
 
-def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path, capfd):
     assert judge(tmp_path, Watched(ERROR, r1=1), Stopped(signal.SIGTERM)) == 1
     told = capfd.readouterr().err
     assert "no restart after SIGTERM" in told
@@ -137,16 +118,14 @@ def test_failure_after_a_signal_is_told_and_not_tried_again(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize(("kind", "code"), [("stopped", -signal.SIGTERM), ("training", 0)])
-def test_ranks_that_saved_end_by_the_signal_unless_the_script_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int
-) -> None:
+def test_ranks_that_saved_end_by_the_signal_unless_the_script_goes_on(tmp_path, capfd, kind, code):
     stop = Stopped(signal.SIGTERM)
     codes = dict.fromkeys(("r0", "r1"), 143 if code else 0)
     assert judge(tmp_path, Watched(event(kind), **codes), stop) == code
     assert "stopped by SIGTERM" in capfd.readouterr().err
 
 
-def test_other_nodes_that_fail_restart_this_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_nodes_that_fail_restart_this_one(tmp_path, capfd):
     lost = Watched(event("training"), r0=-signal.SIGTERM)
     assert judge(tmp_path, lost, trouble="node 1 has ended: ValueError") is None
     # All ranks of this node may have ended well before.
@@ -159,32 +138,32 @@ def test_other_nodes_that_fail_restart_this_one(tmp_path: Path, capfd: pytest.Ca
         judge(tmp_path, lost, met=Met(is_over=True), trouble="node 1 has ended: ValueError")
 
 
-def test_run_folder_that_is_gone_ends_the_ranks(tmp_path: Path) -> None:
+def test_run_folder_that_is_gone_ends_the_ranks(tmp_path):
     class Blind(Watched):
-        def look(self) -> None:
+        def look(self):
             raise FileNotFoundError(2, "No such file", str(tmp_path))
 
     class Living:
-        def living(self) -> dict[int, int]:
+        def living(self):
             return {0: 1}
 
     with pytest.raises(LaunchError, match="can no longer watch its ranks, so it ended them") as error:
-        launcher_of(tmp_path)._watch_ranks(Living(), Blind())  # type: ignore[arg-type]
+        launcher_of(tmp_path)._watch_ranks(Living(), Blind())
     assert str(tmp_path) in error.value.hint
 
 
-def test_signal_before_the_first_start_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_before_the_first_start_starts_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "start_ranks", lambda *_: pytest.fail("started"))
     monkeypatch.setattr(launcher, "write_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     config = MultiGPUConfig(log_dir=str(tmp_path / "logs"))
     assert DDPLauncher(["true"], 1, config).run() == -signal.SIGINT
 
 
-def test_signal_while_ranks_are_started_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+def test_signal_while_ranks_are_started_ends_them_all(tmp_path, monkeypatch):
+    started = []
     start = engine.start_process
 
-    def start_and_interrupt(*given: Any) -> subprocess.Popen[bytes]:
+    def start_and_interrupt(*given):
         started.append(start(*given))
         if len(started) == 1:
             os.kill(os.getpid(), signal.SIGINT)

@@ -17,11 +17,11 @@ from unsloth_multigpu.train.loop import Loop
 
 
 @pytest.fixture
-def model(lone_group: None) -> nn.Module:
+def model(lone_group):
     return nn.Linear(3, 2)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 

@@ -1,7 +1,5 @@
 """The protocols of the Trainer hold nothing that the package does not use."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -13,7 +11,7 @@ from unsloth_multigpu.trainer_protocol import OptionalTrainer
 PROTOCOLS = [value for value in vars(trainer_protocol).values() if inspect.isclass(value) and "Like" in value.__name__]
 
 
-def test_every_member_is_used() -> None:
+def test_every_member_is_used():
     source = "\n".join(p.read_text(encoding="utf-8") for p in MODULES if p.stem != "trainer_protocol")
     names = {name for protocol in (*PROTOCOLS, OptionalTrainer) for name in members(protocol)}
     assert len(names) > 50

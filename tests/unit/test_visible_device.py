@@ -1,12 +1,8 @@
 """Ranks whose device has another number than their place on the machine, and cards that cannot be connected."""
 
-from __future__ import annotations
-
 import logging
 import os
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +18,13 @@ SECOND_OF_TWO = RankIdentity(1, 1, 2, 2, "slurm")
 
 
 @pytest.fixture
-def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
+def sees(monkeypatch):
     """Lets torch claim so many CUDA devices, and gives back this rank's patches."""
     for name in ("ACCELERATE_BYPASS_DEVICE_MAP", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def claim(num_devices: int) -> list[Any]:
+    def claim(num_devices):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
@@ -41,11 +37,11 @@ def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def landed() -> Iterator[Any]:
+def landed():
     """Lands patches in the real accelerate."""
     registries = []
 
-    def land(patches: list[Any]) -> None:
+    def land(patches):
         import accelerate.state  # noqa: F401
 
         registries.append(PatchRegistry([patch for patch in patches if patch.target.startswith("accelerate.")]))
@@ -57,14 +53,12 @@ def landed() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("num_devices", "device"), [(1, 0), (2, 1)])
-def test_barrier_is_on_the_device_of_the_rank(
-    sees: Any, landed: Any, monkeypatch: pytest.MonkeyPatch, num_devices: int, device: int
-) -> None:
+def test_barrier_is_on_the_device_of_the_rank(sees, landed, monkeypatch, num_devices, device):
     """SLURM binds one card to each task: the second rank of a machine has no card 1."""
     from accelerate.state import DistributedType, PartialState
 
     landed(sees(num_devices))
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(dist, "barrier", lambda *_, **given: asked.append(given))
     state = PartialState.__new__(PartialState)
     monkeypatch.setattr(PartialState, "_shared_state", {})
@@ -78,9 +72,7 @@ def test_barrier_is_on_the_device_of_the_rank(
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_cards_that_cannot_be_connected_get_accelerates_variables(
-    sees: Any, landed: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_supported: bool
-) -> None:
+def test_cards_that_cannot_be_connected_get_accelerates_variables(sees, landed, monkeypatch, caplog, is_supported):
     import accelerate.state
 
     monkeypatch.setattr(accelerate.state, "check_cuda_p2p_ib_support", lambda: is_supported)
@@ -94,7 +86,7 @@ def test_cards_that_cannot_be_connected_get_accelerates_variables(
     assert [r.getMessage().count("NCCL_P2P_DISABLE=1") for r in caplog.records] == ([] if is_supported else [1])
 
 
-def test_accelerate_asks_before_it_refuses(sees: Any, landed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_asks_before_it_refuses(sees, landed, monkeypatch):
     """Its state asks the function that is patched, and refuses only where the variables are missing."""
     import accelerate.state
     from accelerate.state import PartialState
@@ -103,7 +95,7 @@ def test_accelerate_asks_before_it_refuses(sees: Any, landed: Any, monkeypatch: 
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_, **__: (None, None))
 
-    def on_a_card(state: Any) -> None:
+    def on_a_card(state):
         state.device = SimpleNamespace(type="cuda")
 
     monkeypatch.setattr(PartialState, "set_device", on_a_card)

@@ -1,7 +1,5 @@
 """What a rank counts of its own training: waiting, tokens, padding, the median of its steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,31 +16,25 @@ class Event:
     clock = 0.0
     num_made = 0
 
-    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+    def __init__(self, device, enable_timing=False):
         assert device == CARD
         Event.num_made += 1
         self.time_s = 0.0
 
-    def record(self) -> None:
+    def record(self):
         self.time_s = float(Event.num_made)
 
-    def query(self) -> bool:
+    def query(self):
         return Event.clock >= self.time_s
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         Event.clock = max(Event.clock, self.time_s)
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return (other.time_s - self.time_s) * 1000
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.clock, Event.num_made = 0.0, 0
-    monkeypatch.setattr(torch, "Event", Event)
-
-
-def test_waiting_within_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_within_waiting_counts_once(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(waits.time, "perf_counter", lambda: clock[0])
     found = Waits(lambda: CPU)
@@ -55,7 +47,9 @@ def test_waiting_within_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.seconds == 4.0
 
 
-def test_device_is_not_waited_for(card: None) -> None:
+def test_device_is_not_waited_for(monkeypatch):
+    Event.clock, Event.num_made = 0.0, 0
+    monkeypatch.setattr(torch, "Event", Event)
     found = Waits(lambda: CARD)
     with found.counted():
         pass
@@ -69,7 +63,7 @@ def test_device_is_not_waited_for(card: None) -> None:
     assert (found.seconds, Event.clock) == (2.0, 4.0)
 
 
-def ids(rows: int, columns: int) -> torch.Tensor:
+def ids(rows, columns):
     return torch.ones(rows, columns, dtype=torch.int64)
 
 
@@ -93,7 +87,7 @@ def ids(rows: int, columns: int) -> torch.Tensor:
         ([{"prompt": "text"}], (None, None)),
     ],
 )
-def test_tokens_of_other_batches(inputs: object, expected: tuple[int | None, int | None]) -> None:
+def test_tokens_of_other_batches(inputs, expected):
     count = TokenCount()
     count.add(inputs, is_filler=False)
     count.end_step()

@@ -1,17 +1,12 @@
 """What the supervisor's watch does to ranks that stand still, or do not listen: real processes without torch."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -56,20 +51,14 @@ work()
 """
 
 
-Begun = tuple[Watch, list[subprocess.Popen[bytes]]]
-Begin = Callable[..., Begun]
-
-
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Begin]:
+def ranks(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     (tmp_path / "logs").mkdir()
     with ExitStack() as stack:
 
-        def begin(
-            *kinds: str, hang_timeout_s: float = 2.0, **options: Any
-        ) -> tuple[Watch, list[subprocess.Popen[bytes]]]:
+        def begin(*kinds, hang_timeout_s=2.0, **options):
             started = [
                 subprocess.Popen([sys.executable, script, tmp_path, str(rank), kind], start_new_session=True)
                 for rank, kind in enumerate(kinds)
@@ -82,7 +71,7 @@ def ranks(tmp_path: Path) -> Iterator[Begin]:
         yield begin
 
 
-def follow(watch: Watch, condition: Callable[[], object], limit_s: float = 60.0) -> None:
+def follow(watch, condition, limit_s=60.0):
     end_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end_s
@@ -90,7 +79,7 @@ def follow(watch: Watch, condition: Callable[[], object], limit_s: float = 60.0)
         time.sleep(0.05)
 
 
-def test_node_that_is_not_heard_ends_the_ranks(ranks: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_that_is_not_heard_ends_the_ranks(ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "_NEWS_S", 0.5)
     watch, processes = ranks("sleep", "sleep", unheard_s=lambda: {"node 1 (rank 2)": 60.0})
     follow(watch, lambda: None not in [process.poll() for process in processes])
@@ -103,7 +92,7 @@ def test_node_that_is_not_heard_ends_the_ranks(ranks: Begin, monkeypatch: pytest
     assert cause.traceback.count("in work\n") == 2
 
 
-def test_survivor_that_does_not_listen_is_killed(ranks: Begin) -> None:
+def test_survivor_that_does_not_listen_is_killed(ranks):
     begin_s = time.monotonic()
     watch, (deaf, dies) = ranks("deaf", "die", hang_timeout_s=0.0)
     follow(watch, lambda: None not in (deaf.poll(), dies.poll()))
@@ -113,7 +102,7 @@ def test_survivor_that_does_not_listen_is_killed(ranks: Begin) -> None:
 
 
 @pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 2.0)])
-def test_rank_that_is_not_to_be_judged_is_left_alone(ranks: Begin, kind: str, hang_timeout_s: float) -> None:
+def test_rank_that_is_not_to_be_judged_is_left_alone(ranks, kind, hang_timeout_s):
     watch, (still, _) = ranks(kind, "wait", hang_timeout_s=hang_timeout_s)
     follow(watch, lambda: len(watch.events()) >= 4)
     end_s = time.monotonic() + 2.5
@@ -128,9 +117,9 @@ PIDS = {0: 2**30, 1: 2**30 + 1}
 class Clock:
     """A watch over ranks 0 and 1 that stand still; `ended` are the processes that it kills."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def __init__(self, monkeypatch, tmp_path):
         self.now_s = time.monotonic()
-        self.ended: list[int] = []
+        self.ended = []
         self.beats = {r: Heartbeat(2, Phase.COMPUTE, 0, self.now_s, self.now_s + 1000) for r in range(2)}
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
         monkeypatch.setattr(module, "read_beats", lambda _: self.beats)
@@ -138,17 +127,17 @@ class Clock:
         self.living = dict(PIDS)
         ranks = SimpleNamespace(living=lambda: self.living, exit_codes={}, num_ranks=2, send=self.send)
         config = MultiGPUConfig(hang_timeout_s=2.0)
-        self.watch = Watch(ranks, tmp_path, tmp_path / "logs", config, 0)  # type: ignore[arg-type]
+        self.watch = Watch(ranks, tmp_path, tmp_path / "logs", config, 0)
         self.watch._beats = self.beats
 
-    def send(self, number: signal.Signals, ranks: Collection[int] | None = None) -> None:
+    def send(self, number, ranks=None):
         if number == signal.SIGKILL:
             self.ended += [pid for rank, pid in self.living.items() if ranks is None or rank in ranks]
 
-    def sleep(self, s: float) -> None:
+    def sleep(self, s):
         self.now_s += s
 
-    def look(self, *steps_s: float) -> list[int]:
+    def look(self, *steps_s):
         for step_s in steps_s:
             self.sleep(step_s)
             self.watch._end_hang([Event("started", rank, 0, 1.0, -1, {}) for rank in PIDS], self.living)
@@ -156,28 +145,28 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+def clock(monkeypatch, tmp_path):
     return Clock(monkeypatch, tmp_path)
 
 
-def test_time_in_which_the_machine_stood_still_is_no_hang(clock: Clock) -> None:
+def test_time_in_which_the_machine_stood_still_is_no_hang(clock):
     assert clock.look(1.0, 100.0, 1.9) == []
     assert clock.look(1.0) == list(PIDS.values())
 
 
-def test_hang_is_there_at_the_next_look_too(clock: Clock) -> None:
+def test_hang_is_there_at_the_next_look_too(clock):
     # The page was read while it was written.
     clock.beats = {r: Heartbeat(3, Phase.COMPUTE, 0, clock.now_s + 3.0, clock.now_s + 1000) for r in range(2)}
     assert clock.look(3.0) == []
 
 
-def test_survivors_of_a_dead_rank_are_not_judged(clock: Clock) -> None:
+def test_survivors_of_a_dead_rank_are_not_judged(clock):
     del clock.living[1]
     assert clock.look(3.0, 3.0) == []
 
 
 @pytest.mark.parametrize(("kind", "ended"), [("stopping", []), ("training", [PIDS[1]])])
-def test_rank_that_is_to_save_is_not_ended_with_one_that_failed(clock: Clock, kind: str, ended: list[int]) -> None:
+def test_rank_that_is_to_save_is_not_ended_with_one_that_failed(clock, kind, ended):
     events = [Event(kind, 1, 0, 1.0, 2, {}), Event("exception", 0, 0, 2.0, 2, {"error": "ValueError: no"})]
     del clock.living[0]
     clock.watch.ranks.exit_codes[0] = 1

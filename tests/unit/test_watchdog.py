@@ -1,15 +1,12 @@
 """Who is hung, judged from beats made by hand. A limit of 10 s, and a time of 1000 s."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.launch.watchdog import Hang, find_hang
+from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
 LIMIT_S = 10.0
@@ -18,26 +15,18 @@ ALL_REDUCE = "all_reduce [4]"
 
 
 def beat(
-    phase: Phase = Phase.COMPUTE,
-    step: int = 12,
-    still_s: float = 11.0,
-    collective: int = -1,
-    operation: str = "",
-    micro_batch: int = 0,
-    silent_s: float = 0.1,
-    longest_s: float = 0.5,
-) -> Heartbeat:
+    phase=Phase.COMPUTE, step=12, still_s=11.0, collective=-1, operation="", micro_batch=0, silent_s=0.1, longest_s=0.5
+):
     return Heartbeat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation, longest_s)
 
 
-def judge(*beats: Heartbeat, unheard_s: float | None = None, since_s: float = 0.0) -> Hang | None:
+def judge(*beats, unheard_s=None, since_s=0.0):
     """None = there is no other node."""
     others = {} if unheard_s is None else {"node 1 (ranks 2, 3)": unheard_s, "node 2 (rank 4)": 0.5}
     return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, unheard_s=others, since_s=since_s)
 
 
-def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
-    assert hang is not None
+def expect(hang, rank, *texts):
     assert hang.rank == rank, hang.message
     for text in texts:
         assert text in hang.message
@@ -58,7 +47,7 @@ def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
         (Phase.SETUP, 10),
     ],
 )
-def test_phase_sets_the_limit(phase: Phase, factor: int) -> None:
+def test_phase_sets_the_limit(phase, factor):
     limit_s = factor * LIMIT_S
     assert judge(beat(phase, still_s=limit_s - 0.1), beat(phase, still_s=limit_s - 0.1)) is None
     assert judge(beat(phase, still_s=limit_s + 0.1), beat(phase, still_s=limit_s + 0.1)) is not None
@@ -69,17 +58,17 @@ def test_phase_sets_the_limit(phase: Phase, factor: int) -> None:
 
 @pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.UPDATE, Phase.DATA])
 @pytest.mark.parametrize("operation", ["", ALL_REDUCE])
-def test_long_micro_batch_is_no_hang(phase: Phase, operation: str) -> None:
+def test_long_micro_batch_is_no_hang(phase, operation):
     """What any rank has done before, every rank may do again, and one that is ten times as long."""
     for longest_s, limit_s in ((0.5, LIMIT_S), (2.0, 20.0), (3.0, 30.0)):
         for still_s, is_hang in ((limit_s - 0.1, False), (limit_s + 0.1, True)):
-            place: dict[str, Any] = {"micro_batch": 1, "collective": 7, "operation": operation}
+            place = {"micro_batch": 1, "collective": 7, "operation": operation}
             waits, works = (beat(phase, still_s=still_s, longest_s=s, **place) for s in (0.1, longest_s))
             assert (judge(waits, works) is not None) is is_hang
             assert (judge(works, waits) is not None) is is_hang
 
 
-def test_callbacks_between_two_steps_may_take_longer() -> None:
+def test_callbacks_between_two_steps_may_take_longer():
     waits = beat(Phase.UPDATE, micro_batch=0, still_s=5 * LIMIT_S - 0.1)
     assert judge(waits, waits) is None
     waits = beat(Phase.UPDATE, micro_batch=0, still_s=5 * LIMIT_S + 0.1)
@@ -89,7 +78,7 @@ def test_callbacks_between_two_steps_may_take_longer() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.UPDATE, Phase.EVALUATE])
-def test_waiting_in_a_collective_is_no_work(phase: Phase) -> None:
+def test_waiting_in_a_collective_is_no_work(phase):
     """Logging between two steps and evaluating gather from all ranks; a cut wire must not take five times the limit."""
     waits = beat(phase, still_s=LIMIT_S + 0.1, collective=41, operation=ALL_REDUCE)
     expect(judge(waits, waits), None, "all ranks wait in all_reduce [4]")
@@ -103,7 +92,7 @@ def test_waiting_in_a_collective_is_no_work(phase: Phase) -> None:
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("guilty_last", [True, False])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_rank_behind_in_the_collectives_is_guilty(guilty: int, guilty_last: bool, is_known: bool) -> None:
+def test_rank_behind_in_the_collectives_is_guilty(guilty, guilty_last, is_known):
     slow = beat(Phase.DATA, still_s=11 if guilty_last else 15, collective=40)
     waits = beat(still_s=15 if guilty_last else 11, collective=41, operation=ALL_REDUCE if is_known else "")
     expect(judge(*((slow, waits) if guilty == 0 else (waits, slow))), guilty, f"rank {guilty} hangs", "getting samples")
@@ -122,7 +111,7 @@ def test_rank_behind_in_the_collectives_is_guilty(guilty: int, guilty_last: bool
         ((Phase.SETUP, 12, 0), (Phase.DATA, 12, 0)),
     ],
 )
-def test_rank_behind_in_the_training_is_guilty(guilty: tuple[Phase, int, int], waits: tuple[Phase, int, int]) -> None:
+def test_rank_behind_in_the_training_is_guilty(guilty, waits):
     (phase, step, micro_batch), (other_phase, other_step, other_micro_batch) = guilty, waits
     slow = beat(phase, step, still_s=120, micro_batch=micro_batch)
     fast = beat(other_phase, other_step, still_s=120, micro_batch=other_micro_batch)
@@ -130,14 +119,14 @@ def test_rank_behind_in_the_training_is_guilty(guilty: tuple[Phase, int, int], w
     expect(judge(slow, fast), 0)
 
 
-def test_rank_that_waits_in_no_collective_is_guilty() -> None:
+def test_rank_that_waits_in_no_collective_is_guilty():
     # Both have begun collective 41, an asynchronous one, and rank 1 came no further.
     expect(judge(beat(collective=41, operation=ALL_REDUCE), beat(collective=41)), 1)
     hang = judge(beat(collective=41, operation=ALL_REDUCE), beat(collective=41), beat(collective=41))
     expect(hang, None, "ranks 1 and 2 hang: no progress for 11 s in step 13, computing")
 
 
-def test_all_ranks_in_one_operation_are_no_ranks_fault() -> None:
+def test_all_ranks_in_one_operation_are_no_ranks_fault():
     hang = judge(*[beat(collective=41, operation=ALL_REDUCE)] * 3)
     expect(hang, None, "all ranks wait in all_reduce [4] for 11 s (in step 13, computing): the connection between")
 
@@ -145,7 +134,7 @@ def test_all_ranks_in_one_operation_are_no_ranks_fault() -> None:
 @pytest.mark.parametrize("operation", ["", ALL_REDUCE])
 @pytest.mark.parametrize("step", [12, 13])
 @pytest.mark.parametrize("phase", [Phase.EVALUATE, Phase.SAVE, Phase.COMPILE])
-def test_rank_that_waits_for_a_longer_phase_has_its_limit(phase: Phase, step: int, operation: str) -> None:
+def test_rank_that_waits_for_a_longer_phase_has_its_limit(phase, step, operation):
     """Rank 0 evaluates or saves alone after step 13, or compiles in it; rank 1 has gone on, or waits by the store."""
     # A rank that gets samples is behind one that compiles in the same step.
     first = [] if phase == Phase.COMPILE and step == 13 else [Phase.DATA]
@@ -156,24 +145,24 @@ def test_rank_that_waits_for_a_longer_phase_has_its_limit(phase: Phase, step: in
     expect(judge(beat(phase, step, still_s=101, collective=40 if operation else -1), waits), 0)
 
 
-def test_rank_that_has_ended_is_named_beside_the_one_that_waits() -> None:
+def test_rank_that_has_ended_is_named_beside_the_one_that_waits():
     waits = beat(collective=41, operation=ALL_REDUCE)
     text = "rank 0 hangs: no progress for 11 s in step 13, computing, in all_reduce [4], which the others have left"
     expect(judge(waits, beat(Phase.ENDED, 12, collective=40)), 0, f"{text}; rank 1 ended after step 12")
 
 
-def test_what_nobody_watched_is_forgotten() -> None:
+def test_what_nobody_watched_is_forgotten():
     beats = [beat(silent_s=500, still_s=500), beat(silent_s=500, still_s=500)]
     assert judge(*beats, since_s=NOW_S - 9) is None
     assert judge(*beats, since_s=NOW_S - 11) is not None
 
 
-def waits(still_s: float = 15, collective: int = 41) -> Heartbeat:
+def waits(still_s=15, collective=41):
     return beat(still_s=still_s, collective=collective, operation=ALL_REDUCE)
 
 
 @pytest.mark.parametrize("unheard_s", [0.5, 9])
-def test_rank_of_another_node_may_be_saving(unheard_s: float) -> None:
+def test_rank_of_another_node_may_be_saving(unheard_s):
     for phase in (Phase.COMPUTE, Phase.UPDATE, Phase.EVALUATE, Phase.AGREE):
         assert judge(beat(phase, still_s=99), unheard_s=unheard_s) is None
     assert judge(waits(99), waits(99), unheard_s=unheard_s) is None
@@ -183,7 +172,7 @@ def test_rank_of_another_node_may_be_saving(unheard_s: float) -> None:
     assert judge(beat(Phase.DATA, collective=41, operation="broadcast [2]"), unheard_s=unheard_s) is None
 
 
-def test_node_that_is_not_heard_is_named() -> None:
+def test_node_that_is_not_heard_is_named():
     hang = judge(waits(), waits(12), unheard_s=11)
     text = "all ranks of this node wait in all_reduce [4] for 12 s (in step 13, computing); node 1 (ranks 2, 3) has not"
     expect(hang, None, f"{text} been heard for 11 s: the connection is gone, or that machine")
@@ -196,7 +185,7 @@ def test_node_that_is_not_heard_is_named() -> None:
     assert judge(waits(), unheard_s=11, since_s=NOW_S - 9.5) is None
 
 
-def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do() -> None:
+def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do():
     told = "all ranks of this node make no progress for 11 s (after step 12, asking the other ranks what comes next)"
     # One rank looks into the store of the other node, and the other one is in the next collective already.
     asks = beat(Phase.AGREE, collective=41)
@@ -212,7 +201,7 @@ def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do() -> None:
     expect(judge(waits(), behind, unheard_s=11), 1, "rank 1 hangs", "; node 1 (ranks 2, 3) has not been heard for 11 s")
 
 
-def test_hang_timeout_of_zero_judges_nothing() -> None:
+def test_hang_timeout_of_zero_judges_nothing():
     assert find_hang({0: beat(still_s=900, silent_s=900)}, NOW_S, 0.0) is None
 
 
@@ -230,7 +219,7 @@ RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
 
 
 @given(st.integers(2, 5), st.data())
-def test_one_rank_that_stands_behind_the_others_is_found(num_ranks: int, data: st.DataObject) -> None:
+def test_one_rank_that_stands_behind_the_others_is_found(num_ranks, data):
     guilty = data.draw(st.integers(0, num_ranks - 1))
     phase = data.draw(st.sampled_from([Phase.DATA, Phase.COMPUTE, Phase.UPDATE]))
     beats = {r: beat(still_s=12, collective=41, operation=ALL_REDUCE) for r in range(num_ranks)}
@@ -239,7 +228,7 @@ def test_one_rank_that_stands_behind_the_others_is_found(num_ranks: int, data: s
 
 
 @given(RANKS, st.integers(0, 5))
-def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats: dict[int, Heartbeat], rank: int) -> None:
+def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats, rank):
     """Whatever the others do: they wait for the one that is furthest behind."""
     beats = {r: dataclasses.replace(b, alive_s=NOW_S) for r, b in beats.items()}
     beats[rank] = beat(Phase.DATA, -1, still_s=1, collective=-2)

@@ -1,7 +1,5 @@
 """Figures in words."""
 
-from __future__ import annotations
-
 import pytest
 
 from unsloth_multigpu.words import duration, gib, how_ended, shown_lines
@@ -22,11 +20,11 @@ from unsloth_multigpu.words import duration, gib, how_ended, shown_lines
         (273600, "3 d 4 h"),
     ],
 )
-def test_duration_is_told_in_two_units_at_most(seconds: float, text: str) -> None:
+def test_duration_is_told_in_two_units_at_most(seconds, text):
     assert duration(seconds) == text
 
 
-def test_size_is_in_gib() -> None:
+def test_size_is_in_gib():
     assert (gib(3 * 2**29), gib(15783677952, 1)) == ("1.50 GiB", "14.7 GiB")
 
 
@@ -40,9 +38,9 @@ def test_size_is_in_gib() -> None:
         (-40, "was ended by signal 40"),
     ],
 )
-def test_end_of_a_process_names_its_signal(code: int, text: str) -> None:
+def test_end_of_a_process_names_its_signal(code, text):
     assert how_ended(code) == text
 
 
-def test_lines_are_those_of_a_terminal() -> None:
+def test_lines_are_those_of_a_terminal():
     assert shown_lines("a \n\n10%\r 50%\r100%\nb\r\n") == ["a", "100%", "b"]
