@@ -20,7 +20,7 @@ from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.server_request import say_ready
+from unsloth_multigpu.wire.request import say_ready
 
 
 @dataclass

@@ -29,7 +29,7 @@ from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.folder import make_log
 from unsloth_multigpu.wire.process import end_command
-from unsloth_multigpu.wire.server_request import SERVER_WANTED, say_ready
+from unsloth_multigpu.wire.request import SERVER_WANTED, say_ready
 from unsloth_multigpu.words import duration, how_ended
 
 # Starts the server of TRL's Trainers in every version: TRL's own at first, later `vllm serve`.

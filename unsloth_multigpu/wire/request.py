@@ -1,4 +1,7 @@
-"""Requests of a supervisor to stop the ranks. They are in the run's folder: it may not reach the ranks' store."""
+"""What a supervisor tells its ranks by files in the run's folder: it may not reach the ranks' store.
+
+They are to stop, or the generation server answers, for which rank 0 has asked by an event.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pathlib import Path
 # The same signal twice within this time counts once: `timeout` and job managers signal a process and its group, srun
 # the launcher and its ranks.
 REPEAT_S = 0.2
+# Kind of the event. Its facts: "port" of the server, and "arguments" of TRL's command, from the Trainer.
+SERVER_WANTED = "server wanted"
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,23 @@ def ask_to_stop(run_dir: str | os.PathLike[str], attempt: int, request: StopRequ
     """Asks the ranks of an attempt to stop. Only the first request counts."""
     # A symbolic link may hold any text. It is created atomically, only once, and also on a full disk.
     with suppress(FileExistsError):
-        os.symlink(f"{request.signal_number} {request.deadline_s!r}", _path(run_dir, attempt))
+        os.symlink(f"{request.signal_number} {request.deadline_s!r}", Path(run_dir, f"stop_{attempt}"))
 
 
 def read_request(run_dir: str | os.PathLike[str], attempt: int) -> StopRequest | None:
     """Returns the request to the ranks of an attempt, None as long as there is none. Takes microseconds."""
     try:
-        signal_number, deadline_s = os.readlink(_path(run_dir, attempt)).split()
+        signal_number, deadline_s = os.readlink(Path(run_dir, f"stop_{attempt}")).split()
     except FileNotFoundError:
         return None
     return StopRequest(int(signal_number), float(deadline_s))
 
 
-def _path(run_dir: str | os.PathLike[str], attempt: int) -> Path:
-    return Path(run_dir, f"stop_{attempt}")
+def say_ready(run_dir: str | os.PathLike[str], attempt: int) -> None:
+    """Tells the ranks that the generation server of this attempt answers."""
+    Path(run_dir, f"server_{attempt}").touch(mode=0o600)
+
+
+def is_ready(run_dir: str | os.PathLike[str], attempt: int) -> bool:
+    """True once the generation server of this attempt has answered. Takes microseconds."""
+    return Path(run_dir, f"server_{attempt}").exists()
