@@ -62,10 +62,6 @@ class Board:
         found = self.store.compare_set(key, _NONE, _NONE).decode()
         return None if found == _NONE else found.removeprefix(_MARK)
 
-    def delete(self, key: str) -> None:
-        """Removes a key that no rank will read again."""
-        self.store.delete_key(key)
-
     def is_published(self, key: str) -> bool:
         """True once some rank has published `key`. Does not wait."""
         return self.read(key) is not None

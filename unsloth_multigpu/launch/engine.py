@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
 
 
@@ -34,15 +35,9 @@ class Place:
 
     def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
         """Returns torchrun's variables for one rank."""
-        return {
-            "RANK": str(self.first_rank + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            "GROUP_RANK": str(self.node),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        numbers = (self.first_rank + local_rank, local_rank, self.world_size, num_ranks)
+        identity = RankIdentity(*numbers, "unsloth_multigpu", self.master_addr, self.master_port)
+        return {**identity.variables(), "GROUP_RANK": str(self.node)}
 
 
 class Ranks:

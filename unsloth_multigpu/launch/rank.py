@@ -43,7 +43,8 @@ def enter_rank(
     """
     _quiet_side_effects(identity)
     has_failed = threading.Event()
-    leave_group_at_exit(has_failed.is_set)
+    # Its threads may abort the interpreter at its end.
+    atexit.register(only_here(leave_group), has_failed.is_set)
     run_dir = context.run_dir
     if run_dir is None:
         os.environ.update(identity.variables())
@@ -91,17 +92,8 @@ def _quiet_side_effects(identity: RankIdentity) -> None:
         os.environ.setdefault("MPLBACKEND", "agg")
 
 
-def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
-    """Destroys the process group at exit, because its threads may abort the interpreter at its end.
-
-    Args:
-        has_failed: Called at exit: True if an error ends this process. Other ranks may be gone then, and it is skipped.
-    """
-    atexit.register(only_here(leave_group), has_failed)
-
-
 def leave_group(has_failed: Callable[[], bool]) -> None:
-    """Destroys the process group, unless `has_failed()`."""
+    """Destroys the process group, unless an error ends this process: other ranks may be gone then."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and not has_failed():
         dist.destroy_process_group()
