@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop
+from unsloth_multigpu.launch.stop import Stop, describe_stop, signals_queued
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
@@ -37,7 +37,7 @@ def beat(tmp_path):
 def signals():
     # What is ignored, as under nohup, is left alone.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with Signals() as signals:
+    with signals_queued() as signals:
         yield signals
     signal.signal(signal.SIGHUP, before)
 
@@ -133,11 +133,11 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Signals() as signals:
+        with signals_queued() as signals:
             assert signal.getsignal(signal.SIGTERM) not in (before[signal.SIGTERM], signal.SIG_IGN)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             send(signal.SIGTERM, signal.SIGHUP)
-            assert (signals.take()[0], signals.take()) == (signal.SIGTERM, None)
+            assert [number for number, _ in signals] == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -20,7 +20,7 @@ from unsloth_multigpu.launch.generation_server import GenerationServer, free_por
 from unsloth_multigpu.launch.membership import Meeting
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
-from unsloth_multigpu.launch.stop import Signals, Stop, describe_stop, how_to_resume
+from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
@@ -84,7 +84,7 @@ class DDPLauncher:
         """
         with ExitStack() as stack:
             # First, so that it is closed last, after the folder is removed.
-            signals = stack.enter_context(Signals())
+            signals = stack.enter_context(signals_queued())
             self.run_dir = stack.enter_context(private_dir())
             self.log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             write_run(self.run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, self.log_dir)

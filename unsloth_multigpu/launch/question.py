@@ -20,6 +20,7 @@ from unsloth_multigpu.errors import RankTimeoutError
 from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.process import write_private
 from unsloth_multigpu.wire.wait import wait_until
 
 # Long, because a person answers. If rank 0 ends meanwhile, the supervisor ends this rank.
@@ -107,10 +108,7 @@ def _ask(original: Callable[[], str], path: Path) -> str:
         result |= {"kind": type(error).__name__, "error": str(error)}
         raise
     finally:
-        part = path.with_suffix(".part")
-        part.touch(mode=0o600)
-        part.write_text(json.dumps(result), encoding="utf-8")
-        part.replace(path)
+        write_private(path, json.dumps(result))
 
 
 def _receive(path: Path, rank: int, what: str) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from unsloth_multigpu.launch.cause import where
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Phase, read_beats
+from unsloth_multigpu.wire.process import signals_handled
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -21,30 +21,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 _END_LIMIT_S = 30.0
 
 
-class Signals:
-    """Queues the supervisor's signals within its context. Nothing is interrupted.
+# Signals that the supervisor has received, with their times, oldest first.
+Received = deque[tuple[int, float]]
 
-    A signal that was ignored when this process began (nohup, a background job) stays ignored.
-    """
 
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self._received: deque[tuple[int, float]] = deque()
-
-    def __enter__(self) -> Signals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) != signal.SIG_IGN}
-        for number in self._before:
-            signal.signal(number, lambda number, _frame: self._received.append((number, time.monotonic())))
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def take(self) -> tuple[int, float] | None:
-        """Returns the next signal of the queue and its time; None if the queue is empty."""
-        return self._received.popleft() if self._received else None
+@contextmanager
+def signals_queued() -> Iterator[Received]:
+    """Queues the supervisor's signals within its context. Nothing is interrupted."""
+    received: Received = deque()
+    with signals_handled(SIGNALS, lambda number, _frame: received.append((number, time.monotonic()))):
+        yield received
 
 
 class Stop:
@@ -55,7 +41,7 @@ class Stop:
     rank 0 has lost its terminal.
 
     Args:
-        signals: Queue of received signals.
+        signals: The queue of `signals_queued`.
         run_dir: The run's private folder.
         num_ranks: Ranks of this machine.
         grace_s: Seconds for the ranks to save and exit. 0 = the first signal ends them.
@@ -65,7 +51,7 @@ class Stop:
         how: "saved" = the ranks were asked to save and exit, "late" = they did not within `grace_s`, "at once".
     """
 
-    def __init__(self, signals: Signals, run_dir: Path, num_ranks: int, grace_s: float) -> None:
+    def __init__(self, signals: Received, run_dir: Path, num_ranks: int, grace_s: float) -> None:
         self._signals = signals
         self._run_dir = run_dir
         self._num_ranks = num_ranks
@@ -82,8 +68,8 @@ class Stop:
 
     def is_asked(self) -> bool:
         """True once a signal has come. Called while no rank runs."""
-        if not self.signal_number and (received := self._signals.take()) is not None:
-            self.signal_number, self.how = received[0], "at once"
+        if not self.signal_number and self._signals:
+            self.signal_number, self.how = self._signals.popleft()[0], "at once"
         return self.signal_number != 0
 
     def turn(self, events: Sequence[Event]) -> signal.Signals | None:
@@ -95,10 +81,11 @@ class Stop:
         Returns:
             The signal to send to the ranks now, or None.
         """
-        while (received := self._signals.take()) is not None:
+        while self._signals:
+            number, time_s = self._signals.popleft()
             if not self.signal_number:
-                self._begin(*received, events)
-            elif received[1] - self._first_s > REPEAT_S:
+                self._begin(number, time_s, events)
+            elif time_s - self._first_s > REPEAT_S:
                 self.how, self._is_sent = "at once", True
                 return signal.SIGKILL
         now_s, request = time.monotonic(), read_request(self._run_dir, self._attempt)

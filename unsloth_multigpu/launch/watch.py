@@ -5,7 +5,6 @@ Called by one thread, the same that starts and collects the ranks.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from unsloth_multigpu.wire.process import (
     read_state,
     send_signal,
     send_to_main_thread,
+    write_private,
 )
 from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
 from unsloth_multigpu.wire.wait import wait_until
@@ -146,7 +146,7 @@ class Watch:
         stacks = {rank: _text(paths[rank]) if rank in paths else "" for rank in pids}
         for rank, stack in stacks.items():
             try:
-                _write_private(self.log_dir / f"stack_rank_{rank}.txt", stack)
+                write_private(self.log_dir / f"stack_rank_{rank}.txt", stack)
             except OSError as full:  # Go on: the ranks must be ended.
                 logger.warning("stacks of rank=%d were not saved: %s", rank, full)
         return stacks
@@ -182,10 +182,3 @@ class Watch:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Writes a file that only this user can read. A link with its name is replaced, not followed."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)

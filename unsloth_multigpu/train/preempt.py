@@ -20,7 +20,7 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
-from unsloth_multigpu.wire.process import is_alive, only_here
+from unsloth_multigpu.wire.process import is_alive, only_here, signals_handled
 from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.wait import wait_until
 
@@ -46,29 +46,20 @@ class Caught:
         self._repeat_s = repeat_s
         self.signal_number = 0
         self._time_s = 0.0
-        self._before: dict[int, Any] = {}
+        self._open = ExitStack()
 
     @contextmanager
     def while_open(self) -> Iterator[None]:
-        """Handles the signals while the context is open. Signals that are ignored stay ignored."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: h for n in self._signals if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
-        for signal_number in self._before:
-            signal.signal(signal_number, self._receive)
-        try:
+        """Handles the signals while the context is open."""
+        with self._open:
+            self._open.enter_context(signals_handled(self._signals, self._receive))
             yield
-        finally:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
 
     def _receive(self, signal_number: int, _frame: object) -> None:
         if not self.signal_number:
             self.signal_number, self._time_s = signal_number, time.monotonic()
         elif time.monotonic() - self._time_s > self._repeat_s:
-            self._give_back()
+            self._open.close()
             os.kill(os.getpid(), signal_number)
 
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -162,11 +162,22 @@ def run_to_end(
 
 
 @contextmanager
-def exit_on_signal() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks run.
+def signals_handled(
+    signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
+    """Handles signals within the context. Those that are ignored stay so, as under nohup. In the main thread alone."""
+    with ExitStack() as stack:
+        for number in signals if threading.current_thread() is threading.main_thread() else ():
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:
+                stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+                signal.signal(number, handler)
+        yield
 
-    Ignored signals stay ignored, as under nohup. Has no effect outside the main thread.
-    """
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks run."""
     received: list[int] = []
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
@@ -175,13 +186,7 @@ def exit_on_signal() -> Iterator[None]:
             received.append(signal_number)
             raise SystemExit(128 + signal_number)
 
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                before = signal.getsignal(number)
-                if before != signal.SIG_IGN:
-                    stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
-                    signal.signal(number, leave)
+    with signals_handled((signal.SIGTERM, signal.SIGHUP), leave):
         yield
 
 
@@ -235,6 +240,15 @@ def kill_marked(marker: str) -> list[int]:
         if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)
         time.sleep(_POLL_S)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only this user can read, complete or not at all. A link with its name is replaced."""
+    part = path.with_name(f".{path.name}")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
 
 
 def try_lock(descriptor: int) -> Literal["locked", "held", "no locks"]:

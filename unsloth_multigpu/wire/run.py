@@ -17,7 +17,7 @@ from typing import Literal
 import psutil
 
 from unsloth_multigpu.wire.folder import find_private_dirs, is_from_here
-from unsloth_multigpu.wire.process import read_begin_ticks, read_state
+from unsloth_multigpu.wire.process import read_begin_ticks, read_state, write_private
 
 State = Literal["running", "stopped", "over"]
 _FILE = "run.json"
@@ -64,11 +64,7 @@ def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Pa
     """Writes the description of this run into its private folder. Called by the supervisor."""
     pid = os.getpid()
     run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
-    # Renamed when complete, because other processes may read it at any time.
-    part = run_dir / f".{_FILE}"
-    part.touch(mode=0o600)
-    part.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
-    part.replace(run_dir / _FILE)
+    write_private(run_dir / _FILE, json.dumps(dataclasses.asdict(run)))
     return run
 
 
