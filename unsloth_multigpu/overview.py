@@ -15,6 +15,7 @@ import psutil
 
 from unsloth_multigpu.report import NO_WAITING, Rates, rates_of
 from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beats
+from unsloth_multigpu.wire.process import read_state
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import aligned, duration, gib, shown_lines
 
@@ -250,14 +251,10 @@ def _num_steps(figures: Figures | None) -> int:
 
 
 def _process(pid: int) -> tuple[str, int | None]:
+    state = read_state(pid)
     try:
-        process = psutil.Process(pid)
-        status = process.status()
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return "gone", None
-        state = "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
-        return state, int(process.memory_info().rss)
-    except (psutil.NoSuchProcess, ValueError):
+        return state, None if state == "gone" else int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
         return "gone", None
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S
@@ -140,7 +138,7 @@ class Watch:
         paths = {rank: path for rank in pids if (path := stack_path(self.run_dir, rank)).exists()}
         for rank in paths:
             send_to_main_thread(pids[rank], signal.SIGUSR2)
-            if read_state(pids[rank]) == psutil.STATUS_STOPPED:
+            if read_state(pids[rank]) == "stopped":
                 send_signal(pids[rank], signal.SIGCONT)
         wait_until(lambda: all(is_written(_text(path)) for path in paths.values()), time.monotonic() + _STACK_LIMIT_S)
         stacks = {rank: _text(paths[rank]) if rank in paths else "" for rank in pids}

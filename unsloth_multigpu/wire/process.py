@@ -65,15 +65,18 @@ def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | 
 
 def is_alive(pid: int) -> bool:
     """True if the process exists and is not a zombie."""
-    return read_state(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return read_state(pid) != "gone"
 
 
-def read_state(pid: int) -> str:
-    """Returns one of psutil's `STATUS_...`; `STATUS_DEAD` also for a process that is gone."""
+def read_state(pid: int) -> Literal["running", "stopped", "gone"]:
+    """Returns the state of a process: "stopped" by a signal; "gone" for a zombie, too."""
     try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return str(psutil.STATUS_DEAD)
+        status = psutil.Process(pid).status()
+    except (psutil.NoSuchProcess, ValueError):  # A page before its rank has -1.
+        return "gone"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
 
 
 def read_begin_ticks(pid: int) -> int | None:

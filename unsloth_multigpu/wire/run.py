@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from unsloth_multigpu.wire.folder import find_private_dirs, is_from_here
 from unsloth_multigpu.wire.process import read_begin_ticks, read_state, write_private
 
@@ -54,10 +52,8 @@ class Run:
 
     def state(self) -> State:
         """Returns the state of the supervisor: "stopped" by a signal, "over" if it is gone. Requires `is_here()`."""
-        status = read_state(self.pid)
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or read_begin_ticks(self.pid) != self.pid_begin_ticks:
-            return "over"
-        return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+        state = read_state(self.pid)
+        return "over" if state == "gone" or read_begin_ticks(self.pid) != self.pid_begin_ticks else state
 
 
 def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
