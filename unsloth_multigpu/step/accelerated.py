@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.logs import get_logger
@@ -22,7 +22,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.one_process import StateView
 from unsloth_multigpu.step.own_code import is_library
-from unsloth_multigpu.step.sampler import worker_settings
+from unsloth_multigpu.step.sampler import with_batches
 from unsloth_multigpu.wire.digest import digest_int64
 
 if TYPE_CHECKING:
@@ -242,14 +242,7 @@ class _Loop:
             )
         is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
         check_same = None if is_in_order else self._check_same
-        mine: DataLoader[Any] = DataLoader(
-            data_loader.dataset,
-            batch_sampler=SharedBatches(batches, self._rank, self._world_size, check_same),
-            collate_fn=data_loader.collate_fn,
-            pin_memory=data_loader.pin_memory,
-            generator=data_loader.generator,
-            **worker_settings(data_loader),
-        )
+        mine = with_batches(data_loader, SharedBatches(batches, self._rank, self._world_size, check_same))
         with self.state.telling(1):
             prepared = original(mine, *args, **kwargs)
         prepared._drop_last = data_loader.drop_last

@@ -171,7 +171,7 @@ def step_loader(
             **worker_settings(loader),
         )
         stream = StepStream(reference(rows_only), shape, loader.collate_fn)
-        steps = StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
+        steps = StepLoader(stream, batch_size=None, collate_fn=as_it_is, pin_memory=loader.pin_memory)
         steps.one_process = loader
         return steps
     if loader.drop_last and len(loader) == 0:
@@ -201,6 +201,12 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns the arguments of a loader that configure how rows are read."""
     names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(loader, name) for name in (*names, "timeout")}
+
+
+def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """Returns a plain loader like `loader`, of other batches."""
+    settings = {name: getattr(loader, name) for name in ("collate_fn", "pin_memory", "generator")}
+    return DataLoader(loader.dataset, batch_sampler=batches, **settings, **worker_settings(loader))
 
 
 class _StepDataset(Dataset[Any]):
@@ -254,8 +260,9 @@ def _refuse_divided(loader: DataLoader[Any]) -> None:
             )
 
 
-def _as_it_is(step: Any) -> Any:
-    return step
+def as_it_is(item: Any) -> Any:
+    """A collator that changes nothing. Worker processes may receive it pickled."""
+    return item
 
 
 def _only(steps: list[Step]) -> Step:

@@ -17,7 +17,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.rows import plain_values
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.one_process import as_one_process
-from unsloth_multigpu.step.sampler import worker_settings
+from unsloth_multigpu.step.sampler import as_it_is, with_batches, worker_settings
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_int64
 
@@ -128,15 +128,7 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
         return batches if is_in_order else manager.broadcast_batches(list(batches))
 
     turns = Turns(batches, read, manager.identity.rank, world_size)
-    mine: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_sampler=turns,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        generator=loader.generator,
-        **worker_settings(loader),
-    )
-    prepared = as_one_process(trainer, mine, is_placed=True, is_seedable=False)
+    prepared = as_one_process(trainer, with_batches(loader, turns), is_placed=True, is_seedable=False)
     return Share(prepared, turns, _rows_kept(loader, getattr(batches, "batch_size", None), is_dispatched))
 
 
@@ -162,7 +154,7 @@ def _share_of_stream(
         loader.dataset,
         batch_size=loader.batch_size,
         drop_last=loader.drop_last,
-        collate_fn=list if is_batched else _as_it_is,
+        collate_fn=list if is_batched else as_it_is,
         generator=loader.generator,
         **worker_settings(loader),
     )
@@ -204,10 +196,6 @@ class _StreamLoader:
     def __len__(self) -> int:
         """Returns the number of batches. TypeError if the stream has no length."""
         return len(self._turns)
-
-
-def _as_it_is(row: Any) -> Any:
-    return row
 
 
 class EvaluationLoaders:
