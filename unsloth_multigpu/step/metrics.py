@@ -92,7 +92,7 @@ class Metrics(Part):
 
         Fillers are not recorded. Ranks that share samples record a part each; only the first counts tokens.
         """
-        before = {name: len(values) for name, values, _ in self._collected()}
+        before = {name: len(values) for name, values, _ in collected(self._trainer, "train")}
         num_tokens = getattr(self._trainer, _TOKENS, None)
         yield
         piece = micro_batch.piece
@@ -101,7 +101,7 @@ class Metrics(Part):
             setattr(self._trainer, _TOKENS, num_tokens)
         num_references, is_shared = _of_references(piece, step.sizes)
         is_shared |= sequence is not None
-        for name, values, store in self._collected():
+        for name, values, store in collected(self._trainer, "train"):
             num_old, metric = before.get(name, 0), _metric(name)
             new = [float(value) for value in values[num_old:]]
             if metric == _TOKENS_METRIC or not new:
@@ -127,16 +127,6 @@ class Metrics(Part):
             is_shared: Ranks share the micro-batches of one process.
         """
         self._losses.append((self._trainer.state.global_step, is_shared, losses.detach()))
-
-    def _collected(self) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
-        """Returns for each training metric: its name with that of its store, its values, and the store."""
-        found = []
-        for attribute in STORES:
-            stores = getattr(self._trainer, attribute, None)
-            if isinstance(stores, Mapping) and "train" in stores:
-                store: Any = stores["train"]
-                found += [(f"{attribute}/{name}", values, store) for name, values in list(store.items())]
-        return found
 
     def _log_save_evaluate(self, original: Callable[..., Any], tr_loss: torch.Tensor, *args: Any, **kw: Any) -> Any:
         """Overrides `Trainer._maybe_log_save_evaluate`, which every rank calls at the end of a step or an epoch."""
@@ -201,7 +191,7 @@ class Metrics(Part):
 
     def _write(self, found: Mapping[tuple[str, int, bool], Sequence[tuple[float, float, float]]]) -> None:
         """Writes into each metric's list the mean over the values that one process would have added."""
-        there = {name for name, _, _ in self._collected()}
+        there = {name for name, _, _ in collected(self._trainer, "train")}
         # Metrics that were logged meanwhile are gone.
         merged = {name: total for name, total in self._merged.items() if name in there}
         for (name, _, is_shared), rows in found.items():
@@ -216,10 +206,21 @@ class Metrics(Part):
             merged[name] = (before[0] + num_references * value, before[1] + num_references)
         for name, (total, count) in merged.items():
             getattr(self._trainer, name.partition("/")[0])["train"][_metric(name)] = [total / count]
-        for name, values, _ in self._collected():
+        for name, values, _ in collected(self._trainer, "train"):
             if _metric(name) == _TOKENS_METRIC and hasattr(self._trainer, _TOKENS):
                 values[:] = [self._num_tokens]
         self._merged = merged
+
+
+def collected(trainer: TrainerLike, kind: str) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
+    """Returns each of TRL's metrics, "train" or "eval": its name with that of its store, its values, and the store."""
+    found = []
+    for attribute in STORES:
+        stores = getattr(trainer, attribute, None)
+        if isinstance(stores, Mapping) and kind in stores:
+            store: Any = stores[kind]
+            found += [(f"{attribute}/{name}", values, store) for name, values in list(store.items())]
+    return found
 
 
 def _metric(name: str) -> str:

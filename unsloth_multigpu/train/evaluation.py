@@ -14,7 +14,7 @@ import torch
 
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, steered
-from unsloth_multigpu.step.metrics import STORES
+from unsloth_multigpu.step.metrics import STORES, collected
 from unsloth_multigpu.step.share import Share
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
@@ -89,7 +89,7 @@ class Evaluation:
         is_last = num_batches is not None and first + identity.rank == num_batches - 1
         self._rows_kept = self._share.rows_kept(inputs) if is_last and self._cuts_last else None
         self._num_rows += 0 if is_filler else ignorant_find_batch_size(inputs) or 0
-        before = {name: (values, len(values)) for name, values in self._collected()}
+        before = {name: (values, len(values)) for name, values, _ in collected(self._trainer, "eval")}
         self._in_step = True
         try:
             loss, logits, labels = original(model, inputs, *args, **kwargs)
@@ -133,17 +133,9 @@ class Evaluation:
             found.append(ranks if is_number else torch.cat([rows[: shape[0]] for rows, shape in pairs]))
         return found
 
-    def _collected(self) -> list[tuple[str, list[float]]]:
-        found = []
-        for attribute in STORES:
-            stores = getattr(self._trainer, attribute, None)
-            if isinstance(stores, Mapping) and "eval" in stores:
-                found += [(f"{attribute}/{name}", values) for name, values in stores["eval"].items()]
-        return found
-
     def _note(self, before: Mapping[str, tuple[list[float], int]], *, is_filler: bool) -> None:
         noted = {}
-        for name, values in self._collected():
+        for name, values, _ in collected(self._trainer, "eval"):
             old, num_old = before.get(name, ([], 0))
             # A list in the place of the old one holds a last value, as of a count.
             if name.endswith("/num_tokens") or (name in before and values is not old):
