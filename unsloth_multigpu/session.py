@@ -388,18 +388,22 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
     """Returns the patches of Trainers and their arguments, which every process gets."""
     from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 
-    run, notice = session.run_training, session.notice_training
-    num_ranks, adjust, port = session.identity.world_size, session.tool.adjust_arguments, session.context.server_port
+    port = session.context.server_port
+
+    def adjust(args: ArgumentsLike) -> None:
+        session.tool.adjust_arguments(args)
+        if port is not None:
+            from unsloth_multigpu.hooks.server_patches import name_server
+
+            name_server(args, session.config.generators, port)
+
+    ranks, run, notice = session.identity.world_size, session.run_training, session.notice_training
+    patches = TrainerHooks(session.config, ranks, device_type, run, session.manager, notice, adjust).patches()
     if port is None:
-        return TrainerHooks(session.config, num_ranks, device_type, run, session.manager, notice, adjust).patches()
-    from unsloth_multigpu.hooks.server_patches import name_server, server_patch
+        return patches
+    from unsloth_multigpu.hooks.server_patches import server_patch
 
-    def adjust_and_name(args: ArgumentsLike) -> None:
-        adjust(args)
-        name_server(args, session.config.generators, port)
-
-    hooks = TrainerHooks(session.config, num_ranks, device_type, run, session.manager, notice, adjust_and_name)
-    return [*hooks.patches(), server_patch(session.ask_for_server)]
+    return [*patches, server_patch(session.ask_for_server)]
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:

@@ -327,15 +327,7 @@ def is_served_by_rank_0(identity: RankIdentity) -> bool:
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
-    timeout = timedelta(seconds=timeout_s)
     # Torch elastic serves a store for the ranks. Otherwise rank 0 does, and init_process_group joins the same server.
     is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(
-        identity.master_addr,
-        identity.master_port,
-        is_master=is_server,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    return store
+    place, timeout = (identity.master_addr, identity.master_port), timedelta(seconds=timeout_s)
+    return TCPStore(*place, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)

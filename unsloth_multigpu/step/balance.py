@@ -104,7 +104,7 @@ class Balancer:
         except SetupError as error:
             reason = error
         self._manager.check_same(
-            {"lengths of samples": digest_of(self.lengths), "balance": reason.args[0] if reason else self.state()}
+            {"lengths of samples": digest_of(self.lengths), "balance": reason.args[0] if reason else str(self.balance)}
         )
         self.reason_for_order = reason
         if reason is not None:
@@ -222,7 +222,7 @@ class Balancer:
         if before.speeds != speeds:
             logger.info("balance: ranks compute at relative speeds of %s", ", ".join(f"{s:g}" for s in speeds))
         if before != self.balance:
-            logger.debug("balance: %s", self.state())
+            logger.debug("balance: %s", str(self.balance))
 
     def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
         """Fits the cost model to these and earlier laps."""
@@ -235,10 +235,6 @@ class Balancer:
             self._is_settled = True
             self._kept_laps.clear()
         return found
-
-    def state(self) -> str:
-        """Returns costs and speeds as text; equal on all ranks."""
-        return str(self.balance)
 
 
 def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:

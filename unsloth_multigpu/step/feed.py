@@ -125,7 +125,7 @@ class StepFeed(Part):
         """Returns facts that must be equal on all ranks: the plan, and a digest of the rows of a stream."""
         stream = None if self.loader is None else self.loader.dataset
         rows = {STREAM: stream.digest()} if isinstance(stream, StepStream) else {}
-        return {"plan": self.balancer.state(), **rows}
+        return {"plan": str(self.balancer.balance), **rows}
 
     @property
     def _is_shared(self) -> bool:

@@ -59,7 +59,8 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
     # Two rows each, because some collators need more than one.
     alike, both = (_collated(loader, [shortest, other]) for other in (shortest, longest))
     least, widest = alike["input_ids"].shape[-1], both["input_ids"].shape[-1]
-    padded = dataclasses.replace(cost, pad_multiple=_pad_multiple(loader.collate_fn))
+    collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # The Trainer's wrapper removes columns.
+    padded = dataclasses.replace(cost, pad_multiple=int(getattr(collator, "pad_to_multiple_of", None) or 1))
     if both["input_ids"].shape[0] == 1:
         total = lengths[shortest] + lengths[longest]
         if widest > padded.padded(total) or not _keeps_rows_apart(both, lengths[shortest]):
@@ -105,12 +106,6 @@ def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
     return found
 
 
-def _pad_multiple(collate: Any) -> int:
-    # The Trainer may wrap the collator to remove columns.
-    inner = getattr(collate, "data_collator", collate)
-    return int(getattr(inner, "pad_to_multiple_of", None) or 1)
-
-
 class Stopwatch:
     """Times a micro-batch from its start until its last gradient is computed.
 
@@ -120,6 +115,9 @@ class Stopwatch:
     Args:
         model: Returns the model. Called in the first micro-batch, since `model_init` makes the model within `train()`.
         device: The device of the model.
+
+    Attributes:
+        last_gradient: Time of the last gradient: `time.perf_counter()`, or a device event; None if there is none.
     """
 
     def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
@@ -129,7 +127,7 @@ class Stopwatch:
         self._is_watching = False
         self._device = device
         self._begin: Any = None
-        self._end: Any = None
+        self.last_gradient: Any = None
 
     @contextmanager
     def on_model(self) -> Iterator[None]:
@@ -141,7 +139,7 @@ class Stopwatch:
             self._open, self._is_watching = None, False
 
     def _arrived(self, _: torch.Tensor) -> None:
-        self._end = self._now()
+        self.last_gradient = moment(self._device)
 
     def start(self) -> None:
         """Called before the forward pass."""
@@ -150,17 +148,9 @@ class Stopwatch:
             first = next((p for p in self._model().parameters() if p.requires_grad), None)
             if first is not None:
                 self._open.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
-        self._end = None
-        self._begin = self._now()
+        self.last_gradient = None
+        self._begin = moment(self._device)
 
     def lap(self) -> Lap | None:
         """Called after the backward pass. Returns None if the parameter got no gradient."""
-        return None if self._end is None else Lap(self._begin, self._end)
-
-    @property
-    def last_gradient(self) -> Any:
-        """Time of the last gradient: `time.perf_counter()`, or a device event; None if there is none."""
-        return self._end
-
-    def _now(self) -> Any:
-        return moment(self._device)
+        return None if self.last_gradient is None else Lap(self._begin, self.last_gradient)

@@ -234,10 +234,6 @@ class StepPasses:
             self.num_samples += len(micro_batch.piece.positions) if is_counted else 0
         return losses
 
-    def mark(self, micro_batch: int) -> None:
-        """Tells the watchdog which micro-batch is about to be computed."""
-        self._beat.mark(micro_batch=micro_batch)
-
     def _each(self, step: Step) -> Iterator[MicroBatch]:
         """Yields the micro-batches of a step, each with its loss factor, while the divisors of the Trainer are set."""
         trainer = self._trainer
@@ -251,7 +247,7 @@ class StepPasses:
         try:
             with gathering(losses, is_cut):
                 for i, micro_batch in enumerate(step.micro_batches):
-                    self.mark(i)
+                    self._beat.mark(micro_batch=i)
                     self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
                     yield micro_batch
         finally:
@@ -266,7 +262,8 @@ class StepPasses:
         """
         micro_batch.is_weighed, self._is_own_backward = False, True
         is_left_out = micro_batch.piece.is_filler and has_own_step(self._trainer)
-        with _without_gradient(model) if is_left_out else nullcontext(), self._sharing():
+        shared = nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
+        with _without_gradient(model) if is_left_out else nullcontext(), shared:
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
         if self._is_own_backward and self.is_lockstep:
@@ -341,9 +338,6 @@ class StepPasses:
         An fp16 gradient has to overflow exactly where that of one process does. Otherwise other steps are skipped.
         """
         return float(self._manager.identity.world_size) if self._is_half and not self.is_alone else 1.0
-
-    def _sharing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
 
     @functools.cached_property
     def _is_half(self) -> bool:

@@ -296,7 +296,7 @@ class StepProof:
                     is_synced = is_last and has_shards(trainer.model)
                     with nullcontext() if is_synced else accelerator.no_sync(model):
                         _seed_all(draw_seed(seed, i))
-                        self._feed.passes.mark(i)
+                        self._beat.mark(micro_batch=i)
                         random_state = read_random_state(device.type)
                         training_step(bare, batch, num_items)
                         still.has_drawn |= read_random_state(device.type) != random_state

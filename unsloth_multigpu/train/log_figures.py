@@ -5,7 +5,7 @@ Trackers get them with every line; the console shows them in every tenth, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -86,24 +86,14 @@ class LogFigures(Part):
     def _numbers(self) -> dict[str, float]:
         beats = {} if self._run_dir is None else read_beats(self._run_dir)
         now = {rank: beat.figures for rank, beat in beats.items()} | {self._rank: self._meter.figures}
+        # Of the time since the line before; a rank that is missing there began in between.
         before, self._before = self._before, now
-        return numbers_between(before, now, self._rank)
-
-
-def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], rank: int) -> dict[str, float]:
-    """The numbers of the time between two looks at the same ranks.
-
-    Args:
-        before: Rank -> its figures; a rank that is missing began in between.
-        now: The same.
-        rank: Whose clock counts.
-    """
-    gone = {r: figures.since(before.get(r, Figures())) for r, figures in now.items()}
-    rates = rates_of([gone[rank], *(figures for r, figures in gone.items() if r != rank)])
-    found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
-    if rates.waiting is not None and len(gone) > 1:
-        # The others wait for the rank that waits least.
-        found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
-    peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
-    found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
-    return {PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}
+        gone = {r: figures.since(before.get(r, Figures())) for r, figures in now.items()}
+        rates = rates_of([gone[self._rank], *(figures for r, figures in gone.items() if r != self._rank)])
+        found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
+        if rates.waiting is not None and len(gone) > 1:
+            # The others wait for the rank that waits least.
+            found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
+        peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
+        found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
+        return {PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}
