@@ -59,15 +59,10 @@ def only(kind: str, index: int, environment: Mapping[str, str]) -> dict[str, str
 
 
 def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that show a process only some devices.
-
-    Args:
-        kind: Device type, as torch names it.
-        indices: Indices among the devices that `environment` shows.
-        environment: This process's variables.
+    """Returns variables that show a process only some of the devices that `environment` shows, by their indices there.
 
     Raises:
-        IndexError: `environment` does not show one of the devices. Its argument is the name of the variable.
+        IndexError: One of them is not shown. Its argument is the name of the variable.
     """
     names = KINDS[kind].choosers
     shown = {name: environment[name].split(",") for name in names if environment.get(name)}

@@ -92,10 +92,7 @@ class Option:
         return text
 
     def take(self, name: str, value: Any) -> Any:
-        """Checks a value and returns it in the option's type.
-
-        Args:
-            name: The name under which it was given.
+        """Checks a value that was given under `name`, and returns it in the option's type.
 
         Raises:
             ConfigError: The value is invalid.
@@ -124,7 +121,6 @@ class Option:
         return f"{kind} of at least {self.least:g} and {most}{', or 0 for never' if self.zero_is_never else ''}"
 
     def metavar(self) -> str:
-        """Returns the placeholder for a value in `--help`."""
         if self.words:
             return f"{{{','.join(self.words)}}}"
         return self.shown or {int: "N", float: "NUMBER"}.get(self.type, "TEXT")
@@ -201,9 +197,7 @@ def unknown_option(shown: str, value: object, name: str, known: Mapping[str, str
 
     Args:
         shown: The name as the user wrote it, with its place.
-        value: The value that was given.
-        name: The name in the form of the keys of `known`.
-        known: Option names, and how a user writes them here.
+        name: The name in the form of the keys of `known`, whose values are how a user writes them here.
     """
     hint = did_you_mean(name, known) or f"Options: {', '.join(known.values())}."
     return ConfigError(f"{shown}={brief(value)} is not an option.", hint=hint)
@@ -220,11 +214,7 @@ def either(words: Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, known: Mapping[str, str]) -> str:
-    """Returns "Did you mean ...? " for a misspelt name, "" if no known name is similar.
-
-    Args:
-        known: Known names, and how a user writes them.
-    """
+    """Returns "Did you mean ...? " for a misspelt key of `known`, with its value; "" if no key is similar."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {known[found[0]]}? " if found else ""
 

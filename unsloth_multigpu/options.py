@@ -197,8 +197,7 @@ class MultiGPUConfig:
 
         Args:
             arguments: Options by name; None means "not given".
-            environment: Variables to read, also for the YAML file. None = `os.environ`, and the pyproject.toml of the
-                working folder or the nearest folder above it.
+            environment: Variables to read. None = `os.environ`, and the nearest pyproject.toml from here up.
 
         Raises:
             ConfigError: An invalid value, or a variable with our prefix or a name in a file that is not an option.
@@ -273,11 +272,9 @@ def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[s
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:
-    """Returns the options of a command by name, in the order of the groups.
+    """Returns the options of "run", "verify" or "chaos" by name, in the order of the groups.
 
-    Args:
-        command: "run", "verify" or "chaos".
-        defaults: The command's own defaults where they differ from those of a run.
+    `defaults` are the command's own, where they differ from those of a run.
     """
     given = defaults or {}
     return {
@@ -289,7 +286,6 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def variable(name: str) -> str:
-    """Returns the name of an option's variable."""
     return ENV_PREFIX + name.upper()
 
 

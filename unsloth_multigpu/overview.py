@@ -192,8 +192,7 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
 def table_of(look: Look, width: int | None = None) -> list[str]:
     """Returns the lines of the table: the names of the columns, and a line per rank.
 
-    Args:
-        width: Characters of the terminal. If lines are too long, columns are left out and the log is cut.
+    For a terminal of `width` characters columns are left out, and the log is cut.
     """
     columns = columns_of(look)
     for omitted in _NARROW_OMITS:
@@ -204,7 +203,6 @@ def table_of(look: Look, width: int | None = None) -> list[str]:
 
 
 def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Formats columns, each (name, cells), as lines."""
     return aligned([[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)])
 
 

@@ -34,7 +34,7 @@ def find_shell() -> Any:
 
 
 def find_worker_program() -> WorkerProgram | None:
-    """Returns the program of a notebook's worker; None in any other process. Imports nothing."""
+    """Returns the program of a notebook's worker; None elsewhere. Imports nothing."""
     program: WorkerProgram | None = getattr(_ipython_shell(), "multi_gpu_program", None)
     return program
 
@@ -81,10 +81,7 @@ class Program:
         return bool(self._num_begun or (dist and dist.is_initialized()))
 
     def begin_training(self) -> int:
-        """Counts a call of `train()`.
-
-        Returns:
-            Number of the training, from 0. A training has the same number when the code is run again.
+        """Counts a call of `train()`. Returns its number, from 0, which is the same when the code is run again.
 
         Raises:
             SetupError: A training cannot begin here.
@@ -103,11 +100,7 @@ class Program:
 
 
 def warn_of_unwrapped_steps() -> Any:
-    """Warns if the first optimizer step comes before there is a process group: each rank then trains by itself.
-
-    Returns:
-        The handle of torch's optimizer hook; its `remove()` takes the hook off.
-    """
+    """Warns if the first optimizer step comes before there is a process group. Returns torch's handle of the hook."""
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 

@@ -125,7 +125,6 @@ class RunReport:
 
     @property
     def num_samples(self) -> int:
-        """Samples of all ranks."""
         return sum(r.num_samples for r in self.ranks)
 
     @property
@@ -159,8 +158,7 @@ class RunReport:
     def summary(self, traffic: str = "sent {:.1f} MB per rank") -> str:
         """Returns one sentence about the training. Its seconds are rank 0's `train_runtime`.
 
-        Args:
-            traffic: Format of the largest `sent_bytes` of a rank, in MB.
+        `traffic` is the format of the largest `sent_bytes` of a rank, in MB.
         """
         first = self.ranks[0]
         if self.had_nothing_to_do:

@@ -48,7 +48,6 @@ class InstanceSeam:
 
     @property
     def target(self) -> str:
-        """The displayed name, such as `accelerator.reduce`."""
         return f"{self.owner}.{self.name}"
 
 
@@ -147,7 +146,6 @@ class Steered(functools.partial):  # type: ignore[type-arg]
 
     @property
     def original(self) -> Any:
-        """The replaced method."""
         return self.args[-1]
 
 
@@ -167,13 +165,7 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of `owner` within the context.
-
-    Args:
-        owner: The Trainer, its accelerator or its callback handler.
-        name: Key in `SEAMS`.
-        method: The replacement. Its first argument is the original method.
-    """
+    """Replaces a method of `owner`, by its key in `SEAMS`, within the context. `method` gets the original one first."""
     with instance_attribute(owner, name, Steered(method, getattr(owner, SEAMS[name].name))):
         yield
 
@@ -196,10 +188,7 @@ def verify_seams(trainer: TrainerLike) -> None:
 
 
 def check_seam(seam: InstanceSeam, owner: type) -> bool:
-    """Checks one method of the class of its owner.
-
-    Returns:
-        False if an optional method is absent.
+    """Checks one method of the class of its owner. Returns False if an optional method is absent.
 
     Raises:
         PatchError: It is missing, or has other parameters.

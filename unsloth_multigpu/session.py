@@ -138,7 +138,6 @@ class Session:
             self.was_refused = True
 
     def _withdraw_refusal(self) -> None:
-        """Tells the supervisor that a training has succeeded after a refused one."""
         if self.was_refused and self.events is not None:
             self.events.write(MADE_UP_FOR)
             self.was_refused = False
@@ -213,10 +212,7 @@ class Session:
         return result
 
     def ask_for_server(self, given: Mapping[str, Any]) -> None:
-        """Asks the supervisor for the generation server of a new Trainer; see `hooks.server_patches`.
-
-        Args:
-            given: The Trainer's settings of generation.
+        """Asks the supervisor for the generation server of a new Trainer, with its settings of generation.
 
         Raises:
             SetupError: It is the second Trainer that generates on a server.
@@ -279,14 +275,6 @@ def open_session(
     program: Program | None = None,
 ) -> Session:
     """Makes this process the rank of `identity` and applies the patches.
-
-    Args:
-        config: The run's options.
-        identity: This rank among the others.
-        console: Where logs go.
-        context: What the launcher hands to this rank; None = nothing.
-        tool: The tool that started the run; None = no tool.
-        program: What this process runs; None = a script.
 
     Raises:
         SetupError: The options do not fit the ranks that the launcher started.

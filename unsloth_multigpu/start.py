@@ -29,10 +29,7 @@ _CLUSTER_VARIABLES = {
 def check_cluster(arguments: Mapping[str, Any]) -> None:
     """Refuses to train alone in one of several pods: Kubeflow's variables are not read, options have to repeat them.
 
-    For a process that no launcher has started as a rank.
-
-    Args:
-        arguments: The arguments of `enable_multi_gpu`.
+    For a process that no launcher has started as a rank. `arguments` are those of `enable_multi_gpu`.
 
     Raises:
         ConfigError: A variable sets the number of nodes or ranks, and the option for it was not given.
@@ -64,11 +61,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
 
 
 def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
-    """True if ranks are child processes of this one, and not this process itself.
-
-    Args:
-        num_ranks: Ranks of this machine.
-    """
+    """True if the `num_ranks` ranks of this machine are child processes of this one, and not this process itself."""
     has_others = num_ranks > 1 or num_nodes(config.nnodes) > 1
     return config.enable_ddp and (has_others or config.max_restarts > 0 or config.generators > 0)
 

@@ -94,14 +94,10 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (DDP, AllReduc
 
 
 def read_strategy(shown: str, value: Any) -> Strategy:
-    """Converts the value of the option `strategy`.
-
-    Args:
-        shown: Name of the option or variable, for errors.
-        value: A strategy, or its text: `NAME` or `NAME:OPTION=VALUE,OPTION=VALUE`.
+    """Converts the value of the option `strategy`: a strategy, or its text `NAME` or `NAME:OPTION=VALUE,OPTION=VALUE`.
 
     Raises:
-        ConfigError: An unknown strategy, an option that it does not have, or an invalid value.
+        ConfigError: An unknown strategy, an option that it does not have, or an invalid value. It names `shown`.
     """
     if type(value) in STRATEGIES.values():
         return value  # type: ignore[no-any-return]

@@ -48,10 +48,7 @@ class Tool:
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         """Returns the part that the tool adds to a training, or None.
 
-        Args:
-            trainer: A `transformers.Trainer` or subclass.
-            session: The session of this process.
-            steps: The `StepFeed` that divides the samples; None if the training is not steered.
+        `session` is that of this process; `steps` the `StepFeed`, None if the training is not steered.
         """
         return None
 

@@ -45,11 +45,7 @@ def signal_name(number: int) -> str:
 
 
 def how_ended(code: int) -> str:
-    """Describes the end of a process: "ended with exit code 3" or "was ended by SIGKILL, ...".
-
-    Args:
-        code: `returncode` of `subprocess`: -N for signal N.
-    """
+    """Describes the end of a process by its `returncode`: "ended with exit code 3" or "was ended by SIGKILL, ..."."""
     if code >= 0:
         return f"ended with exit code {code}"
     likely = ", as the system does when the machine has no memory left" if code == -signal.SIGKILL else ""
@@ -77,11 +73,9 @@ def last_lines(text: str, num_lines: int = 25) -> str:
 
 
 def aligned(rows: Iterable[Sequence[str]], num_left: int | None = None) -> list[str]:
-    """Formats a table: one line per row, columns two spaces apart and as wide as their widest cell.
+    """Formats a table of `rows[line][column]`, the header included, with columns as wide as their widest cell.
 
-    Args:
-        rows: `rows[line][column]`, including the header, all of the same length.
-        num_left: Number of columns, from the first, that are left-aligned; the others are right-aligned. None = all.
+    The first `num_left` columns are left-aligned, None = all; the others are right-aligned.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

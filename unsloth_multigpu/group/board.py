@@ -27,9 +27,6 @@ class Board:
 
     A name is published once, numbered where there are several of a kind; or each value replaces the one before.
 
-    Args:
-        store: Shared by the ranks; its server does one thing after the other. None = a subclass finds it.
-
     Attributes:
         is_abandoned: True where rank 0 (for rank 0: all others) has left the code that this rank runs, and publishes
             nothing more in it.
@@ -43,7 +40,6 @@ class Board:
 
     @property
     def store(self) -> Store:
-        """Keys and values shared by all ranks."""
         assert self._store is not None
         return self._store
 
@@ -63,7 +59,6 @@ class Board:
         return None if found == _NONE else found.removeprefix(_MARK)
 
     def is_published(self, key: str) -> bool:
-        """True once some rank has published `key`. Does not wait."""
         return self.read(key) is not None
 
     def meet(self, world_size: int, *, timeout_s: float, hint: str) -> None:
@@ -71,11 +66,6 @@ class Board:
 
         A process group would name a key of its store that is missing. Each rank may call this once for a store, or
         again without waiting.
-
-        Args:
-            world_size: Number of ranks.
-            timeout_s: The limit.
-            hint: What a user does about a rank that does not come.
 
         Raises:
             RankTimeoutError: It names the ranks that have not come. `launch.cause` takes the blame from that text.
@@ -100,13 +90,7 @@ class Board:
         return self.wait(lambda: self.read(key), what, timeout_s=timeout_s)
 
     def wait(self, read: Callable[[], _Found | None], what: str, *, timeout_s: float, hint: str = _HINT) -> _Found:
-        """Calls `read` until it returns something else than None.
-
-        Args:
-            read: Looks without waiting.
-            what: What is waited for.
-            timeout_s: The limit.
-            hint: What a user does about its end.
+        """Calls `read`, which does not wait, until it returns something else than None. `what` is waited for.
 
         Raises:
             RankTimeoutError: It was not there within `timeout_s`.

@@ -11,11 +11,8 @@ import torch
 def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Tensors of one dtype and device, together at most `bucket_bytes`, or one tensor that is larger by itself.
 
-    Tensors keep their order, but another kind in between ends no bucket: batch norms have an integer after two floats.
-
-    Args:
-        tensors: In an order that is the same on all ranks. Tensors without elements are left out.
-        bucket_bytes: 0 = a bucket for each tensor.
+    Tensors keep their order, the same on all ranks, but another kind in between ends no bucket: batch norms have an
+    integer after two floats. Tensors without elements are left out. With 0 bytes each tensor is alone.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
@@ -44,7 +41,6 @@ def unflatten_into(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
-    """Bytes of the elements of all tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -17,13 +17,8 @@ from unsloth_multigpu.wire.digest import digest_of
 def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
     """Settings, versions, trainable parameters and some rows of the data: what `DDPManager.check_same` compares.
 
-    Versions of drivers and of CUDA are not among them: nodes may differ in those.
-
-    Args:
-        num_accumulated: Micro-batches of a step that the script asked for.
-
-    Returns:
-        Name -> JSON value.
+    Versions of drivers and of CUDA are not among them: nodes may differ in those. `num_accumulated` are the
+    micro-batches of a step that the script asked for.
     """
     args = trainer.args
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
@@ -44,14 +39,7 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
 
 
 def facts_of_evaluation(trainer: TrainerLike) -> dict[str, Any]:
-    """Some rows of the data that a training evaluates, as `facts_of_run` has them of those that it trains.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass. Its data set may be a dict of several.
-
-    Returns:
-        Name -> JSON value.
-    """
+    """Some rows of the data that a training evaluates, which may be a dict of several data sets; see `facts_of_run`."""
     args, data = trainer.args, trainer.eval_dataset
     if args.eval_strategy == "no" and not args.eval_on_start:
         return {}

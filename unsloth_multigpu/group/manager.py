@@ -70,7 +70,6 @@ class DDPManager(Board):
 
     @property
     def store(self) -> Store:
-        """Key-value store shared by all ranks. It works without a process group."""
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
@@ -140,10 +139,7 @@ class DDPManager(Board):
             )
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
-        """Compares facts that must be equal on all ranks. Collective.
-
-        Args:
-            facts: Name -> JSON value, the same names on every rank.
+        """Compares facts, JSON values by the same names on every rank, that must be equal on all ranks. Collective.
 
         Raises:
             DivergenceError: On every rank; it names the facts that differ, with the values of two ranks.
@@ -173,8 +169,7 @@ class DDPManager(Board):
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
 
-        Args:
-            tensors: The same number, shapes and dtypes on all ranks, each on any device.
+        They have the same number, shapes and dtypes on all ranks, and are each on any device.
         """
         device = _wire_device()
         for tensor in tensors:
@@ -190,8 +185,7 @@ class DDPManager(Board):
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replaces gradients by their mean over the ranks, as DDP does. Collective.
 
-        Args:
-            parameters: The same on all ranks. One without a gradient on every rank keeps none.
+        The parameters are the same on all ranks. One without a gradient on every rank keeps none.
         """
         device = _wire_device()
         for parameter in parameters:
@@ -272,7 +266,6 @@ def _string_hash() -> str:
 
 
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
-    """The device of this rank."""
     if config.device == "cpu":
         return torch.device("cpu")
     accelerator = find_accelerator()
@@ -294,12 +287,7 @@ def find_accelerator() -> torch.device | None:
 
 
 def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool:
-    """True where several ranks may use the only device, because the user has set the variable that NCCL has for it.
-
-    Args:
-        num_visible: Devices that this process sees.
-        environment: Its variables.
-    """
+    """True where several ranks may use the only visible device, by the variable of the user that NCCL has for it."""
     return num_visible == 1 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 

@@ -16,12 +16,7 @@ from unsloth_multigpu.words import gib
 
 
 def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment: Mapping[str, str]) -> str:
-    """Why this process trains alone, for a user who may have forgotten the second card.
-
-    Args:
-        num_visible: Accelerators that this process sees.
-        environment: The variables of the process.
-    """
+    """Why this process, which sees `num_visible` accelerators, trains alone, if the second card was forgotten."""
     if not config.enable_ddp:
         return f"enable_ddp=False: this process computes {config.num_gpus or max(1, num_visible)} replicas in turn"
     if config.device == "cpu":
@@ -64,11 +59,7 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
 
 
 def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
-    """Names and sizes, equal ones counted: "2 x Tesla T4 (14.7 GiB each)".
-
-    Args:
-        devices: Name and memory in bytes of each.
-    """
+    """Names and memory in bytes of devices, equal ones counted: "2 x Tesla T4 (14.7 GiB each)"."""
     texts = []
     for (name, num_bytes), group in itertools.groupby(sorted(devices)):
         number, size = len(list(group)), gib(num_bytes, 1)
@@ -79,8 +70,7 @@ def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
 def start_sentence(identity: RankIdentity, config: MultiGPUConfig, log_dir: str | None) -> str:
     """What the process that the user sees says when the line is in effect.
 
-    Args:
-        log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
+    `log_dir` has the logs of ranks above 0; None where another launcher keeps them.
     """
     if identity.world_size > 1:
         logs = "" if log_dir is None else f"; ranks above 0 write to {log_dir}/rank_N.log"

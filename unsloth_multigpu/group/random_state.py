@@ -22,8 +22,7 @@ _Item = TypeVar("_Item")
 def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
     """What JSON can carry, about 20 KB; `write_random_state` puts it back, here or in another process.
 
-    Args:
-        device_type: An accelerator adds the state of the current device.
+    With an accelerator, the state of the current device is added.
     """
     import numpy
 
@@ -46,7 +45,6 @@ def device_in_use() -> str:
 
 
 def write_random_state(state: dict[str, Any]) -> None:
-    """Puts back what `read_random_state` returned, through JSON or not."""
     import numpy
 
     version, internal, gauss = state["python"]
@@ -98,8 +96,7 @@ def draw_seed(*place: int) -> int:
 def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:
     """Lists what `source` gives, with the generators at `state`, None = as they are.
 
-    Returns:
-        The items; and the state at which they were drawn, None where they do not depend on it.
+    Returns the items, and the state at which they were drawn, None where they do not depend on it.
     """
     before = read_random_state()
     begin = before if state is None else state

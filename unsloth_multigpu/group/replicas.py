@@ -38,11 +38,7 @@ class ReplicaProof:
     """Compares the trainable weights, the step and the options of all ranks by 64-bit hashes.
 
     The Trainer calls `on_step_end` before it saves the checkpoint of a step, so a checked step with different weights
-    is not saved.
-
-    Args:
-        manager: This rank's manager. `config.verify_every` is the interval in steps; 0 = never.
-        extra: Returns further facts that must be equal on all ranks: name -> text.
+    is not saved. `extra` returns further facts that must be equal: name -> text.
     """
 
     def __init__(self, manager: DDPManager, extra: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -70,12 +66,9 @@ class ReplicaProof:
         return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
     def check(self, model: nn.Module, step: int, others: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        """Compares this rank with the others. Collective: one all_gather of two numbers if all are equal.
+        """Compares this rank with the others after `step`. Collective: one all_gather of two numbers if all are equal.
 
-        Args:
-            model: The model without DDP's wrapper.
-            step: Number of finished optimizer steps.
-            others: Names and tensors that are trained but not part of the model.
+        `others` are names and tensors that are trained but not part of the model, which is without DDP's wrapper.
 
         Raises:
             DivergenceError: The ranks differ. Raised on every rank, with names of ranks and tensors.
@@ -158,7 +151,6 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the weighted sum of each chunk, as a scalar on the tensor's device."""
     bits = tensor.view(_INTEGER_OF_BYTES[tensor.element_size()])
     pieces: Iterable[torch.Tensor] = bits.reshape(-1).split(len(weights))
     if bits.dtype == torch.int64:
@@ -176,12 +168,7 @@ def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.
 
 
 def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -> str:
-    """Describes which ranks differ in which tensors.
-
-    Args:
-        names: Names of the tensors.
-        hashes: `hashes[rank][tensor]`, not all equal.
-    """
+    """Describes which ranks differ in which tensors, by `hashes[rank][tensor]`, not all equal."""
     tensors_of: dict[str, list[str]] = {}
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
         if len(set(column)) > 1:

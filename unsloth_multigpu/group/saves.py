@@ -61,11 +61,7 @@ class _Place(NamedTuple):
 
 
 class Saves:
-    """This rank's part in the saves of a run.
-
-    Args:
-        manager: This rank's manager. Its store works without a process group.
-    """
+    """This rank's part in the saves of a run."""
 
     def __init__(self, manager: DDPManager) -> None:
         self._manager = manager
@@ -81,11 +77,7 @@ class Saves:
 
     @contextmanager
     def visit(self, what: str) -> Iterator[None]:
-        """Surrounds a call of a saver on this rank.
-
-        Args:
-            what: The saver and its path, equal on all ranks for the same save.
-        """
+        """Surrounds a call of a saver on this rank. `what` is the saver and its path, equal on all ranks."""
         self._counts[what] += 1
         self._is_late = self._told(what) is not None
         self._tell(_Place(what, self._counts[what], True, self._at.num_saves + 1))
@@ -101,9 +93,7 @@ class Saves:
     def write(self, path: str, save: Callable[[], Any]) -> Any:
         """Rank 0's part of a save: waits for the others, saves, and publishes the outcome.
 
-        Args:
-            path: Absolute path of the save; "" if the saver chooses it.
-            save: Writes the files.
+        `path` is absolute; "" if the saver chooses it.
         """
         self._wait_for_others()
         self._publish(None)
@@ -113,13 +103,10 @@ class Saves:
         return result
 
     def follow(self) -> tuple[bool, Any]:
-        """Another rank's part of a save: waits until rank 0 has made it.
+        """Another rank's part of a save: waits until rank 0 has made it. Returns True and rank 0's result.
 
         A folder may belong to this rank alone, for example from tempfile. That is so if rank 0 has made as many saves
-        as this rank, none of them to this folder, and is not in a save.
-
-        Returns:
-            (False, None) if the folder belongs to this rank alone, else True and rank 0's result.
+        as this rank, none of them to this folder, and is not in a save. Then (False, None) is returned.
 
         Raises:
             DistributedError: Rank 0 failed, has left without this save, or the saved files are gone.

@@ -24,12 +24,7 @@ _LEFT = "left"
 
 
 class ShutdownBarrier:
-    """Says which ranks have left the store, and lets rank 0 stay for them.
-
-    Args:
-        board: Its store is served by rank 0's process.
-        world_size: Number of ranks.
-    """
+    """Says which ranks have left the store, which rank 0's process serves, and lets rank 0 stay for them."""
 
     def __init__(self, board: Board, world_size: int) -> None:
         self._board = board
@@ -37,11 +32,7 @@ class ShutdownBarrier:
         board.publish(f"shutdown/{board.rank}", json.dumps([platform.node(), os.getpid()]))
 
     def leave(self, limit_s: float) -> None:
-        """This rank needs the store no more. Rank 0 waits until that is true of all, or their processes are gone.
-
-        Args:
-            limit_s: How long rank 0 stays, in seconds.
-        """
+        """This rank needs the store no more. Rank 0 waits up to `limit_s` until that is true of all, or they are gone."""
         if self._board.rank > 0:
             try:
                 self._board.publish(f"shutdown/{self._board.rank}", _LEFT)

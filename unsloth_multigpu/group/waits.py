@@ -28,7 +28,6 @@ class Lap:
         self._end = end
 
     def is_over(self) -> bool:
-        """False while the device has not passed the end. Does not wait."""
         return isinstance(self._end, float) or bool(self._end.query())
 
     def seconds(self) -> float:
@@ -82,7 +81,6 @@ class Waits:
         self.add(begin, self.now())
 
     def now(self) -> Any:
-        """See `moment`."""
         if self._device is None:
             self._device = self._find_device()
         return moment(self._device)

@@ -89,11 +89,9 @@ class Child:
         return os.getpid() == self._started_by
 
     def describe_death(self) -> str:
-        """Describes its end, with the last lines of its log."""
         return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
 
     def describe_end(self) -> str:
-        """Describes its end in one line without a full stop."""
         how = "has not ended" if self.exit_code is None else how_ended(self.exit_code)
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"

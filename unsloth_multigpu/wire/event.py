@@ -34,13 +34,7 @@ class Event:
 
 
 class EventWriter:
-    """Appends one rank's events to its file in the run's private folder.
-
-    Args:
-        run_dir: The run's private folder.
-        attempt: How often the ranks were started before.
-        beat: This rank's heartbeat page, which has the step.
-    """
+    """Appends one rank's events to its file in the run's private folder. `beat`, its heartbeat page, has the step."""
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: HeartbeatPage) -> None:
         self.run_dir = run_dir
@@ -51,7 +45,6 @@ class EventWriter:
 
     @property
     def step(self) -> int:
-        """Last finished optimizer step of this rank, -1 before the first training."""
         return self._beat.step
 
     def write(self, kind: str, **facts: Any) -> None:

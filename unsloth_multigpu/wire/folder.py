@@ -61,11 +61,7 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int = 0) -> Iterator[Path]:
     """Creates `log_dir`, readable by this user only. A second job at the same time gets a subfolder of its own.
 
     An existing folder keeps its mode. Other users may have write access to it, so a link with the name of a log is
-    replaced, not followed.
-
-    Args:
-        log_dir: Folder for the logs.
-        num_ranks: Each rank above 0 gets an empty log. Stacks of an earlier run are removed.
+    replaced, not followed. Each rank above 0 gets an empty log. Stacks of an earlier run are removed.
 
     Raises:
         LaunchError: The folder cannot be written.

@@ -37,18 +37,7 @@ class Phase(enum.IntEnum):
 class Figures:
     """Figures of a rank's training up to its last finished step. None = not known.
 
-    Args:
-        max_steps: Steps of the training, including those before a resumed checkpoint.
-        num_steps: Optimizer steps of this call of `train()`.
-        num_samples: Samples that contributed to a gradient.
-        num_tokens: See `train.figures.TokenCount`.
-        num_padding_tokens: Padding tokens of the micro-batches.
-        waiting_s: Seconds of waiting for other ranks, see `group.waits`.
-        peak_bytes: Peak memory: of the accelerator's allocator, on the CPU of the process.
-        held_bytes: That memory now.
-        step_s: Median seconds of a step.
-        loop_s: Seconds from the begin of the first step to the end of the last one.
-        setup_s: Seconds from the call of `train()` to the begin of the first step.
+    They are those of `report.RankReport`; `held_bytes` is the memory now, `max_steps` as in `report.RunReport`.
     """
 
     max_steps: int | None = None
@@ -120,10 +109,7 @@ _NUM_STEPS_TO_FORGET = 4
 
 
 class HeartbeatPage:
-    """The writer of a rank's page.
-
-    Args:
-        run_dir: The run's private folder. None = no reader, and the page is not shared.
+    """The writer of a rank's page. Without a `run_dir` it has no reader, and is not shared.
 
     Attributes:
         spent_s: Seconds of the main thread in each phase so far. A device works asynchronously: its time counts for the
@@ -155,13 +141,9 @@ class HeartbeatPage:
         micro_batch: int | None = None,
         is_done: bool = False,
     ) -> None:
-        """Reports progress of the main thread. Omitted values stay. Takes a microsecond.
+        """Reports progress of the main thread; see `Heartbeat`. Omitted values stay. Takes a microsecond.
 
-        Args:
-            phase: What the main thread does from here on.
-            step: Last finished optimizer step.
-            micro_batch: Forward-backward passes finished in the current step.
-            is_done: The work of a step is done; callbacks follow until the next phase.
+        `is_done`: the work of a step is done; callbacks follow until the next phase.
         """
         now_s = time.monotonic()
         if self._is_working:

@@ -58,10 +58,8 @@ SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_si
 def read_identity(environment: Mapping[str, str], *, is_kernel: bool = False) -> RankIdentity | None:
     """Returns the identity of this rank, or None if no launcher started this process.
 
-    Args:
-        environment: The variables of the process.
-        is_kernel: The process is a notebook's kernel. jupyter-distributed sets the variables of a rank in a single
-            kernel, too, which may start ranks like any other.
+    jupyter-distributed sets the variables of a rank in a single notebook kernel, too, which may start ranks like any
+    other.
 
     Raises:
         LaunchError: The variables contradict each other or are incomplete.

@@ -48,9 +48,7 @@ def pid_scope() -> str:
 def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | None = None) -> Callable[_P, None]:
     """Wraps a handler of atexit or `sys.excepthook`, which forked children inherit, to run in this process only.
 
-    Args:
-        function: Called in this process.
-        otherwise: Called in its forked children; None = nothing.
+    Forked children call `otherwise`; None = nothing.
     """
     pid = os.getpid()
 
@@ -140,16 +138,11 @@ def run_to_end(
     terminate_limit_s: float,
     cwd: Path | None = None,
 ) -> int | None:
-    """Runs a command in a new session, which Ctrl-C does not reach, and ends all of its processes.
+    """Runs a command in a new session, without input, which Ctrl-C does not reach, and ends all of its processes.
 
     Args:
-        command: The program and its arguments. Its standard input is empty.
-        environment: All of its variables; one of them must contain `marker`.
-        output: Receives stdout and stderr.
-        marker: See `end_command`.
-        limit_s: Time limit.
-        terminate_limit_s: Time between SIGTERM and SIGKILL after the limit.
-        cwd: Working directory; None = that of this process.
+        environment: All of its variables; one of them must contain `marker`, see `end_command`.
+        terminate_limit_s: Time between SIGTERM and SIGKILL after `limit_s`.
 
     Returns:
         The exit code, -N = ended by signal N; None if it took longer than `limit_s`.
@@ -194,13 +187,10 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
-    """Ends a command by SIGTERM, after `limit_s` by SIGKILL, and then kills all processes that it has left.
+    """Ends a command, the leader of its session, by SIGTERM, after `limit_s` by SIGKILL, then all that it has left.
 
-    Args:
-        process: The command, the leader of its own session.
-        marker: Text that only the environment of this command contains. It finds the processes: launchers give each
-            rank a session of its own.
-        limit_s: Time between the two signals.
+    These are found by `marker`, a text that only the environment of this command contains: launchers give each rank a
+    session of its own.
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)

@@ -19,12 +19,7 @@ SERVER_WANTED = "server wanted"
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to the ranks of a machine to stop.
-
-    Args:
-        signal_number: The signal that caused it.
-        deadline_s: When the ranks must have stopped, on the clock of `time.monotonic`.
-    """
+    """A request to the ranks of a machine to stop by `deadline_s`, on the clock of `time.monotonic`, after a signal."""
 
     signal_number: int
     deadline_s: float

@@ -30,10 +30,8 @@ class Run:
         pid: Process id of its supervisor, in a notebook of the kernel.
         pid_begin_ticks: Start time of that process, see `read_begin_ticks`: process ids are reused.
         begin_s: When the ranks were started, in seconds since 1970.
-        job: Name of the script, or "notebook".
-        command: The command as the user has typed it.
+        job: Name of the script, or "notebook"; `command` is what the user has typed.
         num_ranks: Ranks on this machine.
-        log_dir: Folder of rank_N.log.
         folder: The run's private folder.
     """
 

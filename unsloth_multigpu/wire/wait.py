@@ -12,13 +12,7 @@ POLL_S = 0.02
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, poll_s: float = POLL_S) -> bool:
-    """Polls until `condition()` is true. Returns False if it is not by the deadline.
-
-    Args:
-        condition: Called repeatedly. An error ends the wait.
-        deadline_s: Time on the clock of `time.monotonic`.
-        poll_s: Seconds between two calls.
-    """
+    """Polls until `condition()` is true. Returns False if it is not by the deadline, a time of `time.monotonic`."""
     while not condition():
         if time.monotonic() > deadline_s:
             return False
