@@ -32,7 +32,7 @@ class ShutdownBarrier:
         board.publish(f"shutdown/{board.rank}", json.dumps([platform.node(), os.getpid()]))
 
     def leave(self, limit_s: float) -> None:
-        """This rank needs the store no more. Rank 0 waits up to `limit_s` until that is true of all, or they are gone."""
+        """This rank needs the store no more. Rank 0 waits up to `limit_s` until all have left, or are gone."""
         if self._board.rank > 0:
             try:
                 self._board.publish(f"shutdown/{self._board.rank}", _LEFT)

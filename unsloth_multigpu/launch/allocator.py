@@ -23,12 +23,9 @@ _ROUNDED = f"{_EXPANDABLE},roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
 
 
 def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that Unsloth would set; empty if it sets none or is not installed.
+    """Returns the variables that Unsloth would set; empty if it sets none, is not installed, or the user has set one.
 
     Reads metadata and imports neither torch nor Unsloth.
-
-    Args:
-        environment: The variables of the process. Values of the user are kept.
     """
     torch_version = installed_version("torch")
     if installed_version("unsloth_zoo") is None or torch_version is None:

@@ -80,7 +80,6 @@ def find_cause(
         events: All ranks' events of one attempt, oldest first.
         exit_codes: Exit code of each failed rank; -N = ended by signal N.
         gone: Ranks that had exited before the supervisor stopped the others.
-        beats: The last heartbeat of each rank.
         num_memory_kills: Processes killed by the kernel for lack of memory during this attempt.
         is_one_node: False if a rank of another node, whose events are not known here, may be the cause.
         num_ranks: Ranks of this node; None = those that have called `enable_multi_gpu()`.
@@ -122,11 +121,7 @@ def find_cause(
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
     """Finds a rank that has left without an error while another is in `train()` or waits to open a process group.
 
-    Training is collective: the other ranks would wait for it forever.
-
-    Args:
-        events: All ranks' events of one attempt, oldest first.
-        gone: Ranks whose process has ended.
+    Training is collective: the other ranks would wait for it forever. `gone` are ranks whose process has ended.
 
     Returns:
         Its last event, or None.
@@ -151,8 +146,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
 def where(step: int) -> str:
     """Returns " after step N" for messages; "" before a training, and in loops without a Trainer, which count no steps.
 
-    Args:
-        step: The last finished step; 0 = `train()` has begun, -1 = it has not.
+    `step` is the last finished one; 0 = `train()` has begun, -1 = it has not.
     """
     if step < 0:
         return ""

@@ -50,12 +50,9 @@ def is_launch(words: Sequence[str]) -> bool:
 
 
 def is_launched_again(command: object, child: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """True if a command would launch processes that inherit this rank's variables.
+    """True if a command, in a form of `subprocess.Popen`, would launch processes that inherit this rank's variables.
 
-    Args:
-        command: The command, in the forms of `subprocess.Popen`.
-        child: The command's variables. Without those of a rank it is not part of the run.
-        own: The variables of this process.
+    Without a rank's variables among its own, the `child` is not part of the run.
     """
     if not {"RANK", "WORLD_SIZE"} <= child.keys():
         return False
@@ -63,11 +60,7 @@ def is_launched_again(command: object, child: Mapping[str, str], own: Mapping[st
 
 
 def refuse_launcher(command: object, variables: Mapping[Any, Any] | None) -> None:
-    """Raises if a command that this rank is about to start is a launcher.
-
-    Args:
-        command: The command, in the forms of `subprocess.Popen`.
-        variables: The command's variables; None = those of this process.
+    """Raises if a command that this rank is about to start, in a form of `subprocess.Popen`, is a launcher.
 
     Raises:
         SetupError: It would start the whole training again.

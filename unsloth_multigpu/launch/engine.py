@@ -17,15 +17,7 @@ from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks of this node among those of all nodes, and the address of their store.
-
-    Args:
-        first_rank: The first rank of this node.
-        world_size: Ranks of all nodes.
-        node: Number of this node.
-        master_addr: Host of the ranks' store.
-        master_port: Its port.
-    """
+    """The ranks of node number `node` among the `world_size` ranks of all nodes, and the address of their store."""
 
     first_rank: int
     world_size: int
@@ -34,17 +26,13 @@ class Place:
     master_port: int
 
     def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
-        """Returns torchrun's variables for one rank."""
         numbers = (self.first_rank + local_rank, local_rank, self.world_size, num_ranks)
         identity = RankIdentity(*numbers, "unsloth_multigpu", self.master_addr, self.master_port)
         return {**identity.variables(), "GROUP_RANK": str(self.node)}
 
 
 class Ranks:
-    """The processes of this node's ranks. Used by one thread.
-
-    Args:
-        processes: Process of each rank, the leader of its own session.
+    """The processes of this node's ranks, each the leader of its own session. Used by one thread.
 
     Attributes:
         exit_codes: Exit code of each rank that has ended; -N = ended by signal N.
@@ -65,7 +53,6 @@ class Ranks:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that were started."""
         return len(self._processes)
 
     def living(self) -> dict[int, int]:
@@ -92,13 +79,6 @@ def start_ranks(
 ) -> Ranks:
     """Starts the ranks of this node. The first one keeps the terminal; the others write to a log and have no stdin.
 
-    Args:
-        command: Command line of each rank.
-        num_ranks: Ranks of this node.
-        place: Numbers and store of the ranks.
-        environment: All variables that are equal for the ranks.
-        log_dir: Folder of rank_N.log.
-
     Raises:
         LaunchError: The system cannot start another process.
     """
@@ -123,12 +103,7 @@ def start_ranks(
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Starts a process in a new session.
-
-    Args:
-        environment: All of its variables.
-        log: File to which its output is appended, without stdin. None = it uses the terminal.
-    """
+    """Starts a process in a new session. With a log, its output is appended there, and it has no stdin."""
     if log is None:
         return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
     with open(log, "ab", opener=_open_private) as output:

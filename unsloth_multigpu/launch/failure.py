@@ -28,11 +28,6 @@ def shown_error(
     """Returns the traceback of an error without the frames of this package.
 
     All frames are kept if this package itself has failed, and if its logger is at DEBUG level.
-
-    Args:
-        kind: Class of the error.
-        error: The error.
-        tb: Its traceback.
     """
     # TracebackException works even if the error's own str() raises.
     shown = traceback.TracebackException(kind, error, tb, compact=True)
@@ -58,11 +53,7 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
 def await_others(run_dir: str, attempt: int, num_ranks: int, kinds: Collection[str]) -> None:
     """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such.
 
-    Args:
-        run_dir: The run's private folder.
-        attempt: How often the ranks were started before.
-        num_ranks: Ranks of this node.
-        kinds: Kinds of events with which a rank ends.
+    `kinds` are the events with which a rank ends.
     """
 
     def have_ended() -> bool:

@@ -51,9 +51,6 @@ class GenerationServer:
 
     Args:
         devices: Variables that show it its devices.
-        run_dir: The run's private folder.
-        log_dir: Folder for its log.
-        attempt: How often the ranks were started before.
 
     Attributes:
         port: Its port, which rank 0 has chosen from its context.
@@ -81,7 +78,6 @@ class GenerationServer:
 
     @property
     def log(self) -> Path:
-        """File of its output."""
         return self.log_dir / "generators.log"
 
     @property
@@ -89,14 +85,7 @@ class GenerationServer:
         return f"{ENV_SERVER}={self.run_dir}/{self.attempt}"
 
     def turn(self, events: Sequence[Event]) -> str:
-        """Called about ten times a second while ranks run.
-
-        Args:
-            events: All ranks' events of this attempt.
-
-        Returns:
-            Why the server has failed, "" if it has not.
-        """
+        """Called about ten times a second while ranks run. Returns why the server has failed, "" if it has not."""
         if self._process is None:
             if wanted := next((event for event in events if event.kind == SERVER_WANTED), None):
                 self._start(**wanted.facts)

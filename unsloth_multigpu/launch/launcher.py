@@ -52,11 +52,6 @@ class DDPLauncher:
     Attributes:
         most_ranks: If num_gpus was not given and the first training has too few samples per step for `num_ranks`: the
             number of ranks that it is enough for. Else None.
-        run_dir: The run's private folder.
-        log_dir: Folder of rank_N.log.
-        stop: Handles signals.
-        meeting: Connects this node with the others.
-        server: The generation server of this attempt.
     """
 
     command: Sequence[str]
@@ -124,11 +119,7 @@ class DDPLauncher:
         return self._conclude(attempt, watch, trouble)
 
     def _watch_ranks(self, ranks: Ranks, watch: Watch) -> str:
-        """Waits until all ranks of this node have ended.
-
-        Returns:
-            The failure of another node or of the server that ended them; "" without one.
-        """
+        """Waits until all ranks of this node have ended. Returns the trouble elsewhere that ended them, or ""."""
         trouble = ""
         try:
             while ranks.living():

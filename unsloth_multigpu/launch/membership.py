@@ -99,10 +99,6 @@ class Meeting:
     With several nodes a thread talks to the store, because a call may block for minutes after a machine has vanished.
     Only the main thread replaces `_own`, only the other thread the attributes that it reads from the store.
 
-    Args:
-        run_id: Name of the run, part of its keys.
-        num_ranks: Ranks of this node.
-
     Raises:
         LaunchError: This is node 0, and it cannot listen at `rdzv_endpoint`.
     """
@@ -149,10 +145,6 @@ class Meeting:
 
     def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
         """Waits for all nodes before a start of the ranks, which get a new store without keys of earlier attempts.
-
-        Args:
-            attempt: How often the ranks were started before.
-            is_stopped: Returns True to end the wait.
 
         Returns:
             Numbers and store of this node's ranks; None if `is_stopped` ended the wait.

@@ -22,7 +22,6 @@ _NAME_POLL_S = 1.0
 
 
 def is_one_node(config: MultiGPUConfig) -> bool:
-    """True if the run has only this node."""
     return num_nodes(config.nnodes) == 1
 
 
@@ -98,12 +97,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Opens a listening socket. Returns None if the address is not this machine's or the port is not free.
-
-    Args:
-        host: An address or a name that resolves.
-        port: 0 = any free port.
-    """
+    """Opens a listening socket; port 0 = any free port. None if the address is not of this machine or taken."""
     family, address = _resolve(host, port)
     # Many machines resolve their own name to 127.0.1.1, which other nodes cannot reach. Then listen at all addresses.
     is_alias = ipaddress.ip_address(address[0]).is_loopback and not host.startswith(("localhost", "::1", "127."))

@@ -29,10 +29,8 @@ def start_pulse(
 ) -> Callable[[], None]:
     """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
 
-    Args:
-        run_dir: The run's private folder.
-        hang_timeout_s: The supervisor's limit; 0 = collectives are never looked up. A look-up takes up to 0.1 s, so it
-            is done only after half of the limit without progress.
+    `hang_timeout_s` is the supervisor's limit; 0 = collectives are never looked up. A look-up takes up to 0.1 s, so it
+    is done only after half of the limit without progress.
 
     Returns:
         A function that ends the thread and unregisters SIGUSR2.
@@ -58,11 +56,7 @@ def start_pulse(
 
 
 class Pulse:
-    """The work of the thread.
-
-    Args:
-        hang_timeout_s: See `start_pulse`.
-    """
+    """The work of the thread; see `start_pulse`."""
 
     def __init__(self, page: HeartbeatPage, hang_timeout_s: float) -> None:
         self._page = page

@@ -60,11 +60,9 @@ class SharedInput:
 
     # `from getpass import getpass` keeps these after `close`: they call the original that was found last.
     def input(self, *args: Any) -> Any:
-        """Replaces `input`."""
         return self._answer(_question("input", args), lambda: self._before[0](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `getpass.getpass`."""
         return self._answer(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 
@@ -74,13 +72,9 @@ def _question(name: str, args: tuple[Any, ...]) -> str:
 
 @contextmanager
 def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: HeartbeatPage) -> Iterator[None]:
-    """Shares the answers at the prompts of a script within the context.
+    """Shares the answers at the prompts of a script within the context. Each attempt asks again.
 
-    Args:
-        run_dir: The run's private folder.
-        identity: This rank.
-        attempt: How often the ranks were started before. Each attempt asks again.
-        beat: This rank's heartbeat page: waiting for a person is not a hang.
+    `beat` is this rank's heartbeat page: waiting for a person is not a hang.
     """
     num_asked: Counter[str] = Counter()
 

@@ -29,14 +29,9 @@ _PR_SET_PDEATHSIG = 1
 def enter_rank(
     identity: RankIdentity, context: RunContext, hang_timeout_s: float = 120.0
 ) -> tuple[EventWriter | None, HeartbeatPage]:
-    """Prepares this process as a rank.
+    """Prepares this process as a rank. Returns the writer of its events, None under other launchers, and its page.
 
-    Args:
-        context: The supervisor's facts for this rank.
-        hang_timeout_s: The supervisor's limit for a rank that makes no progress.
-
-    Returns:
-        The writer of the rank's events, None if another launcher started it; and the heartbeat page of the rank.
+    `hang_timeout_s` is the supervisor's limit for a rank that makes no progress.
 
     Raises:
         SetupError: A rank has started this process; it must not act as that rank.
@@ -72,10 +67,6 @@ def enter_notebook(
     identity: RankIdentity, run_dir: str, hang_timeout_s: float
 ) -> tuple[HeartbeatPage, Callable[[], None]]:
     """Prepares this process as a rank of a notebook. It writes no events, because the kernel receives its results.
-
-    Args:
-        run_dir: The private folder of the notebook's ranks.
-        hang_timeout_s: The kernel's limit for a rank that makes no progress.
 
     Returns:
         The heartbeat page of the rank, and a function that ends its pulse.

@@ -27,12 +27,7 @@ _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeEr
 
 
 def is_refusal(error: BaseException, num_steps: int) -> bool:
-    """True for an error of this package that one process would not have raised.
-
-    Args:
-        error: The error of `train()`.
-        num_steps: Optimizer steps that this training has made.
-    """
+    """True for an error of `train()` that one process would not have raised. `num_steps` are those that it has made."""
     if isinstance(error, DistributedError) and error.of_rank_0:
         return False  # Rank 0 decides about its own error.
     if isinstance(error, _OF_SEVERAL_RANKS):
@@ -42,11 +37,7 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
 
 
 def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
-    """Returns exit code and text of a refused training, in a run whose ranks all exited with 0; else None.
-
-    Args:
-        events: All ranks' events of one attempt, oldest first.
-    """
+    """Returns exit code and text of a refused training, in a run whose ranks all exited with 0; else None."""
     last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
     for _, event in sorted(last.items()):
         if event.kind == REFUSED:

@@ -13,15 +13,10 @@ from unsloth_multigpu.errors import SetupError
 
 
 def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str) -> list[str]:
-    """Builds the command line of a rank from this process's own.
+    """Builds the command line of a rank from `sys.orig_argv`, the module `__main__` and `sys.executable`.
 
     `python train.py --args`, `python -m pkg.train`, `python -c "..."` and interpreter options (`-X dev`, `-W error`)
     are kept as they were given.
-
-    Args:
-        orig_argv: `sys.orig_argv`.
-        main: The module `__main__`.
-        executable: `sys.executable`.
 
     Raises:
         SetupError: The program cannot be started again: IPython or Python at a terminal, or a script from stdin.

@@ -16,14 +16,10 @@ def generator_digests() -> dict[str, str]:
 
 
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
-    """Seeds the generators that the script has not seeded.
+    """Seeds the generators that the script has not seeded, with 0 .. 2^32 - 1.
 
     An unseeded generator has a different state in each process. If the state equals that of the supervisor at the same
-    line of the script, the script has seeded the generator.
-
-    Args:
-        run_seed: 0 .. 2^32 - 1.
-        seeded: The supervisor's `generator_digests`.
+    line of the script, by its `generator_digests`, the script has seeded the generator.
     """
     import numpy  # noqa: F401  # If it were loaded later, its state would differ between ranks.
 

@@ -38,13 +38,7 @@ class Stop:
 
     The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and stop.
     A second signal, a signal while no rank trains, and the end of `grace_s` end them at once. So does SIGHUP, because
-    rank 0 has lost its terminal.
-
-    Args:
-        signals: The queue of `signals_queued`.
-        run_dir: The run's private folder.
-        num_ranks: Ranks of this machine.
-        grace_s: Seconds for the ranks to save and exit. 0 = the first signal ends them.
+    rank 0 has lost its terminal. With `grace_s` of 0 the first signal ends them.
 
     Attributes:
         signal_number: The signal that stops the run, 0 = none.
@@ -73,14 +67,7 @@ class Stop:
         return self.signal_number != 0
 
     def turn(self, events: Sequence[Event]) -> signal.Signals | None:
-        """Called about ten times a second while ranks run.
-
-        Args:
-            events: All ranks' events of this attempt, oldest first.
-
-        Returns:
-            The signal to send to the ranks now, or None.
-        """
+        """Called about ten times a second while ranks run. Returns the signal to send to the ranks now, or None."""
         while self._signals:
             number, time_s = self._signals.popleft()
             if not self.signal_number:
@@ -128,11 +115,7 @@ class Stop:
 
 
 def how_to_resume(checkpoint: str, resume: str) -> str:
-    """Describes how to continue from a complete checkpoint.
-
-    Args:
-        resume: The option.
-    """
+    """Describes how to continue from a complete checkpoint, given the option `resume`."""
     if resume == "auto":
         return f"The same command resumes from {checkpoint}."
     return f"To resume from {checkpoint}, put UNSLOTH_MULTIGPU_RESUME=auto before the same command."
@@ -145,11 +128,7 @@ def _ranks_of(events: Sequence[Event], kind: str) -> set[int]:
 def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float, resume: str) -> str:
     """Describes, in one or two sentences, where the ranks stopped, what was saved and how to resume.
 
-    Args:
-        events: All ranks' events of the last attempt, oldest first.
-        step: The last finished step, -1 before the first training.
-        grace_s: The option.
-        resume: The option.
+    `step` is the last finished one, -1 before the first training.
     """
     how = {
         "saved": "all ranks have ended",

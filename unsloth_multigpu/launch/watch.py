@@ -46,10 +46,7 @@ class Watch:
     """Reads the ranks' events and heartbeats, and ends ranks that would wait forever.
 
     Args:
-        ranks: The processes of this attempt.
-        run_dir: The run's private folder.
         log_dir: Folder for the stacks of a hang.
-        attempt: How often the ranks were started before.
         unheard_s: Returns the seconds since the last sign of life of each other node, by its name.
     """
 

@@ -76,7 +76,6 @@ def find_hang(
 
     Args:
         beats: Heartbeats of the living ranks of this node.
-        now_s: The time, on `time.monotonic`'s clock.
         hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. Longer in a run with
             work that took a tenth of it or more. A node without a sign of life for longer counts as lost.
         since_s: Time before which nothing counts, because the ranks were not watched or the machine was suspended.

@@ -40,7 +40,7 @@ class EqualEvaluations(Part):
         self._at_begin = self._hashes(self._buffers())
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluation_loop`, in which each rank computes its rows with its own buffers."""
+        """Overrides `Trainer.evaluation_loop`, in which each rank computes its rows with its own buffers."""
         self.make_equal()
         return original(*args, **kwargs)
 

@@ -38,9 +38,6 @@ class StepCheck(Part):
 
     Cost: reading the gradient norm, which clipping computes anyway, waits for the device once per step. Hugging Face's
     loop has just waited for the loss.
-
-    Args:
-        steps: The step feed.
     """
 
     place = "check"
@@ -59,7 +56,6 @@ class StepCheck(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Adds an explanation to an error for lack of memory."""
         self._batches.begin()
         try:
             yield
@@ -235,13 +231,9 @@ def not_finite_parameters(model: nn.Module) -> list[str]:
 def describe(
     step: int, norm: float, losses: Mapping[int, Sequence[tuple[int, str]]], parameters: Sequence[str] = ()
 ) -> str:
-    """Describes a step whose gradient norm is not finite, in one line.
+    """Describes a step, counted from 1, whose gradient norm is not finite, in one line.
 
-    Args:
-        step: Counted from 1.
-        norm: Gradient norm.
-        losses: Rank -> result of `not_finite_losses` on it, for the known ranks.
-        parameters: Result of `not_finite_parameters`, used if all losses are finite.
+    `losses` has the `not_finite_losses` of the known ranks; `parameters` are named if all losses are finite.
     """
     found = [
         f"loss of rank {rank}, micro-batch {micro_batch}, was {value}"
@@ -264,10 +256,8 @@ class BatchCount:
     """Ends a training in which one rank has run out of batches and another has not, which would wait forever.
 
     Each rank publishes the number of batches it has got in this epoch, without waiting. Only a rank that has none left
-    reads the numbers of the others, and waits until they have none left either.
-
-    Args:
-        steps: The step feed. If all ranks follow one order of samples, nothing is counted.
+    reads the numbers of the others, and waits until they have none left either. If all ranks follow one order of
+    samples, nothing is counted.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:

@@ -27,9 +27,6 @@ class OneDecision(Part):
     Rank 0 publishes its flags and continues; the other ranks read them, see `Lead`. Ranks that step independently do
     not wait for each other: between two synchronizations they follow the arguments of the training, such as
     `save_steps`, and decisions of callbacks take effect at the next synchronization.
-
-    Args:
-        lead: Publishes rank 0's decisions.
     """
 
     place = "decision"

@@ -130,9 +130,6 @@ class NamesOutsideDDP:
     DDP refuses a model whose parameters lie on several kinds of devices. Those that are not trained need not meet: with
     embeddings that are trained, Unsloth leaves the ones that they were copied from on the CPU, and accelerate moves no
     quantised model. Where they lie is looked up when DDP asks: accelerate moves other models just before.
-
-    Args:
-        model: The model that DDP is made for.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -198,10 +195,6 @@ def ddp_settings(model: nn.Module, args: ArgumentsLike) -> dict[str, Any]:
     Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
     several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
     The Trainer's optimizer is the fused one by itself. Figures are in docs/benchmarks.md.
-
-    Args:
-        model: The model without DDP's wrapper.
-        args: The script's `TrainingArguments`.
     """
     # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}

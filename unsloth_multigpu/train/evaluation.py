@@ -26,11 +26,8 @@ class Evaluation:
 
     accelerate fills the last batches with rows from the start, which then count in losses and metrics, and TRL gathers
     its metrics over the batches of all ranks. Here each batch is a batch of one process. A rank without a batch
-    computes a filler, whose results are dropped.
-
-    Args:
-        share: This rank's share of the batches.
-        cuts_last: Truncate the results of the last batch, as accelerate does in one process. `Seq2SeqTrainer` does not.
+    computes a filler, whose results are dropped. `cuts_last`: results of the last batch are truncated as by accelerate
+    in one process; `Seq2SeqTrainer` does not.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share, *, cuts_last: bool) -> None:

@@ -44,13 +44,9 @@ _IN_REPORT = {
 class Meter(Part):
     """Writes the figures of this rank into its heartbeat after each step.
 
-    Seconds of a step go from the end of the step before to its own end, without evaluations and checkpoints.
-
-    Seconds of waiting are those of `train.waiting` and of our own collectives. Sharded
-    ranks synchronize in every layer, where waiting cannot be measured, so `waiting_s` is None.
-
-    Args:
-        steps: Deals the samples; None where the script's own batches are trained on.
+    Seconds of a step go from the end of the step before to its own end, without evaluations and checkpoints. Seconds of
+    waiting are those of `train.waiting` and of our own collectives. Sharded ranks synchronize in every layer, where
+    waiting cannot be measured, so `waiting_s` is None.
 
     Attributes:
         figures: Up to the last finished step.
@@ -141,13 +137,7 @@ class Meter(Part):
             self._write(state)
 
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
-        """This rank's share; see `RankReport`. The rank is 0, until it is gathered.
-
-        Args:
-            counts: Of steps, samples and micro-batches.
-            train_s: Seconds inside `Trainer.train`.
-            sent_bytes: What was sent.
-        """
+        """This rank's report, as that of rank 0 until it is gathered. `counts` are steps, samples and micro-batches."""
         measured = {field.name for field in dataclasses.fields(RankReport)} & {*vars(self.figures)}
         figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
@@ -223,9 +213,7 @@ class TokenCount:
     them. What a decoder is given beside `input_ids` is not counted.
 
     Attributes:
-        num_tokens: Of the steps that are over; None before the first micro-batch with tokens, as in models that see no
-            tokens.
-        num_padding_tokens: Of the same steps.
+        num_tokens, num_padding_tokens: Of the steps that are over; None before the first micro-batch with tokens.
     """
 
     def __init__(self) -> None:
@@ -235,11 +223,7 @@ class TokenCount:
         self._counted: Any = 0
 
     def add(self, inputs: Any, *, is_filler: bool) -> None:
-        """Counts a micro-batch. A filler holds no token that counts: it only takes a rank's time.
-
-        Args:
-            inputs: What the model is called with.
-        """
+        """Counts a micro-batch. A filler holds no token that counts: it only takes a rank's time."""
         for ids, mask in _token_ids(inputs):
             self._num_places += ids.numel()
             if is_filler:

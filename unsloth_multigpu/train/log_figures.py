@@ -30,14 +30,9 @@ _LINES = 10
 class LogFigures(Part):
     """Adds the numbers on rank 0, to each line with a training loss. They tell of the time since the line before.
 
-    They are read from the pages of the ranks, without a collective: those of rank 0's machine, and of rank 0 alone
-    where another launcher has started the ranks, which then have no common folder. A number that is not known is left
-    out.
-
-    Args:
-        meter: Of this rank.
-        identity: This rank, the first one.
-        run_dir: The run's private folder with the heartbeats of this machine; None = there are none.
+    They are read from the pages of the ranks in `run_dir`, without a collective: those of rank 0's machine, and of rank
+    0 alone where another launcher has started the ranks, which then have no common folder. A number that is not known
+    is left out.
     """
 
     place = "log"

@@ -43,10 +43,7 @@ _ORDER = {name: i for i, (name, _) in enumerate(PLACES)}
 
 
 class Loop:
-    """Attaches parts to one Trainer for one training.
-
-    Args:
-        parts: The parts, in any order.
+    """Attaches parts, given in any order, to one Trainer for one training.
 
     Raises:
         KeyError: A part has a place that is not in `PLACES`.

@@ -34,12 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Caught:
-    """Catches signals in a rank that has no supervisor of ours. A second signal has its usual effect.
-
-    Args:
-        signals: Which.
-        repeat_s: The same signal again counts from this time on, in seconds.
-    """
+    """Catches signals in a rank that has no supervisor of ours. After `repeat_s` a second one has its usual effect."""
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, repeat_s: float = REPEAT_S) -> None:
         self._signals = signals
@@ -65,11 +60,9 @@ class Caught:
 
 @dataclass(eq=False, repr=False)
 class Preemption(Part):
-    """Stops one training when a signal asks for it.
+    """Stops one training when a signal asks for it. Through `lead` all ranks learn of the signal at the same point.
 
     Args:
-        events: Where the rank's events go, if a supervisor of ours reads them.
-        lead: Of this training: through it all ranks learn of the signal at the same point.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
 
     Attributes:
@@ -157,7 +150,6 @@ class Preemption(Part):
         return self.signal_number != 0
 
     def _request(self) -> StopRequest | None:
-        """What the supervisor asks of this rank."""
         return None if self.events is None else read_request(self.events.run_dir, self.events.attempt)
 
     def _asked(self) -> int:

@@ -23,8 +23,6 @@ class Progress(Part):
     """Counts the optimizer steps of one training.
 
     Args:
-        events: Where the rank's events go, if a supervisor reads them.
-        replicas: Compares the ranks.
         trained: Knows whether DDP was rebuilt; None in one process.
         preemption: Tells the supervisor itself where a signal stops the training.
 
@@ -46,7 +44,6 @@ class Progress(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Tells the supervisor where this rank is."""
         self._tell("training")
         try:
             yield

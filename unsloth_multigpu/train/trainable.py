@@ -35,10 +35,6 @@ class TrainedParameters(Part):
 
     Cost: two walks over the model's modules per step. Ranks communicate only after a change.
 
-    Args:
-        exchange: DDP, or the strategy in its place.
-        training: Number of earlier calls of `train()` in this process.
-
     Attributes:
         is_changed: DDP was rebuilt, and the ranks have not been compared since.
     """

@@ -56,15 +56,11 @@ class DDPTrainer:
     """One training of one Trainer on this rank.
 
     Args:
-        events: Writes the rank's events, if a supervisor reads them.
-        beat: This rank's heartbeat page.
         arguments: Arguments of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
         training: Number of earlier calls of `train()` in this process.
-        context: Settings from the supervisor.
         is_comparison: Save nothing, and resume only if the script asks for it.
 
     Attributes:
-        parts: All parts of the training.
         of_tool: A part that a tool of the run adds. It is also attached if another kind of parallelism trains.
         is_sharded: The ranks hold shards of the weights.
         report: Figures of the training, after it has ended.
@@ -128,11 +124,9 @@ class DDPTrainer:
             self.parts += [self._resume, checkpoints]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
-        """Runs `original_train` with this rank's share of every step, and returns its result.
+        """Runs `original_train`, which reads `arguments` when it is called, with this rank's share of every step.
 
-        Args:
-            original_train: The original `train()`, which reads `arguments` when it is called.
-            on_agreed: Called with the loop when all ranks are ready to train.
+        `on_agreed` is called with the loop when all ranks are ready to train.
         """
         of_tool = [] if self.of_tool is None else [self.of_tool]
         engine = find_engine(self.trainer) if self.manager.identity.world_size > 1 else None
@@ -324,11 +318,7 @@ def refuse_batch_search(args: ArgumentsLike) -> None:
 
 
 def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
-    """True if a training of this Trainer has, in all ranks together, the batches of one process.
-
-    Args:
-        world_size: Ranks of the run, which keeps the global batch.
-    """
+    """True if a training of this Trainer, in a run that keeps the global batch, has the batches of one process."""
     is_ours = trainer.accelerator.num_processes == world_size and not _other_parallelism(trainer, find_engine(trainer))
     # GRPO and its like divide their batches themselves.
     return is_ours and not hasattr(trainer.args, "steps_per_generation")

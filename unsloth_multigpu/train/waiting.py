@@ -43,7 +43,6 @@ class Waiting(Part):
         return False  # Without it less is known.
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step` of one micro-batch."""
         if model is not self._hooked:
             self._watch_forward(model)
         self._watch.start()
