@@ -41,14 +41,11 @@ def rows_of_ranks(num_rows: int, world_size: int) -> list[int]:
 def steer_loop(
     accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str], module: str
 ) -> Callable[[], None]:
-    """Makes loops with this accelerator compute the steps of one process, or warns that a library's loop does not.
+    """Makes loops with a new accelerator compute the steps of one process, or warns that a library's loop does not.
 
     It does nothing if the script uses `split_batches`, or parallelism other than data parallelism.
 
     Args:
-        accelerator: The new accelerator.
-        config: The run's options.
-        manager: Returns this rank's manager.
         told: Messages about such loops that were logged in this process.
         module: Name of the module that made the accelerator.
 
@@ -100,11 +97,7 @@ class _LibraryLoop:
         self.stack = ExitStack()
 
     def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Overrides `Accelerator.backward`: warns on the first call.
-
-        Raises:
-            SetupError: `inexact="raise"`.
-        """
+        """Overrides `Accelerator.backward`: warns on the first call; raises SetupError with `inexact="raise"`."""
         # The batches of a loader that accelerate has not prepared are not known.
         if not self._is_told and self._accelerator.gradient_state.in_dataloader:
             self._is_told = True
@@ -124,13 +117,8 @@ class _LibraryLoop:
 class SharedBatches(BatchSampler):
     """Yields this rank's rows of each batch of another sampler, which all ranks iterate.
 
-    A rank without a row takes the first row of the batch, with weight 0 (see `_Loop`).
-
-    Args:
-        batches: The batch sampler of one process. All its batches except the last have `batch_size` rows.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        check_same: Called with the first batch of each pass.
+    All its batches except the last have `batch_size` rows. A rank without a row takes the first row of the batch, with
+    weight 0 (see `_Loop`). `check_same` is called with the first batch of each pass.
     """
 
     even_batches = False  # Read by `Accelerator.join_uneven_inputs`.
@@ -193,7 +181,6 @@ class _CountedState(StateView):
 
     @contextmanager
     def telling(self, num_processes: int) -> Iterator[None]:
-        """Sets `num_processes` while the context is open."""
         object.__setattr__(self, "_told", num_processes)
         try:
             yield

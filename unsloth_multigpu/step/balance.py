@@ -57,8 +57,6 @@ class Balancer:
         balance: Costs and speeds; None if samples are dealt in order.
         lengths: Tokens of each sample of the data set.
         reason_for_order: Why samples are dealt in order; None if they are not, or by the options.
-        num_steps: Steps computed so far.
-        stopwatch: Times the micro-batches.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
@@ -84,7 +82,6 @@ class Balancer:
 
         Args:
             loader: The loader of one process.
-            reduction: The reduction of the trainer's loss.
             is_lockstep: Ranks wait for each other in every micro-batch, so their times do not show their own speeds.
 
         Raises:

@@ -19,11 +19,9 @@ class Difference:
     """The difference of two gradients.
 
     Args:
-        norm: Norm of the first gradient.
-        other_norm: Norm of the second gradient.
+        norm, other_norm: Norms of the two gradients.
         off: Norm of their difference divided by `norm`; inf if only one of them is not finite, nan if both are not.
-        worst: The parameter whose gradient has the largest relative difference.
-        worst_off: The relative difference of that gradient.
+        worst: The parameter whose gradient has the largest relative difference, `worst_off`.
     """
 
     norm: float
@@ -43,28 +41,17 @@ def speed_in_words(one_s: float, dealt_s: float) -> str:
 
 
 def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
-    """Describes the times of a step: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
-
-    If the ranks take longer, it ends with "(1.90 times slower)".
-
-    Args:
-        one_s: Seconds in one process.
-        dealt_s: Seconds on the ranks, above 0.
-        num_ranks: Number of ranks; 1 = one process with a planner.
-    """
+    """Describes the times of a step: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)"."""
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "one rank, as planned"
     return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({speed_in_words(one_s, dealt_s)})"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of a step on the ranks with the same step in one process.
+    """The comparison of a step, counted from 1, on the ranks with the same step in one process.
 
     Args:
-        step: Number of the step, from 1.
-        num_ranks: Number of ranks.
-        num_compared: Micro-batches of one process that were compared.
-        num_references: Micro-batches of the step in one process.
+        num_compared: Micro-batches of one process that were compared, of `num_references`.
         difference: Difference of the gradients; None if they were not compared.
         bound: Largest relative difference due to rounding in this precision.
         rounding: Relative difference of one process from itself if the last bits of the weights change; nan = not

@@ -70,7 +70,6 @@ class _Generation:
 
     @property
     def batch(self) -> int:
-        """Number of completions of a micro-batch."""
         return len(self.in_order[0]["advantages"])
 
     def places(self, begin: int, count: int, world_size: int) -> list[int]:
@@ -86,9 +85,7 @@ class CompletionDeal(Part):
     TRL shuffles the completions of a rank, cuts them into micro-batches and pads all to the longest one. Here every
     micro-batch has as many completions as before, of similar length, and no column that is padding in all of them.
 
-    Args:
-        trainer: A trainer of TRL, or of Unsloth, that keeps the completions of a generation in `_buffered_inputs`.
-        feed: Is told what is not exact.
+    The trainer, of TRL or of Unsloth, keeps the completions of a generation in `_buffered_inputs`.
 
     Raises:
         SetupError: `balance="tokens"` is asked for, and what the trainer makes of completions is not known.
@@ -140,11 +137,7 @@ class CompletionDeal(Part):
             logger.info("balance: completions are dealt in order: in no step were some longer than others")
 
     def _keep_order(self, why: str) -> None:
-        """Keeps TRL's micro-batches from now on, and logs the reason.
-
-        Raises:
-            SetupError: `balance="tokens"`.
-        """
+        """Keeps TRL's micro-batches from now on, and logs the reason; raises SetupError with `balance="tokens"`."""
         if self._manager.config.balance == "tokens":
             raise SetupError(
                 f"balance='tokens' is not possible: completions are dealt in order: {why}.",
@@ -183,7 +176,6 @@ class CompletionDeal(Part):
         return chosen[place]
 
     def _chosen(self, generation: _Generation) -> list[dict[str, Any]]:
-        """Returns the micro-batches to train."""
         if not self._is_proven:
             return generation.in_order
         if not generation.dealt:
@@ -287,7 +279,6 @@ class CompletionDeal(Part):
 
     @property
     def _pad_id(self) -> int:
-        """Returns the padding token, from the tokenizer or that of a processor."""
         processor = self._trainer.processing_class
         return int(getattr(processor, "tokenizer", processor).pad_token_id)
 
@@ -305,8 +296,7 @@ def deal_completions(lengths: Sequence[tuple[int, int]], batch: int, world_size:
 
     Args:
         lengths: Tokens of prompt and completion of each row.
-        batch: Completions of a micro-batch.
-        world_size: Number of ranks; `batch x world_size` divides the number of completions.
+        batch: Completions of a micro-batch; `batch x world_size` divides the number of completions.
 
     Returns:
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last: ranks that wait

@@ -71,7 +71,6 @@ class CostModel:
         return len(lengths) * self.padded(max(lengths)) if self.is_padded else sum(lengths)
 
     def of_work(self, work: float) -> float:
-        """Returns the cost of a micro-batch whose rows cost `work`."""
         return self.overhead_tokens + max(self.floor_tokens, work)
 
     def to_plan_with(self) -> CostModel:
@@ -79,7 +78,6 @@ class CostModel:
         return replace(self, overhead_tokens=_UNKNOWN_OVERHEAD) if self.is_unknown else self
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Returns the cost of a micro-batch with rows of these lengths."""
         return self.of_work(self.work(lengths))
 
 
@@ -90,14 +88,8 @@ def attention_factor(
 
     In the forward pass, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token
     in attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). The backward pass costs twice
-    as much, but for frozen matrices as much as the forward pass. Fused causal kernels skip the masked half.
-
-    Args:
-        hidden_size: Hidden size of the model.
-        num_layers: Layers of the model.
-        num_weights: Elements of the matrices that each token is multiplied with.
-        is_frozen: The matrices get no gradient, as with LoRA.
-        is_causal: Attention is causal, and its kernel skips the masked half.
+    as much, but for frozen matrices, as with LoRA, as much as the forward pass. Fused causal kernels skip the masked
+    half. `num_weights` are the elements of the matrices that each token is multiplied with.
     """
     attention = 3 * 4 * hidden_size * num_layers * (0.5 if is_causal else 1.0)
     matrices = (2 if is_frozen else 3) * 2 * num_weights
@@ -105,13 +97,10 @@ def attention_factor(
 
 
 def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostModel:
-    """Fits overhead and floor to measured micro-batches.
+    """Fits overhead and floor to measured micro-batches: work in tokens and seconds of each.
 
-    Candidates are powers of two, so that the plan does not change with small differences of measurements.
-
-    Args:
-        model: The current model, returned unchanged if the samples are not sufficient.
-        samples: Work in tokens and seconds of each micro-batch.
+    Candidates are powers of two, so that the plan does not change with small differences of measurements. With too few
+    samples the model is returned unchanged.
     """
     works = sorted(work for work, _ in samples)
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
@@ -164,12 +153,9 @@ def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -
 
 
 def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:
-    """Returns the speed of each rank relative to the fastest.
+    """Returns the speed of each rank relative to the fastest, given the cost per second of each; 0 = not measured.
 
     Speeds are rounded, and equal if the difference is small, so that equal devices get equal shares.
-
-    Args:
-        rates: Cost per second of each rank, without waiting for others; 0 = not measured.
     """
     if min(rates) <= 0 or max(rates) < _EQUAL_WITHIN * min(rates):
         return (1.0,) * len(rates)

@@ -40,10 +40,7 @@ Plan = list[list[Piece]]
 class Balance:
     """Measured costs of micro-batches and speeds of ranks.
 
-    Args:
-        cost: Cost model of a micro-batch.
-        speeds: Relative speed of each rank.
-        max_tokens: Maximum tokens of a micro-batch; None = the maximum that shares of equal numbers of rows could have.
+    `max_tokens` limits a micro-batch; None = the maximum that shares of equal numbers of rows could have.
     """
 
     cost: CostModel
@@ -95,7 +92,6 @@ def balance_step(
     Args:
         lengths: Tokens of each sample of the step.
         sizes: Rows of each micro-batch of this step in one process.
-        balance: Costs of micro-batches and speeds of ranks.
         regroup: See `deal_step`. If False, each micro-batch keeps its number of rows, for losses that average over
             independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple of the
             ranks, is then dealt in order.
@@ -136,16 +132,11 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
 
 
 def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) -> Plan:
-    """Gives all ranks the same number of micro-batches by adding fillers, and sorts them by cost.
+    """Gives all ranks the same number of micro-batches by adding fillers, and sorts them by cost; see `deal_step`.
 
     Sharded ranks gather weights in every layer of every micro-batch, so unequal numbers of micro-batches would hang.
     Expensive micro-batches come last, at the same time on all ranks. The last one, which reduces gradients, is then no
     filler if the rank has a sample.
-
-    Args:
-        plan: `plan[rank]` = its micro-batches.
-        regroup: See `deal_step`.
-        whole: See `deal_step`.
     """
     most = max(map(len, plan))
     pieces = [piece for share in plan for piece in share]
@@ -163,12 +154,7 @@ def _filler(*positions: int, is_muted: bool) -> Piece:
 
 
 def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
-    """Raises if a full step has fewer samples than there are ranks.
-
-    Args:
-        num_samples: Samples of a step.
-        world_size: Number of ranks, or of groups of ranks that share each sample.
-        num_sharing: Ranks of such a group.
+    """Raises if a full step has fewer samples than ranks, or than groups of `num_sharing` ranks that share each sample.
 
     Raises:
         ConfigError: `num_samples < world_size`.

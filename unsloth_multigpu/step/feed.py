@@ -47,12 +47,8 @@ class StepFeed(Part):
     """Turns the Trainer's data loader into one that yields an optimizer step per item, with all its micro-batches.
 
     Attributes:
-        passes: Computes the steps.
-        balancer: Plans the steps.
-        metrics: Combines the metrics of the ranks.
         num_accumulated: Micro-batches of a step in one process.
         batch_size: Samples of a micro-batch in one process, from the arguments or the data loader.
-        proof: Compares steps with one process.
         loader: Yields steps. None before the training, and if the trainer's own batches are used.
         inexact: Why the training is not exactly that of one process; None if it is.
         is_placed_later: The model is moved to its device, or sharded, after the loader is made. The decision how
@@ -81,7 +77,6 @@ class StepFeed(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Counts tokens over all ranks and measures the cost of micro-batches while it is open."""
         with self.passes.around():
             yield
 
@@ -257,12 +252,7 @@ class StepFeed(Part):
             decide()
 
     def _dealt(self, loader: Any, shape: StepShape) -> StepShape:
-        """Decides how samples are dealt. Collective.
-
-        Args:
-            loader: The Trainer's data loader.
-            shape: The shape of a step, before these decisions.
-        """
+        """Decides how samples of the Trainer's data loader are dealt. Collective."""
         trainer, passes = self._trainer, self.passes
         if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
             # SetFit's trainer changes the argument after the Trainer has read it.
@@ -329,11 +319,7 @@ class StepFeed(Part):
         return False
 
     def _tell_of_micro_batches(self) -> None:
-        """Warns that `on_substep_end` is not called, because a rank does not compute every micro-batch of a step.
-
-        Raises:
-            SetupError: A callback of the script has `on_substep_end`, and `inexact="raise"`.
-        """
+        """Warns that `on_substep_end` is not called, because a rank does not compute every micro-batch of a step."""
         for callback in self._trainer.callback_handler.callbacks:
             if not is_library(type(callback).on_substep_end.__module__):
                 what = f"{type(callback).__name__}.on_substep_end is not called: a step is one item of the loop"

@@ -47,9 +47,7 @@ def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, 
 def arguments_of_one_process(arguments: Mapping[str, Any], divided: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """The arguments as the script gave them, so that others built from them are divided once and not again.
 
-    Args:
-        arguments: Names and values.
-        divided: See `divided_arguments`. What has been given another value since is left alone.
+    What has been given another value since `divided_arguments` is left alone.
     """
     given = {name: of_one for name, (mine, of_one) in divided.items() if arguments.get(name) == mine}
     return {**arguments, **given}
@@ -60,11 +58,7 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
 
     A step and a generation keep their number of completions, and so the number of steps that a generation serves. TRL
     deals a generation in equal parts, and a prompt's completions may lie on several ranks: it gathers their rewards.
-
-    Args:
-        one: Of the one-process run.
-        world_size: Number of ranks.
-        num_generations: Completions of a prompt, for the hint alone: a generation must hold whole prompts.
+    `num_generations`, completions of a prompt, are for the hint alone: a generation must hold whole prompts.
 
     Returns:
         The largest micro-batches that divide both evenly and are not larger than those of one process.

@@ -19,15 +19,11 @@ _PREFERENCES = (
 
 
 def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
-    """Tokens of each sample.
+    """Tokens of each sample of a data set with random access.
 
     Of a Hugging Face data set the column's offsets are read, or a column of lengths; of a list its rows; other data
-    sets may say so in an attribute `lengths`.
-
-    Args:
-        dataset: With random access.
-        length_column: Name of a column that holds lengths.
-        may_read_rows: Read every row of a data set of another kind, which may tokenize it.
+    sets may say so in an attribute `lengths`. With `may_read_rows` every row of another kind is read, which may
+    tokenize it.
 
     Raises:
         SetupError: The lengths are not known.

@@ -47,12 +47,7 @@ _HIDDEN_AT_FIRST = {
 
 @dataclass(frozen=True)
 class Inexact:
-    """Why ranks cannot share a step exactly.
-
-    Args:
-        cause: The cause, as text.
-        ways: What the user can do.
-    """
+    """Why ranks cannot share a step exactly, and what the user can do."""
 
     cause: str
     ways: str
@@ -106,11 +101,8 @@ class LossReduction:
 def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked: str = AUTO) -> LossReduction:
     """Returns the loss reduction of a trainer, by its class or by the option; kind "auto" if both leave it open.
 
-    Nothing is computed. A wrong result shows in the comparison of the first step with one process.
-
-    Args:
-        compute_loss: The trainer's bound `compute_loss`, without this package's override.
-        asked: The option `loss_reduction`.
+    Nothing is computed. A wrong result shows in the comparison of the first step with one process. `compute_loss` is
+    the trainer's bound method, without this package's override.
 
     Raises:
         ConfigError: `loss_reduction="token_sum"` and the Trainer counts no tokens.
@@ -218,10 +210,7 @@ def whole_ways(world_size: int) -> str:
 def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[float] = ()) -> float | None:
     """Returns the weight of a part of a micro-batch: its number of rows, tokens, ...; None if the inputs lack it.
 
-    Args:
-        inputs: The collated part.
-        mean_over: One of `possible_means`.
-        class_weights: Weight of each class, for a mean that is weighted by them.
+    `mean_over` is one of `possible_means`; `class_weights` are for a mean that is weighted by them.
     """
     if mean_over == SUM:
         return 1.0
@@ -248,13 +237,9 @@ def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[
 
 
 def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
-    """Yields what the loss of these inputs may average over, the most likely first.
+    """Yields what the loss of a collated micro-batch may average over, the most likely first.
 
-    Class weights come first, because rows fit as well if all labels are of one class.
-
-    Args:
-        inputs: A collated micro-batch.
-        num_classes: Number of class weights that the loss uses.
+    Class weights, of `num_classes`, come first, because rows fit as well if all labels are of one class.
     """
     labels: Any = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
@@ -275,7 +260,6 @@ def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:
-    """Returns the size of the first dimension of the labels, or else of the first tensor that is not a scalar."""
     tensors = [inputs.get("labels"), *inputs.values()]
     return next((len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()), 1)
 

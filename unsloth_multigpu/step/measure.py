@@ -110,11 +110,8 @@ class Stopwatch:
     """Times a micro-batch from its start until its last gradient is computed.
 
     The first trainable parameter of the model gets its gradient last. DDP waits for other ranks after that, at the end
-    of the backward pass. On a GPU, events of the device are used, which the host does not wait for.
-
-    Args:
-        model: Returns the model. Called in the first micro-batch, since `model_init` makes the model within `train()`.
-        device: The device of the model.
+    of the backward pass. On a GPU, events of the device are used, which the host does not wait for. `model` is called
+    in the first micro-batch, since `model_init` makes the model within `train()`.
 
     Attributes:
         last_gradient: Time of the last gradient: `time.perf_counter()`, or a device event; None if there is none.

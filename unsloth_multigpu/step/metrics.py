@@ -120,12 +120,7 @@ class Metrics(Part):
                 self._noted[name, place, is_shared].append(row)
 
     def end_step(self, losses: torch.Tensor, *, is_shared: bool) -> None:
-        """Records the loss of a step.
-
-        Args:
-            losses: What each micro-batch adds to the loss, times the number of ranks.
-            is_shared: Ranks share the micro-batches of one process.
-        """
+        """Records what each micro-batch adds to the loss of a step, times the ranks, which may share micro-batches."""
         self._losses.append((self._trainer.state.global_step, is_shared, losses.detach()))
 
     def _log_save_evaluate(self, original: Callable[..., Any], tr_loss: torch.Tensor, *args: Any, **kw: Any) -> Any:
@@ -229,12 +224,7 @@ def _metric(name: str) -> str:
 
 
 def _of_references(piece: Piece, sizes: Sequence[int]) -> tuple[float, bool]:
-    """Returns how many micro-batches of one process a piece stands for, and whether other pieces share them.
-
-    Args:
-        piece: A micro-batch of this rank.
-        sizes: Rows of each micro-batch of the step in one process.
-    """
+    """Returns for how many micro-batches of one process, of these `sizes`, a piece stands; are they shared?"""
     ends = list(itertools.accumulate(sizes))
     rows = Counter(bisect_right(ends, position) for position in piece.positions)
     return sum(n / sizes[r] for r, n in rows.items()), any(n < sizes[r] for r, n in rows.items())

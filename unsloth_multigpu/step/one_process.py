@@ -13,14 +13,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False, is_seedable: bool = True) -> Any:
-    """Prepares a loader as accelerate does for one process.
-
-    Args:
-        trainer: The trainer with accelerate's options.
-        loader: A loader that is not prepared yet.
-        is_placed: Move batches to the Trainer's device.
-        is_seedable: Allow accelerate's `use_seedable_sampler`.
-    """
+    """Prepares a loader as accelerate does for one process; `is_placed` moves batches to the Trainer's device."""
     from accelerate.data_loader import prepare_data_loader
 
     accelerator = trainer.accelerator

@@ -33,13 +33,7 @@ MicroBatches = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class OrderDifference:
-    """The difference between two orders of the completions of a step.
-
-    Args:
-        of_gradient: Difference of the gradients, averaged over ranks.
-        one_s: Seconds of the forward and backward passes in the first order, on the slowest rank.
-        other_s: Seconds in the other order.
-    """
+    """The difference of two orders' gradients, averaged over ranks, and the seconds of each on the slowest rank."""
 
     of_gradient: Difference
     one_s: float
@@ -47,10 +41,7 @@ class OrderDifference:
 
 
 class OrderProof:
-    """Compares two orders of completions.
-
-    Args:
-        trainer: A trainer whose `training_step` takes what `_prepare_inputs` returns.
+    """Compares two orders of completions of a trainer whose `training_step` takes what `_prepare_inputs` returns.
 
     Attributes:
         called: The wrapped model, the inputs and the number of tokens that `training_step` was called with.
@@ -65,12 +56,7 @@ class OrderProof:
         self.called: tuple[Any, Any, Any] = (None, None, None)
 
     def compared(self, one: MicroBatches, other: MicroBatches, *, is_timed: bool) -> OrderDifference:
-        """Runs both passes. Collective.
-
-        Args:
-            one: The trainer's own micro-batches on this rank.
-            other: The same completions of all ranks, in the same number of micro-batches.
-            is_timed: The times will be shown.
+        """Runs both passes, over the same completions of all ranks in as many micro-batches. Collective.
 
         Raises:
             SetupError: The loss can be computed in the first order only.

@@ -27,15 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, *, rank: int, device: torch.device, place: str, hint: str) -> None:
-    """Adds text to the error itself, so that its class stays, which the script may catch.
-
-    Args:
-        error: One that `is_out_of_memory`.
-        rank: Of this process.
-        device: On which it computes.
-        place: What it was doing, with the size of the micro-batch.
-        hint: What to set.
-    """
+    """Adds rank, device, place and hint to the error itself: its class stays, which scripts may catch."""
     facts = f"rank {rank} ran out of memory on {device} in {place}"
     original = str(error)
     if original.startswith(f"rank {rank} ran out of memory"):
@@ -59,9 +51,7 @@ def num_refused(device: torch.device) -> int:
 def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
     """ "peak 23.1 GiB of 23.7, with weights 14.2, gradients 0.3"; "" on the CPU, which is not counted.
 
-    Args:
-        device: This rank's.
-        held: Tensors by what they are; those that lie elsewhere are left out.
+    `held` are tensors by what they are; those that lie elsewhere are left out.
     """
     if device.type not in KINDS:
         return ""
@@ -75,12 +65,7 @@ def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
 
 
 def loading_advice(num_ranks: int, *, shards: bool) -> str:
-    """What lets a model be loaded that one card does not hold.
-
-    Args:
-        num_ranks: Of the run.
-        shards: The ranks share the model already.
-    """
+    """What lets a model be loaded that one card does not hold; `shards`: the ranks share the model already."""
     if shards:
         return "Load it with load_in_4bit=True, which is done in parts, or take more GPUs."
     return (
@@ -100,9 +85,6 @@ def advice(
     """Which options to change, given those of the training.
 
     Args:
-        args: The `TrainingArguments`.
-        device: On which the rank computes.
-        is_evaluation: It was evaluating.
         shards: The ranks share the model; None = there is one rank.
         offloads: And a rank's part is on the host.
     """

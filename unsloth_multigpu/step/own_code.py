@@ -53,11 +53,7 @@ def is_library(module: str) -> bool:
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
-    """Names the parts of a step that the script defines.
-
-    Args:
-        loader: The `StepLoader` of the training.
-    """
+    """Names the parts of a step that the script defines."""
     loss = unsteered(trainer.compute_loss)
     found = [f"{type(trainer).__name__}.training_step"] if has_own_step(trainer) else []
     found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
@@ -99,8 +95,8 @@ def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool
 def has_own_step(trainer: TrainerLike) -> bool:
     """True if `training_step` may compute the loss without `compute_loss`.
 
-    That is the case if the script overrides it, in a class or on the object, or if a library's class overrides it
-    without `compute_loss` (`OnlineDPOTrainer`).
+    The script overrides it, in a class or on the object, or a library's class does without `compute_loss`
+    (`OnlineDPOTrainer`).
     """
     is_replaced = getattr(unsteered(trainer.training_step), "__self__", None) is not trainer
     owner = _owner_of(trainer, "training_step")

@@ -38,8 +38,6 @@ class StepPasses:
     """Computes this rank's micro-batches of a step so that the ranks' mean gradient is that of one process.
 
     Attributes:
-        balancer: Measures the cost of micro-batches.
-        metrics: Collects what micro-batches add to the log.
         reduction: How the loss is reduced, as far as it is known.
         is_whole: Each of the script's micro-batches stays on one rank.
         is_lockstep: Ranks synchronize in every micro-batch, as sharded models do.
@@ -47,8 +45,7 @@ class StepPasses:
         in_loss: A training loss is being computed.
         compute_loss: The trainer's own `compute_loss`.
         sequence: Splits samples over ranks (`sequence_parallel`); None without it.
-        num_samples: Samples computed so far.
-        num_micro_batches: Micro-batches computed so far.
+        num_samples, num_micro_batches: Computed so far.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage) -> None:
@@ -72,7 +69,6 @@ class StepPasses:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Surrounds a training."""
         self.compute_loss = self._trainer.compute_loss
         # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
@@ -109,11 +105,7 @@ class StepPasses:
         return instance_attribute(self._trainer.args, "gradient_accumulation_steps", self.num_accumulated)
 
     def shares_micro_batches(self, sizes: Sequence[int]) -> bool:
-        """True if ranks compute parts of the same micro-batch.
-
-        Args:
-            sizes: Rows of each micro-batch of the step in one process; empty = a full step.
-        """
+        """True if ranks compute parts of the same micro-batch of a step with these `sizes`; empty = a full step."""
         world_size = self._manager.identity.world_size
         return world_size > 1 and not self.is_whole and (len(sizes) or self.num_accumulated) % world_size != 0
 
@@ -177,15 +169,9 @@ class StepPasses:
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)
 
     def train(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
-        """Computes a step for the training; returns its loss times the ranks.
+        """Computes a step that `counted` has prepared, for the training; returns its loss times the ranks.
 
-        Gradients are synchronized in the last backward pass.
-
-        Args:
-            original: `Trainer.training_step`.
-            model: The model that `training_step` gets.
-            step: A step that `counted` has prepared.
-            num_items: The result of `counted`.
+        `original` is `Trainer.training_step`. Gradients are synchronized in the last backward pass.
         """
         losses = torch.stack(self._train(original, model, step, num_items))
         self._multiply_gradients(model)
@@ -194,15 +180,10 @@ class StepPasses:
         return losses.sum()
 
     def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
-        """Computes the gradient of a step by the script's own methods, without metrics and timing.
+        """Computes the gradient of a step that `counted` has prepared, by the script's methods, without metrics.
 
-        Before each micro-batch it yields the index of the reference micro-batch (one process) that it belongs to.
-
-        Args:
-            model: The model that `training_step` gets.
-            step: A step that `counted` has prepared.
-            num_items: The result of `counted`.
-            is_synced: Gradients are synchronized in the last backward pass.
+        Before each micro-batch it yields the index of the reference micro-batch (one process) that it belongs to. With
+        `is_synced` gradients are synchronized in the last backward pass.
         """
         training_step = unsteered(self._trainer.training_step)
         loss = functools.partial(self.loss, unsteered(self._trainer.compute_loss))
@@ -373,13 +354,7 @@ def on_device(trainer: TrainerLike, inputs: Any) -> Any:
 
 
 def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequence[Any]) -> None:
-    """Takes the batches that `get_batch_samples` has returned: a script's own may have changed them.
-
-    Args:
-        trainer: Whose method it is.
-        step: Its micro-batches get them.
-        given: What the method has got for each: a filler without its labels.
-        batches: What it has returned.
+    """Takes the batches that `get_batch_samples` has returned for those `given`: a script's own may have changed them.
 
     Raises:
         SetupError: These are not as many.
@@ -406,9 +381,6 @@ def free_rows(inputs: Sequence[Any]) -> None:
 
     Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
     be compiled again for each number of rows. A weak mark goes before a static one.
-
-    Args:
-        inputs: What a model is called with, each a mapping of tensors.
     """
     for batch in inputs:
         for value in batch.values() if isinstance(batch, Mapping) else ():

@@ -28,7 +28,6 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
     Args:
         lengths: Tokens of each sample without padding; position = index in the step.
         speeds: Relative speed of each rank.
-        cost: What a micro-batch costs.
         max_tokens: Upper limit of the tokens of one micro-batch, padding included. A longer sample is alone.
 
     Returns:
@@ -55,14 +54,7 @@ def deal_micro_batches(
 ) -> list[MicroBatches]:
     """Deals micro-batches of `num_rows` samples of similar length, for losses that are means over these samples.
 
-    Args:
-        lengths: Tokens of each sample, a multiple of `num_rows` samples.
-        num_rows: Samples of each micro-batch.
-        speeds: Relative speed of each rank.
-        cost: What a micro-batch costs.
-
-    Returns:
-        `plan[rank][micro_batch]` = indices into `lengths`; every index occurs once.
+    The number of samples is a multiple of `num_rows`. Returns a plan as `plan_step` does.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[begin : begin + num_rows] for begin in range(0, len(order), num_rows)]
@@ -72,7 +64,6 @@ def deal_micro_batches(
 def slowest_time(
     plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
 ) -> float:
-    """Time of the slowest rank, in tokens."""
     return max(sum(share) / speed for share, speed in zip(_costs(plan, lengths, cost), speeds, strict=True))
 
 

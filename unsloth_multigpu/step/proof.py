@@ -79,9 +79,6 @@ _TIMED_AGAIN_S = 20.0
 class StepProof:
     """Compares steps of a training with the same steps in one process.
 
-    Args:
-        feed: Computes this rank's share of a step.
-
     Attributes:
         first: The first comparison of this training; None before it.
         last: The latest comparison.
@@ -114,7 +111,6 @@ class StepProof:
         return {} if self.first is None else self.first.values()
 
     def begin_epoch(self) -> None:
-        """Marks the next step as the first of an epoch."""
         self._is_epoch_begin = True
 
     def before(self, model: nn.Module, step: Step) -> None:
@@ -152,7 +148,6 @@ class StepProof:
 
     @functools.cached_property
     def _own_code(self) -> list[str]:
-        """Names the parts of the step that the script defines."""
         return own_code(self._trainer, self._feed.loader)
 
     def _compared(self, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
@@ -177,11 +172,7 @@ class StepProof:
         return found
 
     def _measured(self, base: Comparison, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
-        """Runs both passes.
-
-        Raises:
-            NotPossibleError: They cannot be run. Raised on all ranks.
-        """
+        """Runs both passes; raises NotPossibleError on all ranks if they cannot be run."""
         config, loader = self._manager.config, self._feed.loader
         if not config.is_synchronous:
             raise NotPossibleError("ranks do not meet in every step, by the options")
@@ -343,10 +334,7 @@ class StepProof:
     def _as_dealt(
         self, model: nn.Module, rows: StepRows, one: Sequence[float], still: Still
     ) -> tuple[Difference, float]:
-        """Computes the step on all ranks, with the first loss reduction that gives the gradient of one process.
-
-        Collective. Returns the difference and the seconds.
-        """
+        """Computes the step on all ranks, with the first loss reduction that fits one process. Collective."""
         feed, before = self._feed, self._feed.passes.reduction
         found: list[tuple[Difference, float, LossReduction]] = []
         for reduction in self._reductions(rows, still):

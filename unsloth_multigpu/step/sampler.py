@@ -53,7 +53,6 @@ class StepSampler(BatchSampler):
 
     Args:
         reference: The loader of one process; its batch sampler yields the micro-batches.
-        shape: How samples are dealt.
         broadcast: Sends rank 0's order to all ranks.
         compare: Compares it with the order of this rank; None for samplers of libraries.
 
@@ -98,7 +97,6 @@ class StepSampler(BatchSampler):
         return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the sampler of one process."""
         self._epoch = epoch
         self.reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
@@ -122,7 +120,6 @@ class StepLoader(DataLoader[Any]):
 
     @property
     def shape(self) -> StepShape:
-        """How samples are dealt."""
         return self._steps.shape  # type: ignore[no-any-return]
 
     def deal(self, shape: StepShape) -> None:
@@ -141,14 +138,9 @@ def step_loader(
     broadcast: BroadcastOrder,
     compare: CompareOrder | None = None,
 ) -> StepLoader:
-    """Converts a Trainer's data loader into this rank's loader of optimizer steps.
+    """Converts a Trainer's data loader, not yet prepared by accelerate, into this rank's loader of optimizer steps.
 
-    Args:
-        loader: The Trainer's loader, not yet prepared by accelerate.
-        shape: How samples are dealt.
-        reference: Prepares a loader as accelerate does for one process.
-        broadcast: Sends rank 0's order to all ranks.
-        compare: Compares it with a rank's own order, if the script defines the sampler.
+    `reference` prepares a loader as accelerate does for one process; for `broadcast` and `compare` see `StepSampler`.
 
     Raises:
         SetupError: The data set yields ready batches; there are fewer rows than a batch with `drop_last`; or the
@@ -225,7 +217,6 @@ class _StepDataset(Dataset[Any]):
         return step
 
     def rows_of(self, indices: Sequence[int]) -> Rows:
-        """Returns the rows with these indices."""
         indices = list(indices)
         # Hugging Face data sets read many rows at once much faster.
         if hasattr(self._dataset, "__getitems__"):

@@ -26,11 +26,7 @@ _WITHOUT = "Leave sequence_parallel out."
 
 
 class SharedSequence:
-    """Lets the ranks of a group share each sequence that a model trains on.
-
-    Args:
-        model: A model of transformers, or a PEFT model of one.
-        group: The ranks that share a sequence.
+    """Lets the ranks of a group share each sequence that a model of transformers, or a PEFT model of one, trains on.
 
     Attributes:
         rank: This one's place in the group.
@@ -50,7 +46,6 @@ class SharedSequence:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around a training."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         name = text_config(self._model)._attn_implementation

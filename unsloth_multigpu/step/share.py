@@ -28,7 +28,6 @@ class Share:
 
     Args:
         loader: Yields this rank's batches, on its device.
-        turns: Assigns batches to ranks.
         rows_kept: Returns to how many rows accelerate truncates the gathered last batch in one process; None = it does
             not.
     """
@@ -91,11 +90,7 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
 
     These are trainers that generate samples, metrics of single batches (`batch_eval_metrics`,
     `eval_do_concat_batches=False`), loaders whose division cannot be undone, loaders without batches, and other
-    iterables.
-
-    Args:
-        loader: The loader that the evaluation loop got.
-        is_whole: The loader was prepared as for one process.
+    iterables. `is_whole`: the loader was prepared as for one process.
     """
     from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 
@@ -177,11 +172,7 @@ def _share_of_stream(
 
 
 class _StreamLoader:
-    """Yields this rank's batches of a stream. Each rank reads the complete stream and collates only its batches.
-
-    Attributes:
-        dataset: The stream.
-    """
+    """Yields this rank's batches of a stream. Each rank reads the complete stream and collates only its batches."""
 
     def __init__(self, turns: Turns, dataset: Any, collate: Callable[[Any], Any], device: Any) -> None:
         self.dataset = dataset

@@ -26,9 +26,6 @@ def sketch(model: nn.Module) -> list[float]:
     The mean square of the projections of a difference is the square of its norm: the signs of a projection are
     independent of each other. All ranks draw the same signs, so a mean of sketches is the sketch of the mean but for
     its norms. Of a sharded parameter it is the sketch of this rank's part.
-
-    Args:
-        model: Between its backward pass and the step.
     """
     rows = [_sketch_of(p.grad, p.device) for p in model.parameters() if p.requires_grad]
     if not rows:
@@ -56,13 +53,7 @@ def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
 
 
 def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
-    """Compares two gradients by sketches of their parts.
-
-    Args:
-        one: A sketch for each part that a parameter is in: of all ranks where they are sharded, else one.
-        other: The same of the other gradient.
-        names: Of the parameters.
-    """
+    """Compares two gradients by sketches of their parts: those of all ranks where they are sharded, else one."""
     squares = [0.0] * len(names)
     norms, other_norms = list(squares), list(squares)
     for mine, theirs in zip(one, other, strict=True):

@@ -145,11 +145,7 @@ def kept_objects(*roots: Any) -> Iterator[KeptObjects]:
 
 
 class KeptObjects:
-    """Walks through objects breadth-first and saves their state.
-
-    Args:
-        roots: The objects to start from.
-    """
+    """Walks through objects breadth-first, from `roots`, and saves their state."""
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = {id(root) for root in roots}

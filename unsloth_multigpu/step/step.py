@@ -19,19 +19,14 @@ MakePlan = Callable[[], Plan]
 
 @dataclass(frozen=True)
 class StepShape:
-    """How the samples of a step are dealt.
+    """How the samples of a step are dealt; `regroup`, `whole` and `in_each` as in `deal_step`.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
         num_accumulated: Micro-batches of a step in one process.
-        regroup: See `deal_step`.
         planner: Called with the samples of a step and the rows of its micro-batches in one process, at the same point
             of the training on all ranks. If it is None, or returns None, samples are dealt in order.
         seed: Seed of random numbers that are equal on all ranks: those of a stream, which each rank reads completely.
         rank_seed: Seed for the rows that this rank reads and collates.
-        whole: See `deal_step`.
-        in_each: See `deal_step`.
         is_lockstep: Ranks synchronize in every micro-batch, so all have the same number.
         num_sharing: Ranks that share each sample. They count as one rank here.
     """

@@ -17,15 +17,7 @@ class NotPossibleError(Exception):
 
 
 class StepRows:
-    """The rows of a step.
-
-    Both ways of collating start from the same state of the data set and the collator.
-
-    Args:
-        dataset: The data set of the step loader.
-        step: This rank's step.
-        seed: Seed for reading rows and collating.
-        begin_again: Restores the state of the data set and the collator.
+    """The rows of a step of the step loader's data set. Both ways of collating start from the state of `begin_again`.
 
     Attributes:
         is_drawn: The collator draws random numbers, so another seed gives other batches.
@@ -49,11 +41,7 @@ class StepRows:
         self.is_drawn = False
 
     def part(self, num_references: int, shape: StepShape | None) -> StepRows:
-        """Returns the rows of the first `num_references` micro-batches.
-
-        Args:
-            shape: How they are dealt; None = they are not dealt.
-        """
+        """Returns the rows of the first `num_references` micro-batches, dealt as by `shape`; None = not dealt."""
         if num_references == len(self.sizes):
             return self
         found = copy.copy(self)
@@ -100,11 +88,7 @@ class StepRows:
 
 
 def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -> Any:
-    """Returns rows of collated micro-batches, since a collator that draws would give them other values alone.
-
-    Raises:
-        NotPossibleError: The rows are in several micro-batches.
-    """
+    """Returns rows of collated micro-batches, since a collator that draws would give them other values alone."""
     begin = 0
     for batch, size in zip(whole, sizes, strict=True):
         rows = [p - begin for p in positions if begin <= p < begin + size]

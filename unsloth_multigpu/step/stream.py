@@ -21,12 +21,7 @@ class StepStream(IterableDataset[Step]):
     A pass may end with fewer micro-batches than a step has. If the data set has a length, they are a step of their own,
     as in one process. Otherwise Hugging Face's loop keeps their gradient until the first step of the next pass, which
     adds its own; each part has its own divisor. Here they are the `left_over` of that step. Those of the last pass are
-    never computed.
-
-    Args:
-        reference: The loader of one process, with a collator that returns the rows unchanged.
-        shape: How rows are dealt.
-        collate: The Trainer's collator.
+    never computed. `reference` is the loader of one process, with a collator that returns the rows unchanged.
     """
 
     def __init__(self, reference: DataLoader[Any], shape: StepShape, collate: Collate) -> None:
@@ -115,18 +110,13 @@ class StepStream(IterableDataset[Step]):
             return list(islice(batches, self.shape.num_accumulated))
 
     def _num_micro_batches(self) -> int | None:
-        """Of a pass; None where the data set does not say its length."""
         try:
             return len(self._reference)
         except TypeError:
             return None
 
     def _keep(self, micro_batches: list[Rows], step_index: int) -> None:
-        """Keeps what is left at the end of a pass without a length.
-
-        Raises:
-            SetupError: The pass had no step.
-        """
+        """Keeps what is left at the end of a pass without a length; raises SetupError if the pass had no step."""
         if not micro_batches:
             return
         if step_index == 0:
@@ -149,7 +139,6 @@ class StepStream(IterableDataset[Step]):
         return collated
 
     def rows_of(self, rows: Sequence[Any]) -> Rows:
-        """They are here."""
         return list(rows)
 
     def set_epoch(self, epoch: int) -> None:
