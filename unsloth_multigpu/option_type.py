@@ -107,11 +107,9 @@ class Option:
         return self.type(value)
 
     def asks(self, value: Any) -> bool:
-        """True if the value needs the option's scopes."""
         return value != self.default if self.asking is None else value in self.asking
 
     def expected(self) -> str:
-        """Describes the valid values."""
         if self.type is bool:
             return "True or False"
         if self.type is str:
@@ -126,7 +124,6 @@ class Option:
         return self.shown or {int: "N", float: "NUMBER"}.get(self.type, "TEXT")
 
     def usual(self) -> str:
-        """Describes the default."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         if self.default is None:
@@ -204,7 +201,6 @@ def unknown_option(shown: str, value: object, name: str, known: Mapping[str, str
 
 
 def flag(name: str) -> str:
-    """Returns the option's name on the command line."""
     return "--" + name.replace("_", "-")
 
 

@@ -205,7 +205,6 @@ class MultiGPUConfig:
         return cls(**given_options(arguments, environment))
 
     def plain_values(self) -> dict[str, Any]:
-        """Returns the options as JSON values: the strategy as its text."""
         return {name: str(value) if isinstance(value, Strategy) else value for name, value in vars(self).items()}
 
     def of_the_run(self) -> dict[str, Any]:
@@ -313,7 +312,6 @@ def num_nodes(nnodes: str) -> int:
 
 
 def _check_together(config: MultiGPUConfig) -> None:
-    """Refuses options that contradict each other or would have no effect together."""
     for scope, reason in _closed_scopes(config):
         if given := config.asked(scope):
             raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")

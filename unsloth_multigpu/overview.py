@@ -84,7 +84,6 @@ class Look:
 
     @property
     def max_steps(self) -> int | None:
-        """Number of steps of the training; None if not known."""
         return next((row.beat.figures.max_steps for row in self.rows if row.beat.figures.max_steps), None)
 
     @property
@@ -207,7 +206,6 @@ def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 def headline(look: Look) -> str:
-    """Returns the state of the run in one line."""
     rates = look.rates
     parts = [f"{look.run.job} (pid {look.run.pid})", f"running {duration(look.elapsed_s)}"]
     if look.run.state() == "stopped":

@@ -128,7 +128,6 @@ def enable_multi_gpu(
 
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
-    """Resolves the options and opens the session of this process, or becomes the supervisor."""
     global _session  # noqa: PLW0603  # The one mutable global of the package.
     context = RunContext.read(os.environ)
     tool = tool_of(context)

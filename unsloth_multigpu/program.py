@@ -76,7 +76,6 @@ class Program:
         return True
 
     def _has_begun(self) -> bool:
-        """True once a training has begun or a process group was opened."""
         dist = sys.modules.get("torch.distributed")
         return bool(self._num_begun or (dist and dist.is_initialized()))
 

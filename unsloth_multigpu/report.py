@@ -31,7 +31,6 @@ class Rates:
     padding: float | None = None
 
     def values(self) -> dict[str, float | None]:
-        """Returns JSON values."""
         return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
 
 
@@ -129,7 +128,6 @@ class RunReport:
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of all ranks; None if not known."""
         return _total(r.num_tokens for r in self.ranks)
 
     @property
@@ -185,7 +183,6 @@ class RunReport:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Returns the sum; None if a count is not known."""
     found = list(counts)
     return None if None in found else sum(count for count in found if count is not None)
 

@@ -223,7 +223,6 @@ def owner_of(seam: InstanceSeam, trainer: TrainerLike) -> Any:
 
 
 def _is_missed(method: Any) -> bool:
-    """True if one of the replacements stacked on this method is needed and was not called."""
     while isinstance(method, Steered):
         if method.is_needed and not method.num_calls:
             return True

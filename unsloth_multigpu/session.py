@@ -79,7 +79,6 @@ class Session:
     _steered: DDPTrainer | None = None
 
     def manager(self) -> DDPManager:
-        """Returns this rank's manager, created on the first call."""
         if self._manager is None:
             from unsloth_multigpu.group.manager import DDPManager
 
@@ -246,7 +245,6 @@ class Session:
             manager.wait_for_number(f"begun/{rank}", train_index, what, timeout_s=self.config.timeout_s)
 
     def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
-        """Trains in one process in which only a tool's part is attached."""
         from unsloth_multigpu.train.figures import Meter
         from unsloth_multigpu.train.loop import Loop
 
@@ -257,7 +255,6 @@ class Session:
         return result
 
     def _is_steered(self) -> bool:
-        """True with several ranks, and in one process if an option needs `DDPTrainer`."""
         config = self.config
         if self.identity.world_size > 1 or self.tool.plans_one_process:
             return True
@@ -395,7 +392,6 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:
-    """Returns the further patches of a rank among several."""
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches

@@ -86,7 +86,6 @@ class Waits:
         return moment(self._device)
 
     def add(self, begin: Any, end: Any) -> None:
-        """Counts the time between two moments."""
         self._pending.append(Lap(begin, end))
         self.poll()
 

@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
+from unsloth_multigpu.wire.process import kill_rank, open_private, wait_after_kill
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class Ranks:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Kills the ranks that still run."""
         self.send(signal.SIGKILL)
         for rank in self.living():
             wait_after_kill(self._processes[rank])
@@ -104,19 +104,8 @@ def start_ranks(
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     """Starts a process in a new session. With a log, its output is appended there, and it has no stdin."""
+    how: dict[str, Any] = {"env": dict(environment), "start_new_session": True}
     if log is None:
-        return subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
-    with open(log, "ab", opener=_open_private) as output:
-        return subprocess.Popen(
-            list(command),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _open_private(path: str, flags: int) -> int:
-    # Other users may have write access to the log folder, so links are not followed.
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+        return subprocess.Popen(list(command), **how)
+    with open(log, "ab", opener=open_private) as output:
+        return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **how)

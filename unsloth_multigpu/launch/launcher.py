@@ -140,7 +140,6 @@ class DDPLauncher:
         return trouble
 
     def _conclude(self, attempt: int, watch: Watch, trouble: str) -> int | None:
-        """Returns the result of `_run_attempt` after all ranks of this node have ended."""
         events, stop = watch.events(), self.stop
         kinds = {event.kind for event in events}
         if stop.signal_number and stop.how != "saved":

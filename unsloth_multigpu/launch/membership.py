@@ -134,7 +134,6 @@ class Meeting:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Tells the other nodes that this one leaves the run."""
         self._show(state="left" if self._own.state == "done" else "ended")
         deadline_s = time.monotonic() + GOODBYE_LIMIT_S
         if self._node is not None and self._thread.is_alive():

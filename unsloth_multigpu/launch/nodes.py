@@ -113,7 +113,6 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
 
 
 def _interface_of(address: str) -> str | None:
-    """Returns the name of the network interface with an address."""
     for label, entries in psutil.net_if_addrs().items():
         # The label of a second address is "eth0:1"; a link-local address is written "fe80::1%eth0".
         if any(entry.address.partition("%")[0] == address for entry in entries):

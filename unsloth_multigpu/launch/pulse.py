@@ -66,7 +66,6 @@ class Pulse:
         self._operation = ""
 
     def run(self, stop: threading.Event) -> None:
-        """Beats until `stop` is set."""
         self.beat()
         while not stop.wait(PERIOD_S):
             self.beat()

@@ -43,7 +43,6 @@ class SharedInput:
         self._is_open = False
 
     def open(self) -> None:
-        """Replaces both."""
         if not self._is_open:
             self._is_open = True
             self._before = (builtins.input, getpass.getpass)

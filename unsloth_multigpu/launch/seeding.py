@@ -11,7 +11,6 @@ from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
 
 def generator_digests() -> dict[str, str]:
-    """Returns a digest of the state of each loaded global random generator: Python's, NumPy's and torch's."""
     return {name: read() for name, (read, _) in _generators().items()}
 
 
@@ -49,9 +48,8 @@ def _numpy_state(numpy: ModuleType) -> tuple[object, ...]:
 
 def same_random_choices() -> None:
     """Seeds all generators with 0, so that unseeded shuffles, splits and LoRA weights are equal in several runs."""
-    import numpy
-    import torch
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
 
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
+    for _, seed in _generators().values():
+        seed(0)

@@ -127,7 +127,6 @@ def _is_between_steps(beat: Heartbeat) -> bool:
 
 
 def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:
-    """True if the rank of `waiting` may wait for the rank of `other`."""
     if other.phase in _OUTSIDE:
         # Before a training or between two. A rank past its last step joins no further collective.
         return waiting.phase == Phase.SETUP or other.step < 0
@@ -135,7 +134,6 @@ def _may_wait_for(waiting: Heartbeat, other: Heartbeat) -> bool:
 
 
 def _is_before(one: Heartbeat, other: Heartbeat) -> bool:
-    """True if `one` is behind `other` in the training."""
     if one.collective != other.collective:
         return one.collective < other.collective
     return _place(one) < _place(other)

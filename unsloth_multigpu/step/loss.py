@@ -13,10 +13,10 @@ from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
-from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
+from unsloth_multigpu.step.rounding import sum_dtype
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.

@@ -322,7 +322,6 @@ class StepPasses:
 
     @functools.cached_property
     def _is_half(self) -> bool:
-        """True if gradients may be computed in fp16."""
         is_scaled = self._trainer.accelerator.scaler is not None
         return is_scaled or any(p.dtype == torch.float16 for p in self._trainer.model.parameters())
 

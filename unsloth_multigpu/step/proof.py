@@ -107,7 +107,6 @@ class StepProof:
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
-        """Returns the first comparison as JSON values; empty if there is none yet."""
         return {} if self.first is None else self.first.values()
 
     def begin_epoch(self) -> None:
@@ -143,7 +142,6 @@ class StepProof:
 
     @functools.cached_property
     def _may_change(self) -> bool:
-        """True if a later step may behave differently from the first, because it runs the script's own code."""
         return self._feed.passes.reduction.kind == AUTO or bool(self._own_code)
 
     @functools.cached_property
@@ -305,7 +303,6 @@ class StepProof:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
-        """Returns how much one process differs from itself if the random seed changes."""
         again = self._as_one(model, rows, self._seed + 1)[0]
         return difference([one], [again], names_of(self._trainer.model))
 
@@ -318,7 +315,6 @@ class StepProof:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Lets the script's own methods see a single process."""
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(counted_as_one_process(trainer))

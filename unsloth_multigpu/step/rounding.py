@@ -1,4 +1,4 @@
-"""How much rounding may change a gradient: a bound for each precision, and a measurement for a given step."""
+"""In which precision a device computes, and how much rounding may change a gradient: bounds, and a measurement."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ _BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.
 _TF32 = 5e-3
 # A larger difference is never taken for rounding in fp32.
 MOST_ROUNDING = 1e-3
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that has no 64-bit numbers, as some of Intel's GPUs."""
+    if device.type == "cpu":
+        return torch.float64
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return torch.float64 if getattr(properties, "has_fp64", True) else torch.float32
 
 
 def rounding_bound(trainer: TrainerLike) -> float:

@@ -123,11 +123,9 @@ class StepLoader(DataLoader[Any]):
         return self._steps.shape  # type: ignore[no-any-return]
 
     def deal(self, shape: StepShape) -> None:
-        """Changes how samples are dealt from the next epoch on."""
         self._steps.shape = shape
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the Trainer at the start of each epoch."""
         self._steps.set_epoch(epoch)
 
 
@@ -234,7 +232,6 @@ def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def own_samplers(loader: DataLoader[Any]) -> list[str]:
-    """Returns class names of samplers that the script defines."""
     classes = map(type, _samplers_of(loader))
     return [each.__name__ for each in classes if not is_library(each.__module__)]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.step.comparison import Difference
+from unsloth_multigpu.step.rounding import sum_dtype
 
 # Random projections of each tensor.
 NUM_PROJECTIONS = 4
@@ -35,12 +35,10 @@ def sketch(model: nn.Module) -> list[float]:
 
 
 def sketch_of(tensor: torch.Tensor) -> list[float]:
-    """The same of one tensor that is no gradient."""
     return [float(value) for value in _sketch_of(tensor, tensor.device).tolist()]
 
 
 def names_of(model: nn.Module) -> list[str]:
-    """Of the parameters of a sketch."""
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 

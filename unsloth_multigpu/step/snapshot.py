@@ -176,7 +176,6 @@ class KeptObjects:
         return found
 
     def restore(self) -> None:
-        """Restores the saved state."""
         for restore in self._restoring:
             restore()
 
@@ -264,7 +263,6 @@ class KeptObjects:
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields names and values of the global and closure variables that a function uses."""
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     yield from ((name, function.__globals__[name]) for name in names)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

@@ -135,7 +135,6 @@ class StepCheck(Part):
         self._end_place()
 
     def _end_place(self) -> None:
-        """Forgets the current place: no forward or backward pass is running."""
         self._place, self._is_evaluation = "", False
 
     def _judge(self, gradient_norm: torch.Tensor) -> None:
@@ -278,7 +277,6 @@ class BatchCount:
             self._publish()
 
     def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`."""
         if self._steps.has_one_order:
             return original(epoch_iterator, *args, **kwargs)
         if epoch_iterator is not self._iterator:

@@ -65,7 +65,6 @@ class LogFigures(Part):
         return False
 
     def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log`."""
         if isinstance(logs, dict) and "loss" in logs and self._meter.figures.num_steps:
             logs = {**logs, **self._numbers()}
         return original(logs, *args, **kwargs)

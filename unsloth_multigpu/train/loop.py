@@ -59,7 +59,6 @@ class Loop:
 
     @contextmanager
     def steering(self) -> Iterator[None]:
-        """Attaches the parts to the Trainer while the context is open."""
         trainer: TrainerLike = self.trainer
         with ExitStack() as stack:
             stack.callback(self.let_go)
@@ -115,7 +114,6 @@ class Loop:
 
 
 def _callback_of(loop: Loop) -> Any:
-    """Returns the callback that passes each event to the parts that handle it."""
     from transformers import TrainerCallback
 
     def answering(event: str) -> Callable[..., None]:

@@ -273,7 +273,6 @@ class DDPTrainer:
         return True
 
     def _deals_completions(self) -> bool:
-        """True if generated completions are dealt by their length."""
         is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
         draws = hasattr(self.trainer.args, "steps_per_generation")
         return draws and is_planned and self.manager.identity.world_size > 1

@@ -104,7 +104,6 @@ class Child:
         return self.log
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
-        """Returns the last lines of its log."""
         return read_tail(self.log, num_lines)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+from unsloth_multigpu.wire.process import open_private
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class EventWriter:
         """
         line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self._beat.step, facts])
         try:
-            with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
+            with open(self._path, "a", encoding="utf-8", opener=open_private) as file:
                 # The first newline ends a line that a full disk has truncated.
                 file.write(f"\n{line}\n")
         except OSError as error:
@@ -72,7 +73,3 @@ def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
                 event = Event(*json.loads(line if line.endswith("\n") else ""))
                 events += [event] if event.attempt == attempt else []
     return sorted(events, key=lambda e: e.time_s)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -235,6 +235,11 @@ def kill_marked(marker: str) -> list[int]:
         time.sleep(_POLL_S)
 
 
+def open_private(path: str, flags: int) -> int:
+    """An opener of files for this user only. Others may have write access to the folder: no link is followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only this user can read, complete or not at all. A link with its name is replaced."""
     part = path.with_name(f".{path.name}")
