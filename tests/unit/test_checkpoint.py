@@ -229,8 +229,11 @@ class Rank:
         self.check_same = lambda facts: None
         self.publish, self.read = self.said.__setitem__, self.said.get
 
-    def gather_texts(self, text):
-        return [text, ""]
+    def gather_json(self, value):
+        return [value]
+
+    def broadcast_json(self, value):
+        return value
 
     def gather_int64(self, values):
         return self.attempts

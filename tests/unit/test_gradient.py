@@ -35,7 +35,7 @@ class OneRank(FakeTrainer):
                 shard_offload=False,
             ),
             identity=SimpleNamespace(rank=0, world_size=1),
-            gather_texts=lambda text: self.gathered.append(text) or [text],
+            gather_json=lambda value: self.gathered.append(value) or [value],
         )
         self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
 

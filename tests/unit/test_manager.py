@@ -1,7 +1,6 @@
 """What ranks say to each other beside gradients: with whom they meet, what they compare, how long they wait."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def test_group_of_another_size_is_refused(lone_group):
 def test_facts_that_differ_are_named_and_with_another_hash_why_they_may(monkeypatch, theirs, is_hinted):
     manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
     facts = {"seed": "2", "same": "3", "theirs": "4"}
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([facts, theirs])])
+    monkeypatch.setattr(manager, "gather_json", lambda value: [value, [facts, theirs]])
     with pytest.raises(DivergenceError) as caught:
         manager.check_same({"seed": 1, "same": 3})
     assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)

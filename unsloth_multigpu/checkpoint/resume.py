@@ -71,7 +71,7 @@ class Resume(Part):
         """
         trainer = self.trainer
         # Rank 0's, because a name with the time or a random number differs between ranks.
-        trainer.args.output_dir = self.manager.gather_texts(trainer.args.output_dir)[0]
+        trainer.args.output_dir = self.manager.broadcast_json(trainer.args.output_dir)
         run_dir = trainer._get_output_dir(None)
         for name in clear_parts(Path(run_dir)) if self.manager.identity.rank == 0 else ():
             logger.warning(
@@ -98,16 +98,16 @@ class Resume(Part):
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that was started again counts its attempts from 0.
         is_restarted = any(attempt for (attempt,) in self.manager.gather_int64([self.context.attempt]))
-        choice = ""
+        choice = None
         if self.manager.identity.rank == 0:
             try:
                 found = self._find(Path(run_dir), asked, facts, run_id if is_restarted else None)
-                choice = json.dumps({"folder": found.folder and os.fspath(found.folder)})
+                choice = {"folder": found.folder and os.fspath(found.folder)}
                 for line in dict.fromkeys(found.lines):
                     logger.warning("%s", line)
             except ResumeError as error:
-                choice = json.dumps({"error": error.args[0], "hint": error.hint})
-        answer = json.loads(self.manager.gather_texts(choice)[0])
+                choice = {"error": error.args[0], "hint": error.hint}
+        answer = self.manager.broadcast_json(choice)
         if "error" in answer:
             raise ResumeError(answer["error"], hint=answer["hint"])
         if answer["folder"] is not None:

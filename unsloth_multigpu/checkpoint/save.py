@@ -91,7 +91,7 @@ class Checkpoints(Part):
             draw_base_seed()
         with self._claimed(part, final):
             # Barrier: before the folder is locked, another run may remove it.
-            self.manager.gather_texts("")
+            self.manager.gather_json(None)
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
                 stack.enter_context(self.steps.passes.accumulation_of_script())
@@ -108,8 +108,8 @@ class Checkpoints(Part):
                 trainer.state.best_model_checkpoint = best
             # Every rank has written its files. Rank 0 broadcasts an identifier of this save, and the state of
             # callbacks, which the Trainer collects only on the rank that writes it.
-            mine = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None])
-            name, callbacks = json.loads(self.manager.gather_texts(mine)[0])
+            mine = [uuid.uuid4().hex, trainer.state.stateful_callbacks if self._is_writer else None]
+            name, callbacks = self.manager.broadcast_json(mine)
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
             self._complete_on_rank_0(name, part, final, before)

@@ -147,7 +147,7 @@ class DDPManager(Board):
         if self.identity.world_size == 1:
             return
         texts = {name: json.dumps(facts[name], sort_keys=True, default=str) for name in sorted(facts)}
-        ranks = [json.loads(text) for text in self.gather_texts(json.dumps([texts, _string_hash()]))]
+        ranks = self.gather_json([texts, _string_hash()])
         differences = first_difference([theirs for theirs, _ in ranks])
         if not differences:
             return
@@ -160,10 +160,9 @@ class DDPManager(Board):
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
-        if self.identity.world_size == 1:
-            return [[int(i) for i in batch] for batch in batches]
-        mine = [[int(i) for i in batch] for batch in batches] if self.identity.rank == 0 else []
-        found: list[list[int]] = json.loads(self.broadcast_text(json.dumps(mine)))
+        found: list[list[int]] = self.broadcast_json(
+            [[int(i) for i in batch] for batch in batches] if self.identity.rank == 0 else None
+        )
         return found
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -200,26 +199,26 @@ class DDPManager(Board):
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         if self.identity.world_size > 1:
             kind = local_device(self.identity, self.config).type
-            write_random_state(json.loads(self.broadcast_text(json.dumps(read_random_state(kind)))))
+            write_random_state(self.broadcast_json(read_random_state(kind)))
 
-    def broadcast_text(self, text: str) -> str:
-        """Rank 0's `text`. Collective."""
-        return self.gather_texts(text if self.identity.rank == 0 else "")[0]
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's JSON value. Collective."""
+        return self.gather_json(value if self.identity.rank == 0 else None)[0]
 
     def broadcast_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """`values` with rank 0's numbers: sampled ones differ, and all ranks must decide alike. Collective."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        return {**values, **json.loads(self.broadcast_text(json.dumps(numbers)))}
+        return {**values, **self.broadcast_json(numbers)}
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Every rank's `text`, in the order of ranks. Collective."""
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in the order of ranks. Collective."""
+        data = json.dumps(value).encode()
         if self.identity.world_size == 1:
-            return [text]
-        data = text.encode()
+            return [json.loads(data)]
         lengths = [row[0] for row in self.gather_int64([len(data)])]
-        padded = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1))), dtype=torch.uint8).to(_wire_device())
+        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(_wire_device())
         rows = self._gather_rows(padded)
-        return [row[:n].numpy().tobytes().decode() for row, n in zip(rows, lengths, strict=True)]
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""

@@ -87,12 +87,12 @@ class ReplicaProof:
             [digest_int64(str(hashes).encode()), digest_int64(json.dumps(facts).encode())]
         )
         if any(row[1] != found[0][1] for row in found):
-            ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
+            ranks = self._manager.gather_json(facts)
             differences = first_difference(ranks)
             hint = _STREAM_HINT if list(differences) == [STREAM] else _HINT
             self._raise(step, "; ".join(differences.values()), hint)
         if any(row[0] != found[0][0] for row in found):
-            rows = [json.loads(text) for text in self._manager.gather_texts(json.dumps(hashes))]
+            rows = self._manager.gather_json(hashes)
             self._raise(step, describe_divergence([n for n, _ in named], rows))
         self._last_equal_step = step
 

@@ -5,7 +5,6 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import json
 import sys
 import weakref
 from typing import Any, cast
@@ -100,7 +99,7 @@ class Trainings:
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()
         mine = {number: [*_facts(model), number in self._cut] for number, model in models.items()}
-        ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(mine))]
+        ranks = manager.gather_json(mine)
         # Only Trainers that exist on all ranks.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             facts = [rank[str(number)][:2] for rank in ranks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -231,7 +230,7 @@ class StepFeed(Part):
         from the start draws random numbers, which is no reason for a warning.
         """
         manager = self._manager
-        state = json.loads(manager.broadcast_text(json.dumps(state)))
+        state = manager.broadcast_json(state)
         is_same = True
         if manager.identity.rank:
             with kept_random_state():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -160,7 +159,7 @@ class Metrics(Part):
         num_tokens = getattr(self._trainer, _TOKENS, 0) - self._num_tokens
         noted = [[*key, rows] for key, rows in self._noted.items()]
         mine = {"tokens": num_tokens, "losses": [losses.tolist() for _, _, losses in self._losses], "noted": noted}
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))]
+        ranks = self._manager.gather_json(mine)
         self._add_losses([rank["losses"] for rank in ranks])
         self._num_tokens += sum(rank["tokens"] for rank in ranks)
         if hasattr(self._trainer, _TOKENS):

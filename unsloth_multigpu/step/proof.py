@@ -8,7 +8,6 @@ random state and script state, and restore them.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 import re
@@ -207,8 +206,7 @@ class StepProof:
         """Returns names of script counters that differ from those of one process on any rank. Collective."""
         before, dealt = one.numbers, self._numbers
         mine = [name for name in {**before, **dealt} if not is_close(before.get(name), dealt.get(name))]
-        ranks = self._manager.gather_texts(json.dumps(mine))
-        return tuple(sorted({name for text in ranks for name in json.loads(text)}))
+        return tuple(sorted({name for names in self._manager.gather_json(mine) for name in names}))
 
     def _any(self, is_here: bool) -> bool:
         return any(row[0] for row in self._manager.gather_int64([is_here]))
@@ -258,7 +256,7 @@ class StepProof:
             why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
             if is_out_of_memory(error):
                 why = "the script's own micro-batch does not fit on one device"
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([why, seconds]))]
+        ranks = self._manager.gather_json([why, seconds])
         for why, _ in ranks:
             if why:
                 raise NotPossibleError(why)
@@ -353,7 +351,7 @@ class StepProof:
         mine = self._means(rows, still)
         if asked == TOKEN_MEAN:  # Labels may be those of the next token.
             mine = [name for name in mine if name in (TOKENS, NEXT)]
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([mine, still.class_weights]))]
+        ranks = self._manager.gather_json([mine, still.class_weights])
         weights = tuple(ranks[0][1])
         names = [name for name in ranks[0][0] if all(name in others for others, _ in ranks)]
         found = [replace(known, mean_over=name, class_weights=weights) for name in names]

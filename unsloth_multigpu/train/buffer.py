@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +71,7 @@ class EqualEvaluations(Part):
                 listed(changed),
             )
         facts = {name: [f"{tuple(buffer.shape)} {buffer.dtype}", hashes[name]] for name, buffer in buffers.items()}
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
+        ranks = self._manager.gather_json(facts)
         for name, (shape, _) in ranks[0].items():
             of_ranks = [rank.get(name) for rank in ranks]
             # One that each rank has let grow by itself stays as it is.

@@ -171,7 +171,7 @@ class StepCheck(Part):
         mine = not_finite_losses(self._losses)
         losses = {self._rank: mine}
         if self._is_shared:  # Then all ranks call this.
-            losses = dict(enumerate(json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))))
+            losses = dict(enumerate(self._manager.gather_json(mine)))
         parameters = () if any(losses.values()) else not_finite_parameters(self._trainer.model)
         return describe(self._step, norm, losses, parameters)
 

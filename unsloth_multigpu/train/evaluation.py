@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -144,7 +143,7 @@ class Evaluation:
 
     def _merge(self) -> None:
         """Puts all batches' metrics into each rank's lists, in the order of one process."""
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(self._noted))]
+        ranks = self._manager.gather_json(self._noted)
         for batch_index in range(max(map(len, ranks), default=0)):
             for noted in (rank[batch_index] for rank in ranks if batch_index < len(rank)):
                 for name, values in noted.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections import deque
@@ -249,8 +248,8 @@ def _token_ids(inputs: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 
 def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
     """Returns the reports of all ranks, in their order. Collective."""
-    ranks = manager.gather_texts(json.dumps(dataclasses.asdict(mine)))
-    return tuple(RankReport(**{**json.loads(text), "rank": rank}) for rank, text in enumerate(ranks))
+    ranks = manager.gather_json(dataclasses.asdict(mine))
+    return tuple(RankReport(**{**values, "rank": rank}) for rank, values in enumerate(ranks))
 
 
 def _device_names(device: torch.device) -> tuple[str, str]:
