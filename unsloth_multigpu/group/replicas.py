@@ -99,10 +99,7 @@ class ReplicaProof:
     def _raise(self, step: int, what: str, hint: str = _HINT) -> None:
         last = self._last_equal_step
         since = f"All ranks were equal after step {last}." if last is not None else "It is the first check."
-        raise DivergenceError(
-            f"The ranks' replicas differ after step {step}: {what}. {since}",
-            hint=hint,
-        )
+        raise DivergenceError(f"The ranks' replicas differ after step {step}: {what}. {since}", hint=hint)
 
 
 def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

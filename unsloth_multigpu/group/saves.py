@@ -126,8 +126,7 @@ class Saves:
             if has_left and (is_busy or is_behind):
                 where = "ended its script" if is_over else "left the cell"
                 raise DistributedError(
-                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has {where}.",
-                    hint="Save on all ranks.",
+                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has {where}.", hint="Save on all ranks."
                 )
             quiet_s = time.monotonic() - since_s
             if has_left or (quiet_s > OWN_PATH_GRACE_S and not is_busy and not is_behind):

@@ -16,13 +16,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.waits import Lap
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.cost import (
-    CostModel,
-    fit_cost,
-    is_settled,
-    relative_speeds,
-    without_outliers,
-)
+from unsloth_multigpu.step.cost import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossReduction

@@ -20,15 +20,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.deal import check_divisible, equation
-from unsloth_multigpu.step.loss import (
-    AUTO,
-    GATHERED,
-    WHOLE,
-    Inexact,
-    find_reduction,
-    hidden_at_first,
-    whole_ways,
-)
+from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, Inexact, find_reduction, hidden_at_first, whole_ways
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
 from unsloth_multigpu.step.passes import StepPasses

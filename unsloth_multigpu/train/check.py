@@ -149,8 +149,7 @@ class StepCheck(Part):
         fact = self._fact(norm)
         if self._on_nan == "raise":
             raise NonFiniteGradientError(
-                f"{fact}.",
-                hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out.",
+                f"{fact}.", hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out."
             )
         if self._num_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteGradientError(
@@ -193,11 +192,7 @@ class StepCheck(Part):
             device=args.device,
             place=f"{place} ({held})" if held else place,
             hint=advice(
-                args,
-                args.device,
-                is_evaluation=self._is_evaluation,
-                shards=shards,
-                offloads=config.shard_offload,
+                args, args.device, is_evaluation=self._is_evaluation, shards=shards, offloads=config.shard_offload
             ),
         )
 

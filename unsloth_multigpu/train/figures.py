@@ -57,11 +57,7 @@ class Meter(Part):
     place = "figures"
 
     def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        beat: HeartbeatPage,
-        steps: StepFeed | None = None,
+        self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage, steps: StepFeed | None = None
     ) -> None:
         self._trainer = trainer
         self._waits = manager.waits

@@ -40,10 +40,7 @@ class Guard(Part):
             self._compiler.leave()
 
     def overrides(self) -> dict[str, Override]:
-        found: dict[str, Override] = {
-            "get_batch_samples": self._batch_samples,
-            "training_step": self._training_step,
-        }
+        found: dict[str, Override] = {"get_batch_samples": self._batch_samples, "training_step": self._training_step}
         # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
         for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):
             found |= {n: functools.partial(self._within, phase) for n in names if hasattr(self.trainer, n)}

@@ -6,14 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unsloth_multigpu.options import (
-    ENV_ATTEMPT,
-    ENV_NOTEBOOK,
-    ENV_RUN,
-    ENV_RUN_DIR,
-    ENV_SHARD_CHOICE,
-    ENV_TOOL,
-)
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_SHARD_CHOICE, ENV_TOOL
 
 # Facts that are equal for all attempts.
 _OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port")
