@@ -37,12 +37,12 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     work = [cost.row_work(length) for length in lengths]
     cutter = _Cutter(lengths, cost, max_tokens)
-    plans = [[cutter.cut(rows, math.inf) for rows in _deal_rows(order, work, speeds)]]
+    plans = [[cutter.cut(rows, math.inf) for rows in _dealt(order, work, speeds, fills=True)]]
     load = sum(work) / sum(speeds) * min(speeds)
     for part in _GROUP_PARTS if len(lengths) <= _MANY_SAMPLES else _GROUP_PARTS[-1:]:
         groups = cutter.cut(order, part * load)
         if len(groups) >= len(speeds):
-            dealt = _deal_groups(groups, [cost.of([lengths[i] for i in group]) for group in groups], speeds)
+            dealt = _deal_groups(groups, lengths, speeds, cost)
             # A rank without a sample has to compute one all the same.
             plans.extend([dealt] if all(dealt) else [])
     fastest = min(plans, key=lambda plan: slowest_time(plan, lengths, speeds, cost))
@@ -58,7 +58,7 @@ def deal_micro_batches(
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     groups = [order[begin : begin + num_rows] for begin in range(0, len(order), num_rows)]
-    return _deal_groups(groups, [cost.of([lengths[i] for i in group]) for group in groups], speeds)
+    return _deal_groups(groups, lengths, speeds, cost)
 
 
 def slowest_time(
@@ -141,30 +141,26 @@ class _Cutter:
         return pieces[::-1]  # The shortest rows first, which are seldom the costliest.
 
 
-def _deal_rows(order: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
-    """Longest first, each to the rank that would finish it first; the last ones go to ranks without a sample."""
-    shares: list[list[int]] = [[] for _ in speeds]
+def _deal_groups(
+    groups: MicroBatches, lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
+) -> list[MicroBatches]:
+    costs = [cost.of([lengths[i] for i in group]) for group in groups]
+    order = sorted(range(len(groups)), key=lambda g: (-costs[g], g))
+    return [[groups[g] for g in share] for share in _dealt(order, costs, speeds)]
+
+
+def _dealt(
+    order: Sequence[int], work: Sequence[float], speeds: Sequence[float], *, fills: bool = False
+) -> MicroBatches:
+    """In order, each to the rank that would finish it first; with `fills`, the last ones to ranks that have none."""
+    shares: MicroBatches = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for num_left, i in zip(range(len(order), 0, -1), order, strict=True):
-        empty = [rank for rank, share in enumerate(shares) if not share] if num_left <= len(speeds) else []
+        empty = [rank for rank, share in enumerate(shares) if not share] if fills and num_left <= len(speeds) else []
         if empty and num_left <= len(empty):
             rank = max(empty, key=lambda r: speeds[r])
         else:
-            rank = _first_to_finish(loads, speeds, work[i])
+            rank = min(range(len(loads)), key=lambda r: (loads[r] + work[i]) / speeds[r])
         loads[rank] += work[i]
         shares[rank].append(i)
     return shares
-
-
-def _deal_groups(groups: MicroBatches, costs: Sequence[float], speeds: Sequence[float]) -> list[MicroBatches]:
-    shares: list[MicroBatches] = [[] for _ in speeds]
-    loads = [0.0] * len(speeds)
-    for g in sorted(range(len(groups)), key=lambda g: (-costs[g], g)):
-        rank = _first_to_finish(loads, speeds, costs[g])
-        loads[rank] += costs[g]
-        shares[rank].append(groups[g])
-    return shares
-
-
-def _first_to_finish(loads: Sequence[float], speeds: Sequence[float], more: float) -> int:
-    return min(range(len(loads)), key=lambda rank: (loads[rank] + more) / speeds[rank])
