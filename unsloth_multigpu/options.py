@@ -231,6 +231,11 @@ class MultiGPUConfig:
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
 
     @property
+    def num_nodes(self) -> int:
+        """The option `nnodes` as a number."""
+        return int(self.nnodes)
+
+    @property
     def is_synchronous(self) -> bool:
         """True if all ranks make each optimizer step together, so that their weights are equal after it."""
         return self.strategy.is_synchronous
@@ -302,22 +307,13 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return dict(keywords)
 
 
-def num_nodes(nnodes: str) -> int:
-    """Converts the option `nnodes` to a number.
-
-    Raises:
-        ConfigError: It is not a number.
-    """
-    return int(options_of(MultiGPUConfig)["nnodes"].take("nnodes", nnodes))
-
-
 def _check_together(config: MultiGPUConfig) -> None:
     for scope, reason in _closed_scopes(config):
         if given := config.asked(scope):
             raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")
-    if num_nodes(config.nnodes) > 1:
+    if config.num_nodes > 1:
         _check_nodes(config)
-    if config.generators and (num_nodes(config.nnodes) > 1 or config.shard != "off" or not config.is_synchronous):
+    if config.generators and (config.num_nodes > 1 or config.shard != "off" or not config.is_synchronous):
         others = f"nnodes={config.nnodes!r}, shard={config.shard!r}, strategy='{config.strategy}'"
         raise ConfigError(
             f"generators={config.generators} needs one node and ranks with equal, unsharded weights; {others}.",
@@ -350,7 +346,7 @@ def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
     """Yields the scopes that do not apply, with the reason."""
     if not config.enable_ddp:
         yield Scope.RANKS, "is for several ranks, and enable_ddp=False runs in one process"
-    if num_nodes(config.nnodes) == 1:
+    if config.num_nodes == 1:
         yield Scope.NODES, "is for several nodes, and nnodes='1'"
     if config.balance == "off":
         yield Scope.PLANNER, "is for the planner, and balance='off'"
@@ -361,9 +357,9 @@ def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
 
 
 def _check_nodes(config: MultiGPUConfig) -> None:
-    if config.node_rank is not None and config.node_rank >= int(config.nnodes):
+    if config.node_rank is not None and config.node_rank >= config.num_nodes:
         raise ConfigError(
-            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {int(config.nnodes) - 1}.",
+            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {config.num_nodes - 1}.",
             hint="Count the nodes from 0.",
         )
     for name in ("rdzv_endpoint", "rdzv_id"):

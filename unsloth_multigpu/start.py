@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, num_nodes, variable
+from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, variable
 
 logger = get_logger(__name__)
 
@@ -62,7 +62,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
 
 def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
     """True if the `num_ranks` ranks of this machine are child processes of this one, and not this process itself."""
-    has_others = num_ranks > 1 or num_nodes(config.nnodes) > 1
+    has_others = num_ranks > 1 or config.num_nodes > 1
     return config.enable_ddp and (has_others or config.max_restarts > 0 or config.generators > 0)
 
 
@@ -126,7 +126,7 @@ def supervise(
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
-    if num_nodes(config.nnodes) > 1:
+    if config.num_nodes > 1:
         await_name(*split_endpoint(config), config.timeout_s)
     resolved, server_devices = _with_shard_chosen(command, config, num_ranks), _reserve_server_devices(config)
     launcher = DDPLauncher(command, num_ranks, resolved, saves_when_stopped, server_devices)

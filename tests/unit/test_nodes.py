@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from unsloth_multigpu.launch import nodes
-from unsloth_multigpu.launch.nodes import is_one_node, listen_at, shared_seed, socket_interfaces, split_endpoint
+from unsloth_multigpu.launch.nodes import listen_at, shared_seed, socket_interfaces, split_endpoint
 from unsloth_multigpu.options import MultiGPUConfig
 
 
@@ -14,7 +14,7 @@ def config_of(endpoint="127.0.0.1:29400", rdzv_id="job"):
 
 
 def test_one_node_stays_on_its_loopback_interface():
-    assert is_one_node(MultiGPUConfig())
+    assert MultiGPUConfig().num_nodes == 1
     assert socket_interfaces(MultiGPUConfig()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 

@@ -23,7 +23,7 @@ from unsloth_multigpu.launch.refusal import find_refusal
 from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.event import Event
@@ -188,7 +188,7 @@ class DDPLauncher:
 
     def _needs_fewer_ranks(self, events: Sequence[Event]) -> bool:
         refusal = next((event for event in events if "most_ranks" in event.facts), None)
-        is_asked_for = self.config.num_gpus is not None or num_nodes(self.config.nnodes) > 1
+        is_asked_for = self.config.num_gpus is not None or self.config.num_nodes > 1
         has_trained = any(event.kind == "trained" for event in events)  # A restart would repeat it.
         if refusal is None or is_asked_for or has_trained or self.stop.is_asked():
             return False

@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.engine import Place
-from unsloth_multigpu.launch.nodes import is_one_node, listen_at, split_endpoint
+from unsloth_multigpu.launch.nodes import listen_at, split_endpoint
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
@@ -105,9 +105,9 @@ class Meeting:
 
     def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int) -> None:
         self._config = config
-        self._num_nodes = num_nodes(config.nnodes)
+        self._num_nodes = config.num_nodes
         self._prefix = f"unsloth_multigpu/{run_id}"
-        is_alone = is_one_node(config)
+        is_alone = config.num_nodes == 1
         self._host, self._port = ("127.0.0.1", 0) if is_alone else split_endpoint(config)
         self._listener = None if is_alone or config.node_rank else listen_at(self._host, self._port)
         if config.node_rank == 0 and self._listener is None:

@@ -13,7 +13,7 @@ import psutil
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
@@ -21,13 +21,9 @@ logger = get_logger(__name__)
 _NAME_POLL_S = 1.0
 
 
-def is_one_node(config: MultiGPUConfig) -> bool:
-    return num_nodes(config.nnodes) == 1
-
-
 def shared_seed(config: MultiGPUConfig) -> int:
     """Returns the seed for all ranks, 0 .. 2^32 - 1: random on one node, else derived from `rdzv_id`."""
-    if is_one_node(config):
+    if config.num_nodes == 1:
         return random.SystemRandom().randrange(2**32)
     return zlib.crc32(str(config.rdzv_id).encode())
 
@@ -42,7 +38,7 @@ def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     Raises:
         LaunchError: This machine has no route to the host of `rdzv_endpoint`.
     """
-    if is_one_node(config):
+    if config.num_nodes == 1:
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     interface = _interface_of(address_towards(*split_endpoint(config)))
     # Without "=" NCCL takes the name as a prefix: "eth1" would match "eth10".

@@ -14,7 +14,6 @@ from pathlib import Path
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
 from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S
-from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -101,7 +100,7 @@ class Watch:
             self._gone,
             self._beats if events else {},  # Without events the pages are from an earlier attempt.
             num_memory_kills=count_memory_kills() - self._num_kills_before,
-            is_one_node=is_one_node(self.config),
+            is_one_node=self.config.num_nodes == 1,
             num_ranks=self.ranks.num_ranks,
         )
 

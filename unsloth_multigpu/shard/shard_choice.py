@@ -8,7 +8,7 @@ import psutil
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.memory import Mode, decide
 from unsloth_multigpu.shard.script_probe import Question, ask
 
@@ -31,7 +31,7 @@ def choose(command: Sequence[str], environment: Mapping[str, str], config: Multi
         SetupError: Neither fits, the memory of the step cannot be counted, or the run has several nodes.
         RankTimeoutError: The script does not reach `train()` in time.
     """
-    if num_nodes(config.nnodes) != 1:
+    if config.num_nodes != 1:
         raise SetupError(
             "shard='auto' is decided on one machine, and this run has several nodes.",
             hint="Set shard='on' or shard='off'.",

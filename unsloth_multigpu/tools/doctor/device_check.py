@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tools.allreduce import wait_for
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import threads_of_each
@@ -102,7 +102,7 @@ def _line() -> dict[str, str]:
     except SetupError as error:
         return {"line": "", "refused": f"enable_multi_gpu() would raise: {error.args[0]}", "hint": error.hint}
     torch.set_num_threads(threads_of_each(num_ranks))
-    world_size = num_ranks * num_nodes(config.nnodes)
+    world_size = num_ranks * config.num_nodes
     identity = RankIdentity(0, 0, world_size, num_ranks, "unsloth_multigpu")
     return {"line": start_sentence(identity, config, None), "refused": "", "hint": ""}
 
