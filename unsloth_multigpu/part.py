@@ -47,10 +47,12 @@ class Part:
         place: Its row in `train.loop.PLACES`.
         keeps: Attributes of the Trainer that the part changes during the training, such as "args.logging_steps". They
             are restored afterwards.
+        may_be_missed: The training is correct even if its overrides are never called.
     """
 
     place: ClassVar[str]
     keeps: ClassVar[tuple[str, ...]] = ()
+    may_be_missed: ClassVar[bool] = False
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
@@ -61,8 +63,8 @@ class Part:
         return {}
 
     def is_needed(self, seam: str) -> bool:
-        """False if the training is correct even when this part's override of `seam` is never called."""
-        return True
+        """False if the training is correct even when this override is never called."""
+        return not self.may_be_missed
 
     @contextmanager
     def around(self) -> Iterator[None]:

@@ -92,6 +92,7 @@ class CompletionDeal(Part):
     """
 
     place = "completions"
+    may_be_missed = True
     _trainer: OptionalTrainer
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
@@ -121,9 +122,6 @@ class CompletionDeal(Part):
         if self._is_over:
             return {}
         return {"training_step": self._training_step, "_prepare_inputs": self._prepare_inputs}
-
-    def is_needed(self, seam: str) -> bool:
-        return False
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._num_steps += 1

@@ -55,6 +55,7 @@ class Meter(Part):
     """
 
     place = "figures"
+    may_be_missed = True
 
     def __init__(
         self, trainer: TrainerLike, manager: DDPManager, beat: HeartbeatPage, steps: StepFeed | None = None
@@ -86,9 +87,6 @@ class Meter(Part):
 
     def overrides(self) -> dict[str, Override]:
         return {"compute_loss": self._compute_loss}
-
-    def is_needed(self, seam: str) -> bool:
-        return False  # Then it only knows less.
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._begin_s = self._since_s = time.monotonic()

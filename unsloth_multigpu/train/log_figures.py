@@ -36,6 +36,7 @@ class LogFigures(Part):
     """
 
     place = "log"
+    may_be_missed = True
 
     def __init__(self, trainer: TrainerLike, meter: Meter, identity: RankIdentity, run_dir: str | None) -> None:
         self._trainer = trainer
@@ -60,9 +61,6 @@ class LogFigures(Part):
 
     def overrides(self) -> dict[str, Override]:
         return {"log": self._log}
-
-    def is_needed(self, seam: str) -> bool:
-        return False
 
     def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(logs, dict) and "loss" in logs and self._meter.figures.num_steps:

@@ -105,6 +105,7 @@ class CallbackPhase(Part):
     """Marks the time in the callbacks of the script and of libraries, which come before our own one."""
 
     place = "callbacks"
+    may_be_missed = True
     _MARKED = (Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE, Phase.AGREE)
 
     def __init__(self, beat: HeartbeatPage) -> None:
@@ -113,9 +114,6 @@ class CallbackPhase(Part):
 
     def overrides(self) -> dict[str, Override]:
         return {"call_event": self._call_event}
-
-    def is_needed(self, seam: str) -> bool:
-        return False  # Then it only knows less.
 
     def _call_event(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._beat.phase not in self._MARKED:

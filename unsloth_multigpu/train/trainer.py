@@ -62,7 +62,6 @@ class DDPTrainer:
 
     Attributes:
         of_tool: A part that a tool of the run adds. It is also attached if another kind of parallelism trains.
-        is_sharded: The ranks hold shards of the weights.
         report: Figures of the training, after it has ended.
     """
 
@@ -101,7 +100,6 @@ class DDPTrainer:
         replicas = ReplicaProof(manager, self.steps.facts)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
         self.of_tool: Part | None = None
-        self.is_sharded = False
         # `train.loop.PLACES` has their order.
         self.parts: list[Part] = [
             self.steps.metrics,
@@ -222,7 +220,7 @@ class DDPTrainer:
             check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine)
-        self.is_sharded = self.steps.passes.is_lockstep = self.meter.is_sharded = True
+        self.steps.passes.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         if self._resume is not None:
             self._resume.is_sharded = True

@@ -22,6 +22,7 @@ class Waiting(Part):
     """
 
     place = "waits"
+    may_be_missed = True
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._waits = manager.waits
@@ -38,9 +39,6 @@ class Waiting(Part):
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
-
-    def is_needed(self, seam: str) -> bool:
-        return False  # Without it less is known.
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model is not self._hooked:
