@@ -119,11 +119,6 @@ class StepPasses:
             step.left_over_items = self.counted(step.left_over)
         return [step], self.counted(step)
 
-    def count_as_given(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
-        """Calls the script's own `get_batch_samples`; returns the micro-batches and their number of tokens."""
-        count = unsteered(self._trainer.get_batch_samples)
-        return count(iter(inputs), len(inputs), self._trainer.args.device)  # type: ignore[no-any-return]
-
     def counted(self, step: Step) -> Any:
         """Moves a step to the device; returns its tokens over all ranks, or None without a count. Collective."""
         assert self._count is not None
@@ -268,7 +263,10 @@ class StepPasses:
         with ExitStack() as stack:
             stack.callback(setattr, self, "in_loss", False)
             stack.enter_context(self.accumulation_of_script())
-            stack.enter_context(self._undivided())
+            if (
+                self._manager.identity.world_size > 1
+            ):  # The Trainer would multiply some losses; `_factor` does it for all.
+                stack.enter_context(instance_attribute(self._trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(seen_alone(self._trainer, self.compute_loss))
             if self.sequence is not None and self.sequence.is_on:
                 inputs = stack.enter_context(self.sequence.part_of(inputs))
@@ -324,12 +322,6 @@ class StepPasses:
     def _is_half(self) -> bool:
         is_scaled = self._trainer.accelerator.scaler is not None
         return is_scaled or any(p.dtype == torch.float16 for p in self._trainer.model.parameters())
-
-    def _undivided(self) -> AbstractContextManager[None]:
-        """Turns off the Trainer's own multiplication by the number of ranks: `_factor` does it for every loss."""
-        if self._manager.identity.world_size == 1:
-            return nullcontext()
-        return instance_attribute(self._trainer.args, "average_tokens_across_devices", False)
 
 
 @contextmanager

@@ -272,7 +272,8 @@ class StepProof:
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         with self._pass() as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
-            batches, num_items = self._feed.passes.count_as_given(inputs)
+            count = unsteered(trainer.get_batch_samples)
+            batches, num_items = count(iter(inputs), len(inputs), device)
             begin = moment(device)
             try:
                 trainer.current_gradient_accumulation_steps = len(batches)
