@@ -73,7 +73,8 @@ class DDPManager(Board):
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
-            if is_served_by_rank_0(self.identity):
+            # Rank 0's process serves the store, unless torch elastic or a notebook does.
+            if self.identity.world_size > 1 and self.identity.launcher != "notebook" and not _is_elastic():
                 self._shutdown = ShutdownBarrier(self, self.identity.world_size)
         return self._store
 
@@ -307,14 +308,13 @@ def _wire_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def is_served_by_rank_0(identity: RankIdentity) -> bool:
-    """True where the ranks' store goes with the process of rank 0. Torch elastic serves one, and so does a notebook."""
-    is_elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return identity.world_size > 1 and identity.launcher != "notebook" and not is_elastic
+def _is_elastic() -> bool:
+    """True where torch elastic serves a store for the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
-    # Torch elastic serves a store for the ranks. Otherwise rank 0 does, and init_process_group joins the same server.
-    is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # Without torch elastic rank 0 serves it, and init_process_group joins the same server.
+    is_server = identity.rank == 0 and not _is_elastic()
     place, timeout = (identity.master_addr, identity.master_port), timedelta(seconds=timeout_s)
     return TCPStore(*place, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)
