@@ -16,7 +16,7 @@ from unsloth_multigpu.words import gib
 
 
 def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment: Mapping[str, str]) -> str:
-    """Why this process, which sees `num_visible` accelerators, trains alone, if the second card was forgotten."""
+    """Why this process trains alone, with `num_visible` accelerators: a user may have forgotten the second card."""
     if not config.enable_ddp:
         return f"enable_ddp=False: this process computes {config.num_gpus or max(1, num_visible)} replicas in turn"
     if config.device == "cpu":

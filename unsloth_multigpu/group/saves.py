@@ -65,15 +65,12 @@ class Saves:
 
     def __init__(self, manager: DDPManager) -> None:
         self._manager = manager
+        self._rank = manager.rank
         self._at = _Place()
         self._counts: Counter[str] = Counter()
         self._is_late = False  # On ranks above 0: rank 0 had started this save before.
         # On rank 0: the last save at each call site that not all ranks reached.
         self._lonely: dict[int, _Place] = {}
-
-    @property
-    def _rank(self) -> int:
-        return self._manager.identity.rank
 
     @contextmanager
     def visit(self, what: str) -> Iterator[None]:

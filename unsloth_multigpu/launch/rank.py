@@ -121,7 +121,7 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
                 return
             events.write("exception", **facts, exit_code=exit_code)
             # Only before the first step: later the other ranks wait for this one in a collective.
-            if events.step < 1:
+            if events.beat.step < 1:
                 await_others(run_dir, events.attempt, identity.local_world_size, ("exception", "exiting"))
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")

@@ -15,7 +15,7 @@ def generator_digests() -> dict[str, str]:
 
 
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
-    """Seeds the generators that the script has not seeded, with 0 .. 2^32 - 1.
+    """Seeds the generators that the script has not seeded; `run_seed` is 0 .. 2^32 - 1.
 
     An unseeded generator has a different state in each process. If the state equals that of the supervisor at the same
     line of the script, by its `generator_digests`, the script has seeded the generator.

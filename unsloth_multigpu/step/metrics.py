@@ -223,7 +223,7 @@ def _metric(name: str) -> str:
 
 
 def _of_references(piece: Piece, sizes: Sequence[int]) -> tuple[float, bool]:
-    """Returns for how many micro-batches of one process, of these `sizes`, a piece stands; are they shared?"""
+    """Returns how many micro-batches of one process (of `sizes`) a piece stands for, and if others share them."""
     ends = list(itertools.accumulate(sizes))
     rows = Counter(bisect_right(ends, position) for position in piece.positions)
     return sum(n / sizes[r] for r, n in rows.items()), any(n < sizes[r] for r, n in rows.items())

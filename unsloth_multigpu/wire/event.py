@@ -42,11 +42,7 @@ class EventWriter:
         self.attempt = attempt
         self._path = Path(run_dir) / f"events_rank_{rank}.jsonl"
         self._rank = rank
-        self._beat = beat
-
-    @property
-    def step(self) -> int:
-        return self._beat.step
+        self.beat = beat
 
     def write(self, kind: str, **facts: Any) -> None:
         """Adds an event.
@@ -54,7 +50,7 @@ class EventWriter:
         Raises:
             OSError: The folder is gone or the disk is full. It has the file's name.
         """
-        line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self._beat.step, facts])
+        line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self.beat.step, facts])
         try:
             with open(self._path, "a", encoding="utf-8", opener=open_private) as file:
                 # The first newline ends a line that a full disk has truncated.
