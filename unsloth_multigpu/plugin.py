@@ -17,14 +17,6 @@ from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.program import find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
-from unsloth_multigpu.start import (
-    check_cluster,
-    end_interrupted,
-    needs_supervisor,
-    ranks_to_start,
-    start_this_command,
-    this_command,
-)
 from unsloth_multigpu.strategy import Strategy
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.wire.context import RunContext
@@ -146,6 +138,8 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
         _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and shell is None and read_identity(os.environ) is None:
+            from unsloth_multigpu.start import end_interrupted
+
             end_interrupted()
         console.close()
         raise
@@ -177,19 +171,21 @@ def _open_here(
     """Opens the session of a rank, a notebook's kernel or a single process. In a supervisor it does not return."""
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ, is_kernel=shell is not None)
-    if identity is None:
+    if identity is None:  # A rank needs nothing of the supervisor's modules.
+        from unsloth_multigpu import start
+
         if context.tool is None and shell is None:  # Tools and notebooks use one machine.
-            check_cluster(given)
-        if shell is None and needs_supervisor(config, config.num_gpus or 1):
-            this_command()  # Raises, if it must, before devices are counted and warned about.
-        num_ranks = ranks_to_start(config)
-        if needs_supervisor(config, num_ranks):
+            start.check_cluster(given)
+        if shell is None and start.needs_supervisor(config, config.num_gpus or 1):
+            start.this_command()  # Raises, if it must, before devices are counted and warned about.
+        num_ranks = start.ranks_to_start(config)
+        if start.needs_supervisor(config, num_ranks):
             if shell is not None:
                 from unsloth_multigpu.notebook.kernel_start import open_notebook
 
                 return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)
             # A run that is compared with another is never resumed, so it need not save.
-            start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
+            start.start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
     if (program := find_worker_program()) is not None:
         return program.open_session(config, identity, console, context)

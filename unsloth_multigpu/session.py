@@ -359,12 +359,13 @@ def _patches(session: Session) -> list[Patch]:
         return []
     from unsloth_multigpu.group.manager import local_device
     from unsloth_multigpu.hooks.saving import SaveGate
-    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard
 
     gate = SaveGate(identity.rank, session.open_manager)
     # Runs before the process group is destroyed, where a rank may wait for ranks that wait for its save.
     atexit.register(only_here(gate.leave))
     if config.shard == "on":
+        from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard
+
         ask_unsloth_to_shard(offload=config.shard_offload)
     return [*patches, *patches_of_rank(session, local_device(identity, config), gate)]
 
@@ -395,14 +396,18 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
-    from unsloth_multigpu.hooks.shard import ShardedLoading
     from unsloth_multigpu.hooks.unsloth_patches import Placement, offload_patches
 
     identity, shards, index = session.identity, session.config.shard == "on", device.index or 0
     warns = identity.rank == 0 and not shards
     placement = Placement(device.type, index, warns, identity.rank, identity.world_size, shards)
+    loading = []
+    if shards:
+        from unsloth_multigpu.hooks.shard import ShardedLoading
+
+        loading = ShardedLoading(device, identity.rank, identity.world_size).patches()
     return [
-        *(ShardedLoading(device, identity.rank, identity.world_size).patches() if shards else []),
+        *loading,
         *device_patches(device.type, index, identity.local_rank),
         *loop_patches(session.config, session.manager, session.on_close),
         *placement.patches(),

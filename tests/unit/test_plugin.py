@@ -160,7 +160,7 @@ def test_interrupt_before_ranks_are_started_ends_the_process_by_it(monkeypatch, 
     def exit_like(code):
         raise Ended(code)
 
-    monkeypatch.setattr(plugin, "ranks_to_start", interrupted)
+    monkeypatch.setattr("unsloth_multigpu.start.ranks_to_start", interrupted)
     monkeypatch.setattr("unsloth_multigpu.start.exit_like", exit_like)
     with pytest.raises(Ended, match="-2"):
         ump.enable_multi_gpu()

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
-from unsloth_multigpu.group.shutdown import ShutdownBarrier
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.group.shutdown import ShutdownBarrier
 
 logger = get_logger(__name__)
 
@@ -75,6 +77,8 @@ class DDPManager(Board):
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
             # Rank 0's process serves the store, unless torch elastic or a notebook does.
             if self.identity.world_size > 1 and self.identity.launcher != "notebook" and not _is_elastic():
+                from unsloth_multigpu.group.shutdown import ShutdownBarrier
+
                 self._shutdown = ShutdownBarrier(self, self.identity.world_size)
         return self._store
 
