@@ -58,15 +58,18 @@ def arguments(**changes):
 
 
 def test_advice_is_what_can_still_be_set():
-    on_cpu = advice(arguments(), CPU, is_evaluation=False)
+    def told(args, shards=None, *, is_evaluation=False, offloads=False):
+        return advice(args, is_evaluation=is_evaluation, shards=shards, offloads=offloads)
+
+    on_cpu = told(arguments(device=CPU))
     assert on_cpu.startswith("Set max_tokens_per_micro_batch; lower per_device_train_batch_size (now 4) and")
     assert "fewer ranks" in on_cpu
-    least = arguments(per_device_train_batch_size=1, gradient_checkpointing=True)
-    on_gpu = advice(least, torch.device("cuda", 0), is_evaluation=False)
+    gpu = torch.device("cuda", 0)
+    least = arguments(per_device_train_batch_size=1, gradient_checkpointing=True, device=gpu)
+    on_gpu = told(least)
     assert on_gpu == "Set max_tokens_per_micro_batch; shorten the samples, or load the model with load_in_4bit=True."
-    whole, parts = (advice(least, torch.device("cuda", 0), is_evaluation=False, shards=s) for s in (False, True))
+    whole, parts = (told(least, shards) for shards in (False, True))
     assert "; divide the model between the ranks by enable_multi_gpu(shard='on'); " in whole
     assert "; set shard_offload=True; " in parts
-    moved = advice(least, torch.device("cuda", 0), is_evaluation=False, shards=True, offloads=True)
-    assert "shard" not in moved
-    assert advice(least, CPU, is_evaluation=True) == "Lower per_device_eval_batch_size (now 8)."
+    assert "shard" not in told(least, True, offloads=True)
+    assert told(least, is_evaluation=True) == "Lower per_device_eval_batch_size (now 8)."

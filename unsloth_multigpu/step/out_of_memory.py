@@ -74,20 +74,8 @@ def loading_advice(num_ranks: int, *, shards: bool) -> str:
     )
 
 
-def advice(
-    args: ArgumentsLike,
-    device: torch.device,
-    *,
-    is_evaluation: bool,
-    shards: bool | None = None,
-    offloads: bool = False,
-) -> str:
-    """Which options to change, given those of the training.
-
-    Args:
-        shards: The ranks share the model; None = there is one rank.
-        offloads: And a rank's part is on the host.
-    """
+def advice(args: ArgumentsLike, *, is_evaluation: bool, shards: bool | None, offloads: bool) -> str:
+    """Which options to change. `shards` is None where there is one rank; `offloads`: a rank's part is on the host."""
     if is_evaluation:
         return f"Lower per_device_eval_batch_size (now {args.per_device_eval_batch_size})."
     ways = ["set max_tokens_per_micro_batch"]
@@ -97,12 +85,12 @@ def advice(
         )
     if not args.gradient_checkpointing:
         ways.append("set gradient_checkpointing=True")
-    if shards is False and device.type != "cpu":
+    if shards is False and args.device.type != "cpu":
         ways.append("divide the model between the ranks by enable_multi_gpu(shard='on')")
     elif shards and not offloads:
         ways.append("set shard_offload=True")
     ways.append("shorten the samples, or load the model with load_in_4bit=True")
-    if device.type == "cpu":
+    if args.device.type == "cpu":
         ways.append("start fewer ranks, which share the machine's memory")
     text = "; ".join(ways)
     return f"{text[0].upper()}{text[1:]}."

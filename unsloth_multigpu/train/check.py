@@ -191,9 +191,7 @@ class StepCheck(Part):
             rank=self._rank,
             device=args.device,
             place=f"{place} ({held})" if held else place,
-            hint=advice(
-                args, args.device, is_evaluation=self._is_evaluation, shards=shards, offloads=config.shard_offload
-            ),
+            hint=advice(args, is_evaluation=self._is_evaluation, shards=shards, offloads=config.shard_offload),
         )
 
 
