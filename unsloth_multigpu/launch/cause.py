@@ -47,12 +47,11 @@ _LIKELY = {
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run ended.
+    """Why a run ended, in one sentence.
 
     Args:
         rank: The rank that failed first; -1 if several ranks hang and none is to blame.
         exit_code: Exit code of the whole command, 1..255.
-        message: One sentence.
         traceback: Text of the exception, or the stacks of a hang; "" if there is none.
         is_of_all: All ranks of this node failed with the same error.
     """

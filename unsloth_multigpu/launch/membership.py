@@ -45,8 +45,6 @@ class Record:
 
     Args:
         attempt: How often it has started its ranks before.
-        state: One of `_STATES`.
-        num_ranks: Number of its ranks.
         port: Port of the store that node 0 serves for the ranks of this attempt; 0 = not served yet.
         message: Why it has failed.
         count: Grows as long as the node lives.

@@ -32,9 +32,8 @@ _KINDS: dict[str, type[BaseException]] = {"EOFError": EOFError, "KeyboardInterru
 class SharedInput:
     """Replaces `builtins.input` and `getpass.getpass`, so that the user answers once.
 
-    Args:
-        answer: Takes the call as text, which is equal on all ranks, and a function that asks. Returns the answer: on
-            rank 0 by calling the function, on other ranks by waiting for rank 0.
+    `answer` takes the call as text, equal on all ranks, and a function that asks. It returns the answer: on rank 0 by
+    calling the function, on other ranks by waiting for rank 0.
     """
 
     def __init__(self, answer: Callable[[str, Callable[[], str]], Any]) -> None:

@@ -12,11 +12,9 @@ _INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the 
 
 
 class Remedy(NamedTuple):
-    """A known failure.
+    """A known failure: a regular expression that finds it in an error, and what to do.
 
     Args:
-        pattern: Regular expression that finds it in an error.
-        hint: What to do.
         is_own: It occurred on the rank that reports it.
         is_of_nccl: It is searched for only in errors of NCCL.
     """

@@ -148,9 +148,7 @@ class Balancer:
             )
 
     def plan(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
-        """Returns a function that plans a step with these samples; None if they are dealt in order.
-
-        All ranks call it at the same point of the training, with the same measurements.
+        """Returns a function that plans a step with these samples, alike on all ranks; None if they are dealt in order.
 
         Raises:
             SetupError: The data set has grown, and an option requires a plan.

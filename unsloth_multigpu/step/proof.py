@@ -231,10 +231,7 @@ class StepProof:
 
         Returns:
             A sketch of the gradient; what was observed in the losses; the seconds on rank 0, whose device one process
-            would use.
-
-        Raises:
-            NotPossibleError: A rank cannot compute them.
+            would use. Raises NotPossibleError if a rank cannot compute them.
         """
         why, still, seconds = "", Still(), 0.0
         gradient: list[float] = []

@@ -32,13 +32,8 @@ Reference = Callable[[DataLoader[Any]], DataLoader[Any]]
 
 @dataclass(eq=False)
 class _StepIndex:
-    """The index that the sampler passes to the data set: a step, and how to make this rank's pieces.
-
-    Args:
-        samples: Samples of the complete step.
-        sizes: Rows of each micro-batch of the step in one process.
-        seed: Seed of the data set and the collator.
-        make_pieces: Makes this rank's pieces when the step is loaded. A skipped step needs no plan.
+    """The index that the sampler passes to the data set: the samples of a step, and the sizes of its micro-batches in
+    one process. This rank's pieces are made when the step is loaded: a skipped step needs no plan.
     """
 
     samples: tuple[int, ...]

@@ -17,7 +17,7 @@ class NotPossibleError(Exception):
 
 
 class StepRows:
-    """The rows of a step of the step loader's data set. Both ways of collating start from the state of `begin_again`.
+    """The rows of a step. Both ways of collating start from the same state of data set and collator, by `begin_again`.
 
     Attributes:
         is_drawn: The collator draws random numbers, so another seed gives other batches.

@@ -14,12 +14,7 @@ _OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port"
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """The tool of a run, see `tool.Tool`.
-
-    Args:
-        name: Its class as "module:class".
-        values: Arguments of the class, as JSON values.
-    """
+    """The tool of a run, see `tool.Tool`: its class as "module:class", and the class's arguments as JSON values."""
 
     name: str
     values: Mapping[str, object]

@@ -20,8 +20,7 @@ class RankIdentity:
         rank: 0 .. world_size - 1 over all nodes.
         local_rank: 0 .. local_world_size - 1 on this node; also the index of its device.
         launcher: "unsloth_multigpu", "notebook", "torchrun" (also accelerate), "slurm", or "none" for a single process.
-        master_addr: Host of rank 0.
-        master_port: TCP port of the store of rank 0.
+        master_addr, master_port: Host and TCP port of the store of rank 0.
     """
 
     rank: int
