@@ -288,7 +288,8 @@ from types import SimpleNamespace
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
-events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True), step=4)
+beat = SimpleNamespace(step=4)
+events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True), beat=beat)
 rank._report_end(SimpleNamespace(rank=0), events, "none", threading.Event())
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
