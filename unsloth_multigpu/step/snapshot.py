@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -43,10 +44,10 @@ _MOST_CLASSES = 10_000
 # Containers of the standard library. Mappings of other libraries may create values on access: transformers' tables of
 # models import all models.
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, list, dict, set, deque)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, numpy.ndarray, list, dict, set, deque)
 # Containers with more items are data, not state. Items of containers with more parts are not followed.
 _MOST_ITEMS, _MOST_PARTS = 10_000, 1000
-_MOST_ELEMENTS = 2**24
+_MOST_ELEMENTS, _MOST_IN_ARRAY = 2**24, 2**20
 _MOST_OBJECTS = 200_000
 _DATA = ("train_dataset", "eval_dataset")
 # Modules of library classes that wrap a script's collator or data set.
@@ -188,6 +189,9 @@ class KeptObjects:
         if type(value) is torch.Tensor:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
+        elif type(value) is numpy.ndarray:
+            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:
+                self._restoring.append(functools.partial(numpy.copyto, value, value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
         elif _is_container(value):
