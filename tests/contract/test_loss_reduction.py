@@ -106,14 +106,14 @@ def test_preference_losses_are_means_of_pairs_unless_they_sort_them(tmp_path, lo
     args = DPOConfig(str(tmp_path), **SETTINGS, bf16=False, loss_type=[loss_type])
     trainer = DPOTrainer(train_dataset=Dataset.from_list(preference_rows(8)), args=args, **tiny(tmp_path))
     assert find_reduction(trainer, trainer.compute_loss).kind == kind
-    assert bool(hidden_at_first(trainer, trainer.compute_loss)) is hides
+    assert bool(hidden_at_first(trainer)) is hides
 
 
 def test_estimate_of_kl_hides_at_first(tmp_path):
     rows = Dataset.from_dict({"prompt": ["a"] * 4, "completion": [" b"] * 4, "label": [True, False] * 2})
     args = KTOConfig(str(tmp_path), **SETTINGS, bf16=False)
     trainer = KTOTrainer(train_dataset=rows, args=args, **tiny(tmp_path))
-    assert "loss_type='kto' weighs a row by the others" in hidden_at_first(trainer, trainer.compute_loss)
+    assert "loss_type='kto' weighs a row by the others" in hidden_at_first(trainer)
 
 
 def test_fine_tuning_of_trl_is_a_sum_over_the_steps_tokens(tmp_path):

@@ -5,6 +5,7 @@ batch size x accumulation. With 23x5x1 each micro-batch is shared, the last step
 micro-batches are dealt, of which the last step has too few.
 """
 
+import itertools
 import json
 import math
 import re
@@ -155,16 +156,23 @@ def test_code_of_a_script_trains_as_in_one_process(folder, job, num_ranks):
 )
 def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job, num_ranks):
     step, advice = {**SAID, **MORE_SAID}[job]
-    (warning,) = warnings(folder, job, num_ranks)
+    warning, *worse = warnings(folder, job, num_ranks)
+    sizes = [float(re.search(r"the gradient differs by (\S+)", text)[1]) for text in (warning, *worse)]
+    assert all(later > 9 * before for before, later in itertools.pairwise(sizes))
     assert warning.startswith("first step: " if step == 1 else f"step {step}: ")
     assert "the gradient differs by" in warning
     assert "this is not exactly the training of one process" in warning
     assert advice.replace("=2", f"={num_ranks}") in warning
     facts = facts_of(folder, job, num_ranks)
-    assert facts["inexact"] in warning
+    assert facts["inexact"] in [warning, *worse][-1]
     assert facts["first_step"]["is_exact"] == (step > 1)
     # Said for a reason.
     assert difference(folder, job, num_ranks) > 1e-5
+
+
+def test_difference_that_grows_is_said_again(folder):
+    _, worse = warnings(folder, "gathers_by_torch:24x4x2")
+    assert facts_of(folder, "gathers_by_torch:24x4x2")["inexact"] in worse
 
 
 def test_buffers_that_change_are_named_and_are_those_of_rank_0_on_all_ranks(folder):

@@ -66,7 +66,7 @@ def test_rank_gets_ddp_once(lone_group, monkeypatch):
     assert wrapped.find_unused_parameters
     assert ump.wrap_model_multi_gpu(wrapped) is wrapped
     assert not ump.wrap_model_multi_gpu(net()).find_unused_parameters
-    with pytest.raises(SetupError, match="nothing to train together"):
+    with pytest.raises(SetupError, match=r"nothing to train\."):
         ump.wrap_model_multi_gpu(net().requires_grad_(False))
 
 

@@ -23,6 +23,14 @@ def test_trl_trains_in_the_rank():
     assert find_program(["trl", "sft", "--a", "b"], "verify") == ["-m", "trl.scripts.sft", "--a", "b"]
 
 
+def test_llamafactory_trains_in_the_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    _command(tmp_path, "llamafactory-cli", "#!/usr/bin/python3")
+    assert find_program(["llamafactory-cli", "train", "x.yaml"], "run") == ["-m", "llamafactory.launcher", "x.yaml"]
+    with pytest.raises(ConfigError, match="processes of its own"):
+        find_program(["llamafactory-cli", "export", "x.yaml"], "run")
+
+
 @pytest.mark.parametrize("option", ["--num_processes=4", "--accelerate_config"])
 def test_options_of_a_launcher_that_is_not_started_are_refused(option):
     with pytest.raises(ConfigError, match=f"{option} is an option of the launcher") as error:

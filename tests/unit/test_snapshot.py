@@ -140,3 +140,11 @@ def test_containers_of_the_script_are_as_before(held):
         held.clear()
     assert held == before
     assert list(held) == list(before)
+
+
+def test_arrays_of_the_script_are_as_before():
+    counts, data = numpy.zeros(3), numpy.zeros(3)
+    data.flags.writeable = False
+    with kept_objects([counts, data]):
+        counts[1] += 1
+    assert not counts.any()

@@ -14,6 +14,8 @@ from unsloth_multigpu.cli.command import usage_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch.child_launcher import LAUNCHER_MODULES, LAUNCHERS
 
+# Commands of LLaMA-Factory, and its module that trains without starting a launcher.
+_LLAMAFACTORY, _LLAMAFACTORY_MODULE = ("llamafactory-cli", "lmf"), "llamafactory.launcher"
 # Options of `trl` for the launcher that it starts.
 _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 
@@ -47,7 +49,10 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
             f"{command}: there is no file {name!r}.",
             hint=f"Check the path. There is no command of this name on PATH, either.\n{usage}",
         )
-    if (started := Path(found).name) in LAUNCHERS:
+    started = Path(found).name
+    if started in _LLAMAFACTORY and arguments[:1] == ["train"]:
+        return ["-m", _LLAMAFACTORY_MODULE, *arguments[1:]]
+    if started in LAUNCHERS:
         raise _starts_processes(started, command)
     if not is_here and not _is_python(Path(found)):
         raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")

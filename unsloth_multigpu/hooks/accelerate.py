@@ -1,4 +1,4 @@
-"""Corrects what accelerate and PEFT assume about devices, and accelerate about the program that started the ranks."""
+"""Patches of accelerate and PEFT: devices of ranks, and training loops with an `Accelerator` of the script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
-        device_index: Index of the rank's device among those that it sees.
-        local_rank: Place of this rank on its machine.
+        device_index: Index of the rank's device among its visible devices.
+        local_rank: Rank within its machine.
     """
     patches = []
     if device_type == "cuda":
@@ -39,8 +39,8 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
                 target="accelerate.state:check_cuda_p2p_ib_support",
                 supports=_SUPPORTS,
                 wrap=_checked,
-                reason="Where cards and driver cannot do without them, accelerate's launcher sets two variables of "
-                "NCCL, and ranks of other launchers are refused.",
+                reason="Some cards need two variables of NCCL, which accelerate's launcher sets; it refuses ranks of "
+                "other launchers without them.",
                 optional=True,
             )
         )
@@ -50,8 +50,8 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
                 target="accelerate.state:PartialState.wait_for_everyone",
                 supports=_SUPPORTS,
                 wrap=functools.partial(_met, device_index),
-                reason="Its barrier uses the device whose index is the local rank. A rank that sees one card "
-                "has no such device.",
+                reason="Its barrier uses the device with the index of the local rank, which does not exist for a rank "
+                "that sees one card.",
             )
         )
     if device_type != "cpu" and device_index > 0:
@@ -60,7 +60,7 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
                 target=target,
                 supports="peft>=0.18",
                 wrap=lambda original, /: f"{original()}:{device_index}",
-                reason='safetensors reads an adapter to "cuda" as to "cuda:0": each rank would take memory of card 0.',
+                reason='For safetensors "cuda" is "cuda:0": each rank would load its adapter on card 0.',
                 optional=True,
             )
             for target in _INFERS_DEVICE
@@ -69,11 +69,11 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
 
 
 def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack) -> list[Patch]:
-    """Patches for training loops with an `Accelerator`: that of a script keeps its batches, one of a library is told.
+    """Patches for training loops with an `Accelerator`, so that they make the steps of one process.
 
     Args:
-        manager: Gives this rank's manager.
-        on_close: Gives accelerators back as they were.
+        manager: Returns the rank's manager.
+        on_close: Restores the accelerators when it is closed.
     """
     told: set[str] = set()
 
@@ -88,7 +88,7 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
 
             on_close.callback(steer_loop(accelerator, config, manager, told, _module_of(caller)))
 
-    reason = "Ranks share the batches of a loop with an Accelerator that the script made: its steps are of one process."
+    reason = "A training loop with an Accelerator of the script makes the steps of one process, shared by the ranks."
     patch = Patch("accelerate.accelerator:Accelerator.__init__", _SUPPORTS, steered, reason)
     return [patch] if config.keeps_global_batch else []
 

@@ -1,4 +1,4 @@
-"""How a Trainer of TRL comes to the server that `generators` asks for."""
+"""Connects Trainers of TRL to the vLLM server that the option `generators` starts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vll
 
 
 def server_patch(ask: Callable[[Mapping[str, Any]], None]) -> Patch:
-    """The patch of the object by which TRL's Trainers generate.
+    """Returns the patch of the class with which TRL's Trainers generate.
 
     Args:
-        ask: Called with its arguments, when a Trainer is made. Returns when the server answers.
+        ask: Called with its arguments when a Trainer is created. Returns when the server answers.
     """
     return Patch(
         "trl.generation.vllm_generation:VLLMGeneration.__init__",
         "trl>=0.24",
         functools.partial(_served, ask),
-        "With generators=N the server is started here, where the model of the Trainer is known.",
+        "With generators=N the server is started here, since the model of the Trainer is known here.",
         needs=("model", "mode", "max_model_length", "model_impl"),
         optional=True,
     )
@@ -48,14 +48,14 @@ def _served(
 
 
 def name_server(args: ArgumentsLike, generators: int, port: int) -> None:
-    """Lets the arguments of a Trainer that generates name the server. Called before they check themselves.
+    """Sets the address of the server in the arguments of a Trainer that generates, before they are validated.
 
     Args:
         generators: The option.
-        port: Of the server.
+        port: Port of the server.
 
     Raises:
-        ConfigError: They do not ask for a server, or for another one.
+        ConfigError: The arguments request no server, or another one.
         SetupError: The script uses Unsloth, which has an engine in each process.
         VersionError: TRL is too old.
     """
@@ -90,22 +90,22 @@ def name_server(args: ArgumentsLike, generators: int, port: int) -> None:
 def ask_for_server(
     events: EventWriter, *, is_first: bool, port: int, timeout_s: float, given: Mapping[str, Any]
 ) -> None:
-    """Lets the supervisor start the server, and waits until it answers.
+    """Requests the server from the supervisor, and waits until it answers.
 
     Args:
-        events: Of this rank.
+        events: Writer of this rank's events.
         is_first: This is rank 0.
-        port: Of the server.
-        timeout_s: The supervisor's limit for the server, and that of the ranks for rank 0.
+        port: Port of the server.
+        timeout_s: Limit of the supervisor for the server, and of the ranks for rank 0.
         given: Arguments of TRL's `VLLMGeneration`.
 
     Raises:
-        ConfigError: The model was not loaded from anywhere.
-        RankTimeoutError: Rank 0 did not ask, or the supervisor says nothing.
+        ConfigError: The model was not loaded from a folder or from the Hub.
+        RankTimeoutError: Rank 0 has not requested the server, or the supervisor does not answer.
     """
     if is_first:
         events.write(SERVER_WANTED, port=port, arguments=_command_of(given))
-    # Proxies are not for this machine, and requests, by which TRL asks, knows that of none.
+    # TRL sends requests to this machine, which must not go through a proxy.
     os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), _HOST]))
     # The supervisor ends the ranks of a server that fails.
     deadline_s = time.monotonic() + 2 * timeout_s
@@ -117,7 +117,7 @@ def ask_for_server(
 
 
 def _command_of(given: Mapping[str, Any]) -> list[str]:
-    """Arguments of TRL's command."""
+    """Returns the arguments of TRL's command."""
     model = given["model"].name_or_path
     if not model:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Asks the engines of FSDP2 to shard the model: by variables, arguments of the Trainer, and how 4-bit weights lie."""
+"""Requests FSDP2 from Unsloth or accelerate, and patches the loading of 4-bit weights so that they can be sharded."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
 
-# Read by `import unsloth` and when its Trainer is made. A value of the script stays.
+# Read by `import unsloth` and by its Trainer. A value that the script has set is kept.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
-# Without it Unsloth leaves frozen weights whole on every card that could hold the model, though parts were asked for.
+# Without it Unsloth does not shard frozen weights on a card that can hold the model.
 _UNSLOTH_LAYOUT = "UNSLOTH_FSDP2_LAYOUT"
 _UNSLOTH_OFFLOAD = "UNSLOTH_FSDP2_CPU_OFFLOAD"
 _LOADS = "transformers>=4.57,<6"
 _UNSLOTH = "unsloth>=2026.10.9"
-# What TrainingArguments(fsdp=True) takes for its own defaults, written out where the default may change.
+# The defaults of TrainingArguments(fsdp=True), written out because they may change.
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
 
 def ask_unsloth_to_shard(*, offload: bool = False) -> None:
-    """Unsloth shards what its Trainer is given; it reads the variables when it is imported and when it shards.
+    """Sets the environment variables by which Unsloth shards the model of its Trainer.
 
     Args:
-        offload: A rank's part is to lie in the host's memory.
+        offload: Keep the shards in host memory.
 
     Raises:
-        SetupError: The script's environment says otherwise.
+        SetupError: The environment contradicts `offload`.
     """
     os.environ.setdefault(_UNSLOTH_VARIABLE, "1")
     os.environ.setdefault(_UNSLOTH_LAYOUT, "sharded")
@@ -48,10 +48,10 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
     """Sets `TrainingArguments.fsdp`, unless the script has, or Unsloth is to shard the model.
 
     Args:
-        offload: A rank's part is to lie in the host's memory, also where the script has set `fsdp`.
+        offload: Keep the shards in host memory, also if the script has set `fsdp`.
 
     Raises:
-        SetupError: The script's own fsdp_config says otherwise.
+        SetupError: The script's `fsdp_config` contradicts `offload`.
     """
     if "unsloth" in sys.modules:
         return
@@ -60,7 +60,7 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
     if has_asked and not offload:
         return
     given = arguments.fsdp_config or {}
-    if isinstance(given, str):  # TrainingArguments takes the name of a file as well.
+    if isinstance(given, str):  # The name of a file.
         given = json.loads(Path(given).read_text(encoding="utf-8"))
     config = {**given} if has_asked else {**_FSDP_CONFIG, **given}
     if offload and not config.setdefault("cpu_offload", True):
@@ -74,11 +74,11 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
 
 @dataclass(frozen=True)
 class ShardedLoading:
-    """Makes a model fit for sharding: a rank keeps its rows of 4-bit weights as soon as they are read.
+    """Patches that load a model for sharding: each rank keeps only its rows of a 4-bit weight.
 
     Args:
-        device: This rank's `torch.device`.
-        num_ranks: That share the model.
+        device: The rank's `torch.device`.
+        num_ranks: Number of ranks that share the model.
     """
 
     device: Any
@@ -86,7 +86,7 @@ class ShardedLoading:
     num_ranks: int
 
     def patches(self) -> list[Patch]:
-        """Those of PEFT, Unsloth and transformers."""
+        """Returns the patches of PEFT, Unsloth and transformers."""
         engine = "unsloth.models.fsdp2_native"
         quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
         optional = functools.partial(Patch, optional=True)
@@ -95,46 +95,46 @@ class ShardedLoading:
                 "peft.tuners.lora.bnb:Linear4bit.merge",
                 "peft>=0.18",
                 _whole_only,
-                "Rows of a 4-bit weight cannot be computed with, and PEFT's error does not say so.",
+                "A rank cannot merge its rows of a 4-bit weight, and PEFT's error does not say so.",
             ),
             optional(
                 f"{engine}:_shard_device",
                 _UNSLOTH,
                 self._device_of_rank,
-                "It refuses 4-bit weights on the host, which FSDP2 moves to the card layer by layer.",
+                "It refuses 4-bit weights in host memory, which FSDP2 moves to the card layer by layer.",
                 ("model",),
             ),
             optional(
                 f"{engine}:shard_model",
                 _UNSLOTH,
                 self._divided_as_loaded,
-                "A rank has its rows of the 4-bit weights: another division would train with others.",
+                "A rank has loaded only its rows of the 4-bit weights, so FSDP2 must assign it the same rows.",
                 ("model",),
             ),
             optional(
                 "transformers.utils.quantization_config:BitsAndBytesConfig.post_init",
                 _LOADS,
                 _stored_as_computed,
-                "FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
+                "FSDP2 shards 4-bit weights only if they are stored in a floating-point dtype.",
             ),
             optional(
                 f"{quantizer}.update_device_map",
                 _LOADS,
                 lambda original, /, quantizer, device_map: {"": "cpu"},
-                "4-bit weights that one card cannot hold are to lie on the host until they are sharded.",
+                "4-bit weights stay in host memory until they are sharded, since one card may not hold them.",
             ),
             optional(
                 f"{quantizer}._process_model_after_weight_loading",
                 _LOADS,
                 self._placed,
-                "accelerate trains 4-bit models only where their device map names this rank's device.",
+                "accelerate trains a 4-bit model only if its device map names the rank's device.",
             ),
             *(
                 optional(
                     f"transformers.integrations.bitsandbytes:{name}.convert",
                     _LOADS,
                     self._in_parts,
-                    "A rank keeps its rows of each 4-bit weight as soon as it is read.",
+                    "A rank keeps only its rows of each 4-bit weight, as soon as the weight is read.",
                     ("input_dict",),
                 )
                 for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
@@ -166,7 +166,7 @@ class ShardedLoading:
     ) -> dict[str, Any]:
         from unsloth_multigpu.shard.packed import keep_rows, on_device
 
-        # One weight, quantised where one process does it.
+        # One weight, quantized on the device, as in one process.
         moved = {name: list(on_device(values, self.device)) for name, values in input_dict.items()}
         found: dict[str, Any] = original(step, moved, *args, **kwargs)
         storage = step.hf_quantizer.quantization_config.bnb_4bit_quant_storage
@@ -183,7 +183,7 @@ def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs
 
     if is_sharded(self.get_base_layer().weight):
         raise SetupError(
-            "An adapter is merged into whole weights, and each rank has its rows of these 4-bit ones.",
+            "An adapter can be merged only into whole weights, and each rank has only its rows of these 4-bit weights.",
             hint="Call save_pretrained() on all ranks. Then, in one process: load the model in 16 bits, and "
             "PeftModel.from_pretrained(model, adapter).merge_and_unload().",
         )
@@ -192,6 +192,6 @@ def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs
 
 def _stored_as_computed(original: Callable[..., None], /, self: Any) -> None:
     original(self)
-    # Unsloth packs them itself. What the script gives is kept, but for uint8, which is also the default.
+    # Unsloth sets it itself. A value of the script is kept, except uint8, which is also the default.
     if self.load_in_4bit and not self.bnb_4bit_quant_storage.is_floating_point and "unsloth" not in sys.modules:
         self.bnb_4bit_quant_storage = self.bnb_4bit_compute_dtype

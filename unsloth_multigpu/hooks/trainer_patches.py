@@ -31,21 +31,21 @@ logger = get_logger(__name__)
 _SUPPORTS = "transformers>=4.57,<6"
 _TRAINER = "transformers.trainer:Trainer"
 _DEFAULT_DDP_TIMEOUT_S = 1800
-# Arguments whose `__init__`, as Unsloth writes it anew, raises the batch by the number of processes.
+# Classes of arguments for which Unsloth generates an `__init__` that raises the batch by the number of processes.
 _RAISED_BY_UNSLOTH = (
     "trl.trainer.grpo_config:GRPOConfig.__init__",
     "trl.trainer.rloo_config:RLOOConfig.__init__",
     "trl.experimental.sdft.sdft_config:SDFTConfig.__init__",
 )
-# Subclasses of TrainingArguments that drop the last batch where they see several ranks, by version.
+# Subclasses of TrainingArguments that drop the last batch on several ranks; the name depends on the version.
 _DROPS_LAST_BATCH = (
     "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__",
     "sentence_transformers.training_args:SentenceTransformerTrainingArguments.__post_init__",
 )
-# Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
+# Attribute with the values before the division. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
-# What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
-# when it is called.
+# Replaces `Trainer.train`: takes the trainer, its bound original `train`, and the arguments that this one reads when
+# it is called.
 RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
 
@@ -92,25 +92,25 @@ class TrainerHooks:
         ]
 
     def _patches_of_ranks(self) -> list[Patch]:
-        raised = "Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; "
+        raised = "Unsloth raises the batch to num_generations by the number of processes; "
         return [
             Patch(
                 f"{_TRAINER}.evaluation_loop",
                 _SUPPORTS,
                 self._evaluated_by_batch,
-                "Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
+                "Losses and predictions of an evaluation are those of one process, batch by batch.",
             ),
             Patch(
                 "transformers.trainer_callback:CallbackHandler.on_train_begin",
                 _SUPPORTS,
                 self._noticed_beginning,
-                "A training that does not come by Trainer.train would be another one on each rank, without a word.",
+                "A training that does not use Trainer.train would be another one on each rank, without a message.",
             ),
             Patch(
                 f"{_TRAINER}.hyperparameter_search",
                 _SUPPORTS,
                 _refused_search,
-                "Of several ranks one would choose the trials, and the others wait for it without a limit.",
+                "One rank would choose the trials, and the others would wait for it without a limit.",
             ),
             *(self._loader_patches() if self.config.keeps_global_batch else []),
             *(
@@ -118,7 +118,7 @@ class TrainerHooks:
                     target,
                     "unsloth>=2026.10.7",
                     functools.partial(_told_world_size, 1),
-                    f"{raised}what one process has is divided by the ranks.",
+                    f"{raised}here the batch of one process is divided among the ranks.",
                     optional=True,
                     after="unsloth.models.llama",
                 )
@@ -133,14 +133,14 @@ class TrainerHooks:
                 f"{_TRAINER}.get_train_dataloader",
                 _SUPPORTS,
                 self._loader_of_one_process,
-                "Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
+                "Outside a training its length is that of one process, by which scripts count the steps of a schedule.",
             ),
             *(
                 Patch(
                     f"{_TRAINER}.{name}",
                     _SUPPORTS,
                     self._whole_for_readers,
-                    "A script that reads it gets the batches of one process; the evaluation loop divides them.",
+                    "A script that iterates over it gets the batches of one process; the evaluation loop divides them.",
                 )
                 for name in ("get_eval_dataloader", "get_test_dataloader")
             ),
@@ -148,20 +148,20 @@ class TrainerHooks:
                 "accelerate.accelerator:Accelerator.gather_for_metrics",
                 "accelerate>=1.4",
                 self._alone_over_whole_rows,
-                "A script's own loop over such a loader has all rows on each rank: those of the others are copies.",
+                "In a script's own loop over such a loader each rank has all rows, so nothing is gathered.",
             ),
             Patch(
                 "transformers.training_args:TrainingArguments.to_dict",
                 _SUPPORTS,
                 _given_arguments,
-                "Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
+                "Arguments that are built from those of GRPO or RLOO would be divided a second time.",
             ),
             *(
                 Patch(
                     target,
                     "sentence-transformers>=3",
                     _keeps_last_batch,
-                    "It drops the last batch where there are ranks, which then make fewer steps than one process.",
+                    "It drops the last batch on several ranks, which would make fewer steps than one process.",
                     optional=True,
                 )
                 for target in _DROPS_LAST_BATCH
@@ -221,8 +221,8 @@ class TrainerHooks:
         from unsloth_multigpu.train.evaluation import Evaluation
 
         counts = trainer.args.average_tokens_across_devices
-        # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
-        # where the model divides by its own.
+        # Otherwise a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks,
+        # even if the model divides by its own tokens.
         trainer.args.average_tokens_across_devices = False
         manager = self.get_manager()
         share = self._loaders.share(trainer, manager, dataloader)
@@ -236,7 +236,7 @@ class TrainerHooks:
             return evaluation.completed(output)
         finally:
             trainer.args.average_tokens_across_devices = counts
-            # What callbacks read, in on_evaluate too.
+            # Callbacks read it, also in on_evaluate.
             trainer.callback_handler.eval_dataloader = dataloader
 
     def _adjusted_arguments(self, original: Callable[..., None], arguments: ArgumentsLike, /) -> None:
@@ -248,14 +248,14 @@ class TrainerHooks:
             from unsloth_multigpu.train.trainer import refuse_batch_search
 
             refuse_batch_search(arguments)
-            # transformers has accelerate open the group, which would not name a missing rank.
+            # accelerate opens the group next, and its error would not name a missing rank.
             self.get_manager().meet_ranks()
         if config.device == "cpu":
             arguments.use_cpu = True
         if has_ranks and self.device_type == "cpu":
-            # Without it accelerate sees no device to distribute over, and every rank trains for itself.
+            # Without it accelerate finds no device, and every rank trains by itself.
             arguments.use_cpu = True
-            # Here transformers has accelerate open the group, on the CPU without a timeout.
+            # accelerate would open the group next, on the CPU without a timeout.
             self.get_manager().open_group()
         if config.batch_size_per_gpu is not None:
             arguments.per_device_train_batch_size = config.batch_size_per_gpu
@@ -268,19 +268,19 @@ class TrainerHooks:
 
             ask_accelerate_to_shard(arguments, offload=config.shard_offload)
             if config.shard_offload:
-                # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
+                # accelerate would open the group next, without a backend for tensors in host memory.
                 self.get_manager().open_group()
         if config.keeps_global_batch and has_ranks and hasattr(arguments, "steps_per_generation"):
             _divide_generation_batch(cast(OptionalArguments, arguments), self.world_size, self.get_manager)
         original(arguments)
         if not has_ranks and arguments.n_gpu > 1:
-            # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
-            # legacy path cuts batches itself.
+            # transformers would use nn.DataParallel with larger batches. A rank has one device, and the legacy path
+            # divides batches itself.
             arguments._n_gpu = 1
 
 
 def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function with this number in WORLD_SIZE, if that variable is set."""
+    """Calls a function while WORLD_SIZE, if it is set, has this value."""
     before = os.environ.get("WORLD_SIZE")
     if before is None:
         return call(*args, **kwargs)
@@ -292,16 +292,16 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
 
 
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
-    """Returns the patch for a program run by `unsloth-multigpu verify`, below those of `trainer_patches`.
+    """Returns the patch that stops a training which `unsloth-multigpu verify` cannot record.
 
     Args:
-        is_followed: True if the training is recorded, and ended after the requested steps.
+        is_followed: True if the training is recorded.
     """
     error = SetupError(
         "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
         hint="Let the script call it on every way to train(), or take it out: verify then does it.",
     )
-    reason = "A training that verify does not follow would run to its end, over what the user has saved."
+    reason = "A training that verify does not record would run to its end and overwrite saved files."
     return Patch(f"{_TRAINER}.train", _SUPPORTS, functools.partial(_refused_unless, is_followed, error), reason)
 
 
@@ -317,7 +317,7 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
         hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
     )
-    reason = "A rank that multiprocessing started, and that was taken for a helper process, would train by itself."
+    reason = "A rank started by multiprocessing would train by itself if it is taken for a helper process."
     wrap = functools.partial(_refused_unless, is_lone, error)
     return Patch(f"{_TRAINER}.train", _SUPPORTS, wrap, reason, optional=True)
 

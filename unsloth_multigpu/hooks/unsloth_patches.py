@@ -1,4 +1,4 @@
-"""Every model is placed on the device of its rank, and each rank has its own files of what Unsloth offloads to disk."""
+"""Patches that load models on the device of the rank, and give each rank its own files for weights on disk."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from unsloth_multigpu.words import in_gib
 
 logger = get_logger(__name__)
 
-_REASON = "A device map that names card 0, or all cards, would put every rank's model there."
+_REASON = "A device map that names card 0, or all cards, would put the models of all ranks there."
 _LOADERS = {
     "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.7",
     "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
     "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
 }
-# Maps by which one process splits a model over all cards that it sees, where it sees several.
+# Maps by which one process splits a model over all visible cards.
 _SPLITTING = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "unsloth_balanced")
-# Maps that mean "wherever the accelerator is".
+# Maps that leave the choice of the accelerator to the library.
 _AUTOMATIC = (*_SPLITTING, *KINDS)
 _OFF_DEVICE = ("cpu", "meta", "disk")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Puts the models that a rank loads on its device.
+    """Loads models on the device of the rank.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
-        warns: Say that a map by which a model would be split does not split it.
-        num_ranks: Of the run.
-        shards: They are to share the model, whatever map would split it.
+        warns: Warn about a device map that would split the model in one process, and does not here.
+        num_ranks: Number of ranks of the run.
+        shards: The model is sharded over the ranks, in place of a device map that splits it.
     """
 
     device_type: str
@@ -109,7 +109,7 @@ class Placement:
         try:
             yield
         except RuntimeError as error:
-            # transformers tells of errors in its conversion of weights by another one, without a cause.
+            # transformers replaces errors during the conversion of weights by another one without a cause.
             if num_refused(device) > before:
                 hint, place = (
                     loading_advice(self.num_ranks, shards=self.shards),
@@ -120,17 +120,17 @@ class Placement:
 
 
 def offload_patches(rank: int) -> list[Patch]:
-    """The patch of Unsloth's function that moves embeddings which are trained to a file.
+    """Returns the patch of Unsloth's function that writes trained embeddings to a file.
 
     Args:
-        rank: This rank, of all nodes: they may share the folder.
+        rank: The global rank, since nodes may share the folder.
     """
     return [
         Patch(
             target="unsloth.models._utils:offload_to_disk",
             supports="unsloth>=2026.10.7",
             wrap=functools.partial(_offloaded_apart, rank),
-            reason="All ranks would write one file while others read it as memory: a bus error, or wrong weights.",
+            reason="All ranks would write one file that other ranks have mapped: a bus error, or wrong weights.",
             needs=("name", "temporary_location"),
             optional=True,
         )
@@ -164,7 +164,7 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
 
 
 def _splits(device_map: Any) -> bool:
-    """True for a map by which one process would put parts of a model on several cards, and all of it on cards."""
+    """True for a map that would split a model over several cards, with no part elsewhere."""
     if not isinstance(device_map, Mapping):
         return str(device_map) in _SPLITTING
     places = set(map(str, device_map.values()))
@@ -174,7 +174,7 @@ def _splits(device_map: Any) -> bool:
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
-    # The name too: for a model in a folder, Unsloth writes into that one, and ranks that make a new one meet there.
+    # The name as well: for a model in a folder, Unsloth writes into that folder.
     given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
     given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
     return original(*given.args, **given.kwargs)

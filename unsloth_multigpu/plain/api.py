@@ -1,6 +1,6 @@
-"""What the loop of a script without a Trainer calls: models, weights and data for the ranks that it runs in.
+"""Functions for training loops without a Trainer: the model in DDP, and a data loader.
 
-They work in ranks that `enable_multi_gpu` started or joined, and in one process.
+They work in ranks that `enable_multi_gpu` has started or joined, and in one process.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ if TYPE_CHECKING:
 
 
 def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
-    """Makes a model train on all ranks, and moves it to this rank's device.
+    """Moves a model to this rank's device and wraps it in DistributedDataParallel.
 
-    In a rank it becomes a DistributedDataParallel, which gives all ranks rank 0's weights and averages their gradients;
-    all ranks must make the call, and the process group is opened if it is not open. In one process the model stays the
-    module that it is. A model that is wrapped already is returned as it is.
+    DDP copies rank 0's weights to all ranks and averages their gradients. All ranks must make the call; it opens the
+    process group if necessary. In one process the model is not wrapped. A wrapped model is returned unchanged.
 
-    Build the optimizer after this call: a model that is moved may get new parameters. Layers that look at the whole
-    batch, such as BatchNorm, see each rank's part.
+    Create the optimizer after this call, since moving a model may replace its parameters. Layers that use the whole
+    batch, such as BatchNorm, see each rank's part only.
 
-    The option verify_every is the Trainer's. After `torch.manual_seed(0)` in the script all ranks
-    draw the same dropout masks; call `torch.manual_seed(seed + rank)` after wrapping for others on each rank.
+    After `torch.manual_seed(0)` in the script all ranks draw the same dropout masks. For different ones call
+    `torch.manual_seed(seed + rank)` after wrapping.
 
     Args:
         model: A module with a parameter that requires a gradient.
-        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient.
+        find_unused_parameters: Argument of DDP: True if a step may leave a parameter without a gradient.
 
     Raises:
-        SetupError: The model has nothing to train; an option of `enable_multi_gpu` that only a
-            Trainer can follow.
+        SetupError: No parameter requires a gradient, or an option of `enable_multi_gpu` needs a Trainer.
     """
     from unsloth_multigpu.plain.wrap import wrap_model
 
@@ -58,29 +56,29 @@ def distributed_loader(
     drop_last: bool = False,
     **loader_options: Any,
 ) -> DistributedLoader:
-    """A `torch.utils.data.DataLoader` of this rank's part of each step.
+    """Returns a `torch.utils.data.DataLoader` of this rank's part of each step.
 
-    Each sample of an epoch counts in one step of one rank. Steps are those of the one-process loader with the same
-    seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that are left
-    at the end of an epoch make a shorter step. A rank for which none is left gets one again, whose weight is 0.0.
+    The steps are those of a one-process loader with the same seed: `batch_size` samples, which the ranks share in
+    order. All ranks make the same number of steps. The last step of an epoch may be shorter; a rank without a sample
+    gets one again, with weight 0.0.
 
-    Every iteration shuffles again and must be made on all ranks; `loader.set_epoch(n)` continues with another epoch.
+    Every iteration is a new epoch and must be made on all ranks. `loader.set_epoch(n)` sets the next one.
 
-    DDP averages over ranks, so the mean loss of a rank counts as much as that of any other. Where a step does not
-    divide by the ranks, parts differ by one sample; `(loss * loader.loss_weight).backward()` has the gradient of one
-    process then, for a loss that is a mean over samples. Elsewhere the weight is 1.0. One line of the log tells.
+    DDP averages over ranks. If the ranks' parts of a step differ by a sample, `(loss * loader.loss_weight).backward()`
+    gives the gradient of one process for a loss that is a mean over samples. Otherwise the weight is 1.0. A warning
+    says if parts differ.
 
     Args:
         dataset: With `__len__` and `__getitem__`; the same on all ranks.
-        batch_size: That of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
-            `enable_multi_gpu` count here, too.
-        shuffle: A new order for each epoch.
-        seed: Of that order.
-        drop_last: Leave out the samples that do not fill a step.
-        loader_options: Given to each rank's DataLoader: `collate_fn`, `num_workers` and so on.
+        batch_size: Batch size of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
+            `enable_multi_gpu` apply here as well.
+        shuffle: Use a new order in each epoch.
+        seed: Seed of the order.
+        drop_last: Leave out a last step that is shorter.
+        loader_options: Arguments of each rank's DataLoader: `collate_fn`, `num_workers` and so on.
 
     Raises:
-        ConfigError: A step or the data set has fewer samples than ranks, or no length.
+        ConfigError: A step or the data set has fewer samples than there are ranks, or the data set has no length.
     """
     from unsloth_multigpu.plain.loader import distributed_loader as make_loader
 
@@ -99,7 +97,7 @@ def distributed_loader(
 
 
 def _manager() -> DDPManager:
-    """The session's, else that of a process which works alone.
+    """Returns the session's manager, or that of a single process.
 
     Raises:
         SetupError: This process is one of several ranks, and `enable_multi_gpu` was not called.

@@ -1,4 +1,4 @@
-"""A data loader for plain PyTorch loops: each sample of an epoch once over all ranks, in steps of one process.
+"""A data loader for plain PyTorch loops, in which the ranks share the steps of one process.
 
 Imported inside functions only.
 """
@@ -23,8 +23,8 @@ class DistributedLoader(DataLoader[Any]):
     """Loads this rank's batches; see `unsloth_multigpu.distributed_loader`.
 
     Attributes:
-        loss_weight: What the mean loss of the batch counts that was yielded last, so that the average over ranks is the
-            mean over the step. 1.0 where the ranks' parts are equal, 0.0 for a rank that has none.
+        loss_weight: Weight of the mean loss of the batch yielded last, so that the average over ranks is the mean over
+            the step. 1.0 if all ranks have as many samples, 0.0 for a rank that has none.
     """
 
     def __init__(self, dataset: Any, steps: BatchSampler, rank: int, world_size: int, **options: Any) -> None:
@@ -33,19 +33,19 @@ class DistributedLoader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=SharedBatches(steps, rank, world_size, None), **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # Workers are ahead of the batch that is yielded, so its weight is told here and not where it is drawn.
+        # Workers load ahead, so the weight is set when the batch is yielded.
         for step, batch in enumerate(super().__iter__()):
             rows = self.rows(step)
             self.loss_weight = rows[self._rank] * self._world_size / sum(rows)
             yield batch
 
     def rows(self, step: int) -> list[int]:
-        """How many samples of a step each rank has."""
+        """Returns the number of samples of each rank in a step."""
         size = self._steps.batch_size
         return rows_of_ranks(min(size, len(self.dataset) - step * size), self._world_size)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Lets the next iteration begin epoch `epoch`, and those after it the following ones."""
+        """Sets the epoch of the next iteration. Later iterations count on from it."""
         order: Any = self._steps.sampler
         order.epoch = epoch
 
@@ -64,7 +64,7 @@ def distributed_loader(
     """See `unsloth_multigpu.distributed_loader`."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"{type(dataset).__name__} has no length: its samples cannot be dealt to ranks by their numbers.",
+            f"{type(dataset).__name__} has no length, so ranks cannot share its samples by index.",
             hint="Give a data set with __len__ and __getitem__.",
         )
     world_size = identity.world_size
@@ -83,7 +83,7 @@ def distributed_loader(
 
 
 class _Order(Sampler[int]):
-    """The samples of an epoch; every iteration is the next epoch, in an order of its own."""
+    """Indices of the samples of an epoch. Every iteration is a new epoch with another order."""
 
     def __init__(self, num_samples: int, shuffle: bool, seed: int) -> None:
         self._num_samples = num_samples
@@ -92,7 +92,7 @@ class _Order(Sampler[int]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        # Of its own: the ranks' random states may differ.
+        # A generator of its own, since the random states of ranks may differ.
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         self.epoch += 1
         every = torch.randperm(self._num_samples, generator=generator).tolist() if self._shuffle else ()

@@ -1,4 +1,4 @@
-"""Puts the model of a plain PyTorch loop on the devices of this process, and takes wrappers off again.
+"""Wraps the model of a plain PyTorch loop in DDP, and unwraps it.
 
 Imported inside functions only.
 """
@@ -52,7 +52,7 @@ def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
     """Refuses options of enable_multi_gpu that have no effect in a plain loop."""
     if asked := config.asked(Scope.TRAINER):
         raise SetupError(
-            f"{asked[0]} needs a transformers.Trainer, and nothing follows it in a plain loop.",
+            f"{asked[0]} needs a transformers.Trainer, and has no effect in a plain loop.",
             hint=f"Leave {asked[0].partition('=')[0]} out.",
         )
 
@@ -60,7 +60,7 @@ def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
 def _device(manager: DDPManager) -> torch.device:
     device = local_device(manager.identity, manager.config)
     if manager.identity.world_size > 1 and device.type != "cpu":
-        # NCCL and "cuda" without a number mean the current one.
+        # NCCL and "cuda" without an index use the current device.
         torch.accelerator.set_device_index(device.index)
     return device
 
@@ -69,7 +69,7 @@ def _place(model: nn.Module, device: torch.device, *, can_stay: bool) -> None:
     """Moves the model to the device.
 
     Args:
-        can_stay: It may stay on another accelerator, where the script has put it.
+        can_stay: Leave it on another accelerator if the script has moved it there.
     """
     places = {t.device for t in chain(model.parameters(), model.buffers())}
     if places <= {device} or (can_stay and any(p.type not in ("cpu", "meta") for p in places)):
@@ -82,14 +82,14 @@ def _with_ddp(
 ) -> DistributedDataParallel:
     if not any(p.requires_grad for p in model.parameters()):
         raise SetupError(
-            "No parameter of the model requires a gradient: there is nothing to train together.",
-            hint="Set requires_grad before wrapping, or leave a model that is only used as it is.",
+            "No parameter of the model requires a gradient: there is nothing to train.",
+            hint="Set requires_grad before wrapping; a model that is not trained needs no wrapper.",
         )
     manager.open_group()
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],
         find_unused_parameters=find_unused_parameters,
-        # The gradients are the buckets, and not a copy of them.
+        # Saves a copy of the gradients.
         gradient_as_bucket_view=True,
     )

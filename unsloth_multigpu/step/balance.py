@@ -236,7 +236,7 @@ def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:
         if reduction.rows_are_independent and not is_asked:
             return False
         raise SetupError(
-            "the loss is not known as a sum over the tokens of the step",
+            "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares one)",
             hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='auto' "
             "without max_tokens_per_micro_batch.",
         )

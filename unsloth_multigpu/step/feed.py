@@ -305,7 +305,7 @@ class StepFeed(Part):
                 f"It is not known how {name} is averaged, and check_first_step='off' leaves it unmeasured.",
                 hint="Set loss_reduction to 'row_mean', 'token_mean' or 'token_sum'. " + ways,
             )
-        if hidden := hidden_at_first(self._trainer, self.passes.compute_loss):
+        if hidden := hidden_at_first(self._trainer):
             self.tell(hidden, f"The loss of a micro-batch cannot be shared exactly. {name}: {hidden}.", "", ways)
         return False
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
 from unsloth_multigpu.step.rounding import sum_dtype
-from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"
@@ -37,7 +37,7 @@ _GATHERS = "gather_across_devices"
 # DPO losses in which pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Losses in which the weight of a row depends on other rows. The first step cannot show it, because policy and reference
-# are equal then. By the class that computes them.
+# are equal then. By the class, or a base class, of the trainer.
 _HIDDEN_AT_FIRST = {
     "DPOTrainer": {"aot", "aot_unpaired"},
     "KTOTrainer": {"kto"},
@@ -131,9 +131,10 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
     return LossReduction(AUTO)
 
 
-def hidden_at_first(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+def hidden_at_first(trainer: TrainerLike) -> str:
     """Returns why the first step cannot show how the loss is reduced; "" if it can."""
-    hidden = _HIDDEN_AT_FIRST.get(author_of(trainer, compute_loss), set()) & _loss_types(trainer)
+    names = {cls.__name__.removeprefix("_Unsloth") for cls in type(trainer).__mro__}
+    hidden = set().union(*(_HIDDEN_AT_FIRST.get(name, ()) for name in names)) & _loss_types(trainer)
     if not hidden:
         return ""
     return f"loss_type={min(hidden)!r} weighs a row by the others once policy and reference differ"
@@ -194,7 +195,8 @@ def _takes_count(trainer: TrainerLike) -> bool:
 
 def _loss_types(trainer: TrainerLike) -> set[str]:
     """Returns the loss types of a preference trainer."""
-    types = cast(OptionalArguments, trainer.args).loss_type if hasattr(trainer.args, "loss_type") else ()
+    # Trainers of other libraries, such as LLaMA-Factory's, have it as their own attribute only.
+    types = getattr(trainer.args, "loss_type", None) or getattr(trainer, "loss_type", None)
     return {types} if isinstance(types, str) else set(types or ())
 
 

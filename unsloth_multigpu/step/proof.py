@@ -71,6 +71,8 @@ _ERRORS = (
 _MOST_S = 60.0
 # If the loss reduction was found by measurement, each of the first steps is compared.
 _EARLY_STEPS = 16
+# After a difference, one that is larger by this factor is reported as well.
+_WORSE = 10
 # If both passes take less time than this, they are timed again: kernels compile in the first pass.
 _TIMED_AGAIN_S = 20.0
 
@@ -97,6 +99,8 @@ class StepProof:
         self._seconds = 0.0
         # Random draws and counters that were reported already.
         self._told: set[str] = set()
+        # The largest difference that was reported.
+        self._told_off = 0.0
         # The script's counters after the latest pass of the ranks.
         self._numbers: dict[str, Any] = {}
         # Parameters used by a reference pass, if DDP searches for unused ones.
@@ -125,7 +129,8 @@ class StepProof:
         is_first = self.first is None
         is_power = not self._num_steps & (self._num_steps - 1)
         # A wrong loss reduction may give the right gradient in one step by chance.
-        is_early = self._num_steps <= _EARLY_STEPS and self._is_unknown and self._seconds < _MOST_S
+        may_be_early = self._num_steps <= _EARLY_STEPS and not self._told_off
+        is_early = may_be_early and self._is_unknown and self._seconds < _MOST_S
         if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and self._may_change)):
             return
         if step.left_over is not None or not step.sizes:
@@ -427,7 +432,9 @@ class StepProof:
         norms = f"norm {off.other_norm:.6g} in place of {off.norm:.6g}{worst}"
         what = f"{found} ({norms}): this is not exactly the training of one process."
         own = f"The step has code of the script's own: {', '.join(self._own_code)}." if self._own_code else ""
-        self._is_over = self._manager.config.check_first_step == "auto"
+        if off.off < _WORSE * self._told_off and self._manager.config.check_first_step == "auto":
+            return
+        self._told_off = off.off
         self._feed.tell(f"{found}", what, own, self._ways_out())
 
     @property

@@ -46,7 +46,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, list, dict, set, deque)
 # Containers with more items are data, not state. Items of containers with more parts are not followed.
 _MOST_ITEMS, _MOST_PARTS = 10_000, 1000
-_MOST_ELEMENTS = 2**24
+_MOST_ELEMENTS, _MOST_IN_ARRAY = 2**24, 2**20
 _MOST_OBJECTS = 200_000
 _DATA = ("train_dataset", "eval_dataset")
 # Modules of library classes that wrap a script's collator or data set.
@@ -183,6 +183,9 @@ class KeptObjects:
         if type(value) is torch.Tensor:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
+        elif _is_array(value):
+            if value.size <= _MOST_IN_ARRAY and value.flags.writeable:
+                self._restoring.append(functools.partial(value.__setitem__, ..., value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
         elif _is_container(value):
@@ -250,7 +253,8 @@ class KeptObjects:
 
         def restore() -> None:
             for name in now():
-                if name not in kept and (isinstance(values[name], _PLAIN) or _is_own(values[name])):
+                value = values[name]
+                if name not in kept and (isinstance(value, _PLAIN) or _is_array(value) or _is_own(value)):
                     del values[name]  # An attribute of the class becomes visible again.
             values.update(kept)
 
@@ -293,6 +297,10 @@ def _is_own(value: Any) -> bool:
     """True for an object of a script's class, and for library objects that wrap one."""
     module = type(value).__module__
     return not is_library(module) or module.startswith(_WRAPPERS)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_container(value: Any) -> bool:

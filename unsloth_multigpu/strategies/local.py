@@ -45,13 +45,13 @@ class LocalSGDSync(GradientSync):
         """Makes weights and buffers of all ranks equal, if steps were made since the last time."""
         if self._num_local_steps:
             self._combine_weights()
-            # In 64 bits, where the mean of equal numbers is that number: constants stay as they are.
+            # In 64 bits the mean of equal numbers is exact, so constants do not change.
             self.average([b for b in self.buffers if b.is_floating_point()], dtype=torch.float64)
             self.broadcast([b for b in self.buffers if not b.is_floating_point()])
         self._num_local_steps = 0
 
     def _combine_weights(self) -> None:
-        # The mean of 16-bit weights in 16 bits would lose most of what a few steps have changed.
+        # A mean in 16 bits would lose most of the change of a few steps.
         for dtype in sorted({p.dtype for p in self.parameters}, key=str):
             same = [p for p in self.parameters if p.dtype == dtype]
             self.average(same, dtype=torch.promote_types(dtype, torch.float32))
@@ -60,20 +60,20 @@ class LocalSGDSync(GradientSync):
 class DiLoCoSync(LocalSGDSync):
     """Local steps, and an outer step where the ranks synchronize.
 
-    What the ranks have moved on average since the last time is the gradient of an outer SGD with Nesterov momentum.
-    Its state is equal on all ranks. It keeps the weights of the last synchronization and the momentum in 32 bits: 8
-    bytes for each trainable parameter, 4 more during a synchronization. Source: Douillard et al. 2023, "DiLoCo:
+    The mean change of the weights since the last synchronization is the gradient of an outer SGD with Nesterov
+    momentum, whose state is equal on all ranks. The weights of the last synchronization and the momentum are kept in 32
+    bits: 8 bytes for each trainable parameter, 4 more during a synchronization. Source: Douillard et al. 2023, "DiLoCo:
     Distributed Low-Communication Training of Language Models".
 
-    A synchronization before `every_steps` steps are made is an outer step as well, and the momentum moves the weights
-    once more: saves and evaluations should fall on multiples of `every_steps`.
+    An earlier synchronization, for a save or an evaluation, is an outer step as well, in which the momentum moves the
+    weights once more. So saves and evaluations should fall on multiples of `every_steps`.
 
     Args:
         model: See `GradientSync`.
         optimizer: See `GradientSync`.
         every_steps: See `LocalSGDSync`.
-        learning_rate: Of the outer step. 1 without momentum = the mean of the ranks' weights.
-        momentum: Of the outer step; 0 = none.
+        learning_rate: Learning rate of the outer step. 1 without momentum = the mean of the ranks' weights.
+        momentum: Momentum of the outer step; 0 = none.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class DiLoCoSync(LocalSGDSync):
         momentum: float = 0.9,
     ) -> None:
         super().__init__(model, optimizer, every_steps)
-        # In 32 bits also where weights have 16: an outer step can be smaller than their spacing.
+        # In 32 bits also for 16-bit weights, since an outer step can be smaller than their spacing.
         self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
         self._outer = torch.optim.SGD(self._start, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
 
     def begin(self) -> None:
-        """Gives every rank rank 0's weights and buffers; the first window begins with them."""
+        """Copies rank 0's weights and buffers to all ranks. The first window begins with them."""
         super().begin()
         self._read_start()
 
@@ -102,7 +102,7 @@ class DiLoCoSync(LocalSGDSync):
     def _combine_weights(self) -> None:
         with torch.no_grad():
             for start, parameter in zip(self._start, self.parameters, strict=True):
-                # From where this rank began, which is rounded where weights have 16 bits.
+                # This rank began at the rounded value if weights have 16 bits.
                 start.grad = start.to(parameter.dtype).to(start.dtype) - parameter
             self.average([s.grad for s in self._start if s.grad is not None])
             self._outer.step()
@@ -111,9 +111,9 @@ class DiLoCoSync(LocalSGDSync):
                 parameter.copy_(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer momentum, one tensor for each trainable parameter, or none before the first synchronization.
+        """Returns the outer momentum: a tensor for each trainable parameter, none before the first synchronization.
 
-        Where weights have 16 bits, those of the last synchronization in 32 bits as well.
+        With 16-bit weights also the weights of the last synchronization in 32 bits.
         """
         buffers = [self._outer.state[s].get("momentum_buffer") for s in self._start]
         state: dict[str, Any] = {"momentum": [b.cpu() for b in buffers if b is not None]}
@@ -122,7 +122,7 @@ class DiLoCoSync(LocalSGDSync):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state_dict()`, at the begin of its window.
+        """Resumes from a `state_dict()` at the beginning of a window.
 
         Raises:
             SetupError: It belongs to another model.

@@ -28,7 +28,7 @@ STATE_FILE = "unsloth_multigpu_sync.pt"
 
 
 class Exchange(GradientExchange):
-    """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
+    """Calls a `GradientSync` from methods and callbacks of one Trainer.
 
     Attributes:
         sync: The strategy, once the training has begun.
@@ -54,21 +54,21 @@ class Exchange(GradientExchange):
         return {
             "prepare_model": self._prepare_alone,
             "training_step": self._training_step,
-            # The one place that tells which checkpoint a training resumes from.
+            # Its argument is the checkpoint from which the training resumes.
             "_load_optimizer_and_scheduler": self._load_optimizer,
-            # For every reason and time of a stop: a training may also end without a last step that says so.
+            # Independent of the callbacks, since a training may end without a last step.
             "_save_checkpoint": self._synchronize_before,
             "_load_best_model": self._synchronize_before,
         }
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Makes the strategy for the model and the optimizer that the Trainer has just prepared. Collective."""
+        """Creates the strategy for the prepared model and optimizer. Collective."""
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
             raise SetupError(
                 f"strategy='{self._config.strategy}', but the model is wrapped in DDP, by the script or an "
                 "earlier training.",
-                hint="Make a new Trainer with the plain model, or set strategy='ddp'.",
+                hint="Create a new Trainer with the plain model, or set strategy='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
         self.sync = make_sync(self._config, trainer.model, torch_optimizer(trainer), is_loss_scaled=is_loss_scaled)
@@ -105,12 +105,12 @@ class Exchange(GradientExchange):
 
     @property
     def are_replicas_equal(self) -> bool:
-        """True before the training as well."""
+        """True also before the training."""
         return self.sync is None or self.sync.are_replicas_equal
 
     @property
     def may_stop(self) -> bool:
-        """Ranks that do not synchronize in every step stop where they do."""
+        """True after a synchronization, for ranks that do not synchronize in every step."""
         return not isinstance(self._config.strategy, LocalSGD) or self.are_replicas_equal
 
     def sent_bytes(self, num_steps: int) -> int | None:

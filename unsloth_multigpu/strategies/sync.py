@@ -21,20 +21,20 @@ _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 
 class GradientSync:
-    """One way to train one model on all ranks of the default process group.
+    """Base of the strategies that train one model on all ranks of the default process group.
 
-    A loop calls `begin` once, then for every optimizer step `after_backward` when the rank's gradients of the whole
-    step are in `.grad` and not yet clipped, and `after_step` when the optimizer has stepped; `synchronize` before
-    weights are saved, evaluated or compared; and `end`. All ranks make the same calls in the same order: each may be a
-    collective. Gradients are averaged over the ranks, as DDP does.
+    A loop calls `begin` once. In every optimizer step it calls `after_backward`, when `.grad` has the rank's gradients
+    of the whole step, not yet clipped, and `after_step` when the optimizer has stepped. It calls `synchronize` before
+    weights are saved, evaluated or compared, and `end` at the end. All ranks make the same calls in the same order,
+    since each may be a collective. Gradients are averaged over the ranks, as in DDP.
 
     Args:
-        model: The model without a wrapper. Its trainable parameters are kept together, and its buffers.
+        model: The model without a wrapper. Its trainable parameters and buffers are synchronized.
         optimizer: This rank's torch optimizer, on those parameters.
 
     Attributes:
-        bucket_bytes: Of one message at most. A tensor that fills a message alone is sent without a copy.
-        sent_bytes: What this rank has sent so far: elements of tensors, assuming the usual algorithms.
+        bucket_bytes: Largest size of a message. A tensor that fills a message alone is sent without a copy.
+        sent_bytes: Bytes that this rank has sent so far, computed for the usual algorithms of collectives.
         num_steps: Finished optimizer steps of this rank.
     """
 
@@ -49,12 +49,12 @@ class GradientSync:
         self.world_size = dist.get_world_size()
         self.sent_bytes = 0
         self.num_steps = 0
-        # A thread of gloo drops its reference a moment after a message is done. If it were the last one, the thread
-        # would need Python's lock to free the tensor, and a process that is exiting aborts then.
+        # A thread of gloo drops its reference after a message is done. If it is the last one, the thread takes Python's
+        # lock to free the tensor, and a process that is exiting aborts then.
         self._last_works: deque[Any] = deque(maxlen=2)
 
     def begin(self) -> None:
-        """Gives every rank rank 0's weights and buffers, frozen ones included, as DDP does."""
+        """Copies rank 0's weights and buffers to all ranks, including frozen ones, as DDP does."""
         self.broadcast([*self.model.parameters(), *self.buffers])
 
     def after_backward(self) -> None:
@@ -79,20 +79,20 @@ class GradientSync:
         self.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of rank 0 besides weights and optimizer: tensors, numbers, texts."""
+        """Returns rank 0's state for a checkpoint, besides weights and optimizer: tensors, numbers, texts."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a `state_dict()`. Called after `begin`, when the weights are those of the checkpoint."""
 
     def shared_gradients(self) -> list[torch.Tensor]:
-        """The gradients that at least one rank has, in the order of `parameters`; zeros where this rank has none.
+        """Returns the gradients that at least one rank has, in the order of `parameters`; zeros if this rank has none.
 
         A gradient that no rank has stays None, so that no optimizer decays an unused weight. Collective: one byte for
         each parameter.
 
         Raises:
-            SetupError: On every rank, where one has a sparse gradient.
+            SetupError: A rank has a sparse gradient. Raised on all ranks.
         """
         if not self.parameters:
             return []
@@ -115,16 +115,16 @@ class GradientSync:
         return next(name for name, p in self.model.named_parameters() if p is parameter)
 
     def average(self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-        """Makes each tensor the mean over ranks, computed in `dtype`; None = in its own. Collective."""
+        """Replaces each tensor by the mean over ranks, computed in `dtype`; None = its own dtype. Collective."""
         self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), dtype)
 
     def average_on_server(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Makes rank 0's tensors the mean over ranks. The tensors of the other ranks are undefined then. Collective."""
+        """Replaces rank 0's tensors by the mean over ranks; those of other ranks become undefined. Collective."""
         self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies rank 0's values to all ranks. Collective."""
-        # As bytes: backends do not know all dtypes.
+        # As bytes, since backends do not support all dtypes.
         self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)))
 
     def exchange(
@@ -133,12 +133,12 @@ class GradientSync:
         start: Callable[[torch.Tensor], Any],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Sends tensors in buckets, several at a time, and writes back what arrives.
+        """Runs a collective on tensors in buckets, several at a time, and writes the results back.
 
         Args:
             tensors: The same shapes in the same order on all ranks.
             start: Starts a collective on a flat tensor, in place, and returns its handle.
-            dtype: Of the messages; None = as the tensors are.
+            dtype: dtype of the messages; None = that of the tensors.
         """
         flying: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
         for group in buckets(tensors, self.bucket_bytes):
@@ -173,10 +173,10 @@ class GradientSync:
 
 
 class AllReduceSync(GradientSync):
-    """Every rank averages the gradients over all ranks and makes the same optimizer step.
+    """Averages the gradients over all ranks after the backward pass. Every rank makes the same optimizer step.
 
-    The same numbers as DDP to rounding. Nothing is sent while the backward computes. As with DDP, buffers follow rank
-    0's, and a parameter that only some ranks used counts as zeros on the others.
+    Equal to DDP up to rounding, but communication does not overlap with the backward pass. As in DDP, buffers are those
+    of rank 0, and the gradient of a parameter that a rank has not used counts as zeros.
     """
 
     def after_backward(self) -> None:
@@ -190,16 +190,16 @@ class AllReduceSync(GradientSync):
 
 
 class ParameterServerSync(GradientSync):
-    """Rank 0, which is a worker as well, averages the gradients, steps, and sends the weights to the others.
+    """Rank 0, which is also a worker, averages the gradients, steps, and sends the weights to the other ranks.
 
-    The same numbers as DDP to rounding. Only rank 0 holds optimizer state; the other ranks' optimizers see no gradient,
-    so their steps do nothing, and the gradient norm of the step is rank 0's.
+    Equal to DDP up to rounding. Only rank 0 has optimizer state: the optimizers of the other ranks get no gradient, so
+    their steps do nothing. The gradient norm of a step is that of rank 0.
 
     Args:
         model: See `GradientSync`.
         optimizer: See `GradientSync`.
-        is_loss_scaled: A GradScaler scales the loss. It wants a gradient on every rank, and its scale must stay the
-            same on all; so each worker keeps one, of its smallest parameter: zeros, or NaN where rank 0's overflowed.
+        is_loss_scaled: A GradScaler scales the loss. It needs a gradient on every rank, and the same scale on all. So
+            each worker keeps the gradient of its smallest parameter: zeros, or NaN if rank 0's gradient overflowed.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool = False) -> None:
@@ -207,7 +207,7 @@ class ParameterServerSync(GradientSync):
         self._is_loss_scaled = is_loss_scaled
 
     def begin(self) -> None:
-        """Gives every rank rank 0's weights and buffers; workers drop optimizer state that a checkpoint gave them."""
+        """Copies rank 0's weights and buffers to all ranks. Workers drop optimizer state of a checkpoint."""
         super().begin()
         if self.rank != SERVER_RANK:
             self.optimizer.state.clear()

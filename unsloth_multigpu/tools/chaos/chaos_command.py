@@ -157,7 +157,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         progress.clear()
         if ended.code != 0:
             said = f"{last_lines(ended.output)}\nchaos: without a fault the run ended with {ended.code}."
-            print(said, file=sys.stderr)
+            Screen(sys.stderr).line(said)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
         judge = _prepare(folder, scene, ended, run_options)
         rows = _try_all(named or all_faults(judge.whole.num_steps, num_ranks), judge, ended, progress)

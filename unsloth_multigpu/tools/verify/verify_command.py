@@ -77,7 +77,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             code, found, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
-                print(tail, file=sys.stderr)
+                Screen(sys.stderr).line(tail)
                 progress.say(f"{label} ended with exit code {code}.")
                 return code
             if not found[0]["steps"]:
