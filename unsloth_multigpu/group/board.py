@@ -17,6 +17,8 @@ _Found = TypeVar("_Found")
 _MARK = "="
 _NONE = "?"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.02
+# Limit of the time from a `set` until other ranks read the value.
+_IN_FLIGHT_S = 1.0
 # A rank that waits sleeps for this part of the time that it has waited.
 _PAUSES_PER_WAIT = 8
 _HINT = "Call it on all ranks, or raise timeout_s where it only takes long."
@@ -97,11 +99,14 @@ class Board:
             DistributedError: Rank 0 has left the code that all ranks run without publishing it.
         """
         begin_s = time.monotonic()
+        abandoned_s: float | None = None
         while True:
-            is_abandoned = self.is_abandoned()  # Asked first: what rank 0 published before is seen below.
+            if abandoned_s is None and self.is_abandoned():
+                abandoned_s = time.monotonic()
             if (found := read()) is not None:
                 return found
-            if is_abandoned:
+            # `set` does not wait: what was published before may be still on its way.
+            if abandoned_s is not None and time.monotonic() - abandoned_s > _IN_FLIGHT_S:
                 who = "rank 0 has" if self.rank else "the other ranks have"
                 raise DistributedError(
                     f"rank {self.rank} waits for {what}, and {who} left the cell.",
