@@ -75,6 +75,7 @@ class OfTheScript(TrainerCallback):
         self._trainer = trainer
 
     def on_step_end(self, *_, **__):
+        self._trainer.event("on_log")  # As by `Trainer.log`.
         self._trainer.note(f"callback behind step {self._trainer.page.step}")
 
 

@@ -145,6 +145,9 @@ def test_containers_of_the_script_are_as_before(held):
 def test_arrays_of_the_script_are_as_before():
     counts, data = numpy.zeros(3), numpy.zeros(3)
     data.flags.writeable = False
-    with kept_objects([counts, data]):
+    frozen, resized = numpy.zeros(3), numpy.zeros(3)
+    with kept_objects([frozen, resized, counts, data]):
         counts[1] += 1
+        frozen.setflags(write=False)
+        resized.resize(4, refcheck=False)
     assert not counts.any()

@@ -71,7 +71,7 @@ class Resume(Part):
         """
         trainer = self.trainer
         # Rank 0's, because a name with the time or a random number differs between ranks.
-        trainer.args.output_dir = self.manager.broadcast_json(trainer.args.output_dir)
+        trainer.args.output_dir = self.manager.broadcast_json(os.fspath(trainer.args.output_dir))
         run_dir = trainer._get_output_dir(None)
         for name in clear_parts(Path(run_dir)) if self.manager.identity.rank == 0 else ():
             logger.warning(

@@ -108,8 +108,9 @@ class _MapOrder:
         def read() -> str | None:
             # Once the first rank has passed its call with this number, it will not make this call any more. Where only
             # this rank runs this part of a notebook's cell, no other rank needs the result.
+            is_past = manager.is_published(call) or manager.is_abandoned()  # Asked first: it publishes `key` before.
             found = manager.read(key)
-            return found if found is not None else "" if manager.is_published(call) or manager.is_abandoned() else None
+            return found if found is not None else "" if is_past else None
 
         return manager.wait(
             read,

@@ -16,7 +16,18 @@ from unsloth_multigpu.errors import SetupError
 
 # Commands that start processes and train in them.
 LAUNCHERS = frozenset(
-    ["accelerate", "accelerate-launch", "axolotl", "deepspeed", "llamafactory-cli", "ray", "swift", "torchrun", "tune"]
+    [
+        "accelerate",
+        "accelerate-launch",
+        "axolotl",
+        "deepspeed",
+        "llamafactory-cli",
+        "lmf",
+        "ray",
+        "swift",
+        "torchrun",
+        "tune",
+    ]
 )
 LAUNCHER_MODULES = frozenset(
     [

@@ -197,7 +197,8 @@ def _loss_types(trainer: TrainerLike) -> set[str]:
     """Returns the loss types of a preference trainer."""
     # Trainers of other libraries, such as LLaMA-Factory's, have it as their own attribute only.
     types = getattr(trainer.args, "loss_type", None) or getattr(trainer, "loss_type", None)
-    return {types} if isinstance(types, str) else set(types or ())
+    found = types if isinstance(types, (list, tuple)) else [types]
+    return {name for name in found if isinstance(name, str)}
 
 
 def whole_ways(world_size: int) -> str:

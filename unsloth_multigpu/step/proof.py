@@ -347,7 +347,8 @@ class StepProof:
     def _reductions(self, rows: StepRows, still: Still) -> list[LossReduction]:
         """Returns the loss reductions to try, the current one first. The same on all ranks."""
         known, asked = self._feed.passes.reduction, self._manager.config.loss_reduction
-        if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised:
+        # After a difference was reported the reduction stays.
+        if asked not in (AUTO, TOKEN_MEAN) or known.is_token_normalised or self._told_off:
             return [known]
         if not self._feed.passes.shares_micro_batches(rows.sizes):
             return [known]

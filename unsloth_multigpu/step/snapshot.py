@@ -46,7 +46,8 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, list, dict, set, deque)
 # Containers with more items are data, not state. Items of containers with more parts are not followed.
 _MOST_ITEMS, _MOST_PARTS = 10_000, 1000
-_MOST_ELEMENTS, _MOST_IN_ARRAY = 2**24, 2**20
+# An array of NumPy that is larger is data.
+_MOST_ELEMENTS, _MOST_IN_ARRAY = 2**24, 10_000
 _MOST_OBJECTS = 200_000
 _DATA = ("train_dataset", "eval_dataset")
 # Modules of library classes that wrap a script's collator or data set.
@@ -183,9 +184,9 @@ class KeptObjects:
         if type(value) is torch.Tensor:
             if value.numel() <= _MOST_ELEMENTS:
                 self._restoring.append(functools.partial(_restore_tensor, value, value.detach().clone()))
-        elif _is_array(value):
+        elif _is_of_numpy(value) and hasattr(value, "flags"):
             if value.size <= _MOST_IN_ARRAY and value.flags.writeable:
-                self._restoring.append(functools.partial(value.__setitem__, ..., value.copy()))
+                self._restoring.append(functools.partial(_restore_array, value, value.copy()))
         elif (generator := _generator_of(value)) is not None:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
         elif _is_container(value):
@@ -254,7 +255,7 @@ class KeptObjects:
         def restore() -> None:
             for name in now():
                 value = values[name]
-                if name not in kept and (isinstance(value, _PLAIN) or _is_array(value) or _is_own(value)):
+                if name not in kept and (isinstance(value, _PLAIN) or _is_of_numpy(value) or _is_own(value)):
                     del values[name]  # An attribute of the class becomes visible again.
             values.update(kept)
 
@@ -299,8 +300,9 @@ def _is_own(value: Any) -> bool:
     return not is_library(module) or module.startswith(_WRAPPERS)
 
 
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+def _is_of_numpy(value: Any) -> bool:
+    """True for an array of NumPy and for one number of it."""
+    return type(value).__module__ == "numpy"
 
 
 def _is_container(value: Any) -> bool:
@@ -321,6 +323,11 @@ def _restore_tensor(tensor: torch.Tensor, held: torch.Tensor) -> None:
     if not torch.equal(tensor.detach(), held):
         with torch.no_grad():
             tensor.detach().copy_(held)
+
+
+def _restore_array(array: Any, held: Any) -> None:
+    if array.flags.writeable and array.shape == held.shape:  # The script may have frozen or resized it.
+        array[...] = held
 
 
 def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -106,28 +106,31 @@ class CallbackPhase(Part):
 
     place = "callbacks"
     may_be_missed = True
-    _MARKED = (Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE, Phase.AGREE)
+    # Not WARM_UP: up to the end of the first step a longer limit holds.
+    _MARKED = (Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 
     def __init__(self, beat: HeartbeatPage) -> None:
         self._beat = beat
         self._before: Phase | None = None
+        self._depth = 0
 
     def overrides(self) -> dict[str, Override]:
         return {"call_event": self._call_event}
 
     def _call_event(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._beat.phase not in self._MARKED:
-            return original(*args, **kwargs)
-        self._before = self._beat.phase
-        self._beat.mark(Phase.CALLBACKS)
+        self._depth += 1
         try:
+            if self._depth == 1 and self._beat.phase in self._MARKED:
+                self._before = self._beat.phase
+                self._beat.mark(Phase.CALLBACKS)
             return original(*args, **kwargs)
         finally:
             self._end()
+            self._depth -= 1
 
     def _end(self, *_: Any, **kwargs: Any) -> None:
-        # Our callback comes last, and this part first in it.
-        if self._beat.phase == Phase.CALLBACKS:
+        # Our callback comes last, and this part first in it. A callback may log, which is an event within its own.
+        if self._depth == 1 and self._beat.phase == Phase.CALLBACKS:
             self._beat.mark(self._before)
 
     on_step_begin = on_substep_end = on_pre_optimizer_step = on_optimizer_step = _end
