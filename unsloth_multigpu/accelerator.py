@@ -44,6 +44,7 @@ _KIND_OF = {kind.backend: name for name, kind in KINDS.items()}
 
 
 def backend_of(device_type: str) -> str:
+    """Returns the process group backend for tensors of a device type."""
     return KINDS[device_type].backend if device_type in KINDS else CPU_BACKEND
 
 

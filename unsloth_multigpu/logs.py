@@ -79,6 +79,7 @@ class Console:
             self._package.propagate = False
 
     def close(self) -> None:
+        """Restores the logger."""
         level, self._package.propagate = self._before
         self._package.setLevel(level)
         if self._handler is not None:

@@ -107,9 +107,11 @@ class Option:
         return self.type(value)
 
     def asks(self, value: Any) -> bool:
+        """True if the value needs the option's scopes."""
         return value != self.default if self.asking is None else value in self.asking
 
     def expected(self) -> str:
+        """Describes the valid values."""
         if self.type is bool:
             return "True or False"
         if self.type is str:
@@ -119,11 +121,13 @@ class Option:
         return f"{kind} of at least {self.least:g} and {most}{', or 0 for never' if self.zero_is_never else ''}"
 
     def metavar(self) -> str:
+        """Returns the placeholder for a value in `--help`."""
         if self.words:
             return f"{{{','.join(self.words)}}}"
         return self.shown or {int: "N", float: "NUMBER"}.get(self.type, "TEXT")
 
     def usual(self) -> str:
+        """Describes the default."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         if self.default is None:
@@ -201,6 +205,7 @@ def unknown_option(shown: str, value: object, name: str, known: Mapping[str, str
 
 
 def flag(name: str) -> str:
+    """Returns the option's name on the command line."""
     return "--" + name.replace("_", "-")
 
 

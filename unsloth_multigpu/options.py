@@ -205,6 +205,7 @@ class MultiGPUConfig:
         return cls(**given_options(arguments, environment))
 
     def plain_values(self) -> dict[str, Any]:
+        """Returns the options as JSON values: the strategy as its text."""
         return {name: str(value) if isinstance(value, Strategy) else value for name, value in vars(self).items()}
 
     def of_the_run(self) -> dict[str, Any]:
@@ -290,6 +291,7 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
 
 
 def variable(name: str) -> str:
+    """Returns the name of an option's variable."""
     return ENV_PREFIX + name.upper()
 
 

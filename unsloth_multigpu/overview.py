@@ -84,6 +84,7 @@ class Look:
 
     @property
     def max_steps(self) -> int | None:
+        """Number of steps of the training; None if not known."""
         return next((row.beat.figures.max_steps for row in self.rows if row.beat.figures.max_steps), None)
 
     @property
@@ -202,10 +203,12 @@ def table_of(look: Look, width: int | None = None) -> list[str]:
 
 
 def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Formats columns, each (name, cells), as lines."""
     return aligned([[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)])
 
 
 def headline(look: Look) -> str:
+    """Returns the state of the run in one line."""
     rates = look.rates
     parts = [f"{look.run.job} (pid {look.run.pid})", f"running {duration(look.elapsed_s)}"]
     if look.run.state() == "stopped":

@@ -31,6 +31,7 @@ class Rates:
     padding: float | None = None
 
     def values(self) -> dict[str, float | None]:
+        """Returns JSON values."""
         return {name: value for name, value in vars(self).items() if name != "steps_per_s"}
 
 
@@ -124,10 +125,12 @@ class RunReport:
 
     @property
     def num_samples(self) -> int:
+        """Samples of all ranks."""
         return sum(r.num_samples for r in self.ranks)
 
     @property
     def num_tokens(self) -> int | None:
+        """Tokens of all ranks; None if not known."""
         return _total(r.num_tokens for r in self.ranks)
 
     @property

@@ -48,6 +48,7 @@ class InstanceSeam:
 
     @property
     def target(self) -> str:
+        """The displayed name, such as `accelerator.reduce`."""
         return f"{self.owner}.{self.name}"
 
 
@@ -146,6 +147,7 @@ class Steered(functools.partial):  # type: ignore[type-arg]
 
     @property
     def original(self) -> Any:
+        """The replaced method."""
         return self.args[-1]
 
 

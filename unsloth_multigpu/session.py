@@ -79,6 +79,7 @@ class Session:
     _steered: DDPTrainer | None = None
 
     def manager(self) -> DDPManager:
+        """Returns this rank's manager, created on the first call."""
         if self._manager is None:
             from unsloth_multigpu.group.manager import DDPManager
 
@@ -393,6 +394,7 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:
+    """Returns the further patches of a rank among several."""
     from unsloth_multigpu.hooks.accelerate import device_patches, loop_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches

@@ -123,6 +123,12 @@ def test_uneven_batches_are_told_once(ranks):
         assert ranks[1].count(text) == 1
 
 
+def test_step_on_gradients_of_one_rank_is_told(ranks, tmp_path):
+    told = "an optimizer steps on gradients that are not averaged over the ranks"
+    assert train(tmp_path, 2, ["local_sgd"])[1].count(told) == 1
+    assert told not in ranks[1]
+
+
 @pytest.mark.thorough
 def test_three_ranks_share_what_does_not_divide(alone, tmp_path):
     loops = [loop for loop in LOOPS if loop != "stream"]

@@ -42,6 +42,7 @@ class Board:
 
     @property
     def store(self) -> Store:
+        """Keys and values shared by all ranks."""
         assert self._store is not None
         return self._store
 
@@ -61,6 +62,7 @@ class Board:
         return None if found == _NONE else found.removeprefix(_MARK)
 
     def is_published(self, key: str) -> bool:
+        """True once some rank has published `key`. Does not wait."""
         return self.read(key) is not None
 
     def meet(self, world_size: int, *, timeout_s: float, hint: str) -> None:

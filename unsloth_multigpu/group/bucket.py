@@ -41,6 +41,7 @@ def unflatten_into(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
+    """Bytes of the elements of all tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

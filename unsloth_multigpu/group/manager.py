@@ -72,6 +72,7 @@ class DDPManager(Board):
 
     @property
     def store(self) -> Store:
+        """Key-value store shared by all ranks. It works without a process group."""
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
@@ -173,7 +174,7 @@ class DDPManager(Board):
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
 
-        They have the same number, shapes and dtypes on all ranks, and are each on any device.
+        All ranks give the same number of tensors, with the same shapes and dtypes. Each may be on any device.
         """
         device = _wire_device()
         for tensor in tensors:
@@ -270,6 +271,7 @@ def _string_hash() -> str:
 
 
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
+    """The device of this rank."""
     if config.device == "cpu":
         return torch.device("cpu")
     accelerator = find_accelerator()

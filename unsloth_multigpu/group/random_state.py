@@ -45,6 +45,7 @@ def device_in_use() -> str:
 
 
 def write_random_state(state: dict[str, Any]) -> None:
+    """Restores the result of `read_random_state`, also after JSON."""
     import numpy
 
     version, internal, gauss = state["python"]

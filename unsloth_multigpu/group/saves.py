@@ -171,6 +171,7 @@ class Saves:
             )
 
     def leave(self) -> None:
+        """Publishes that this rank's script has ended, since others may wait for it."""
         try:
             self._manager.publish(_LEFT.format(self._rank))
         except RuntimeError as gone:

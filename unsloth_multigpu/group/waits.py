@@ -28,6 +28,7 @@ class Lap:
         self._end = end
 
     def is_over(self) -> bool:
+        """False while the device has not passed the end. Does not wait."""
         return isinstance(self._end, float) or bool(self._end.query())
 
     def seconds(self) -> float:
@@ -81,11 +82,13 @@ class Waits:
         self.add(begin, self.now())
 
     def now(self) -> Any:
+        """See `moment`."""
         if self._device is None:
             self._device = self._find_device()
         return moment(self._device)
 
     def add(self, begin: Any, end: Any) -> None:
+        """Counts the time between two moments."""
         self._pending.append(Lap(begin, end))
         self.poll()
 

@@ -27,6 +27,7 @@ class Place:
     master_port: int
 
     def variables(self, local_rank: int, num_ranks: int) -> dict[str, str]:
+        """Returns torchrun's variables for one rank."""
         numbers = (self.first_rank + local_rank, local_rank, self.world_size, num_ranks)
         identity = RankIdentity(*numbers, "unsloth_multigpu", self.master_addr, self.master_port)
         return {**identity.variables(), "GROUP_RANK": str(self.node)}
@@ -53,6 +54,7 @@ class Ranks:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks that were started."""
         return len(self._processes)
 
     def living(self) -> dict[int, int]:

@@ -78,6 +78,7 @@ class GenerationServer:
 
     @property
     def log(self) -> Path:
+        """Returns the file of the server's output."""
         return self.log_dir / "generators.log"
 
     @property

@@ -66,6 +66,7 @@ class Pulse:
         self._operation = ""
 
     def run(self, stop: threading.Event) -> None:
+        """Beats until `stop` is set."""
         self.beat()
         while not stop.wait(PERIOD_S):
             self.beat()

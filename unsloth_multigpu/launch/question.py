@@ -42,6 +42,7 @@ class SharedInput:
         self._is_open = False
 
     def open(self) -> None:
+        """Replaces `input` and `getpass.getpass`."""
         if not self._is_open:
             self._is_open = True
             self._before = (builtins.input, getpass.getpass)
@@ -58,9 +59,11 @@ class SharedInput:
 
     # `from getpass import getpass` keeps these after `close`: they call the original that was found last.
     def input(self, *args: Any) -> Any:
+        """Replaces `input`."""
         return self._answer(_question("input", args), lambda: self._before[0](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `getpass.getpass`."""
         return self._answer(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 

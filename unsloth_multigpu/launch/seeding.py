@@ -11,6 +11,7 @@ from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
 
 def generator_digests() -> dict[str, str]:
+    """Returns a digest of the state of each loaded global random generator: Python's, NumPy's and torch's."""
     return {name: read() for name, (read, _) in _generators().items()}
 
 

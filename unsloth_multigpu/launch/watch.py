@@ -73,6 +73,7 @@ class Watch:
 
     @property
     def has_failed(self) -> bool:
+        """True once a rank has failed or hangs."""
         return self._hang is not None or any(self.ranks.exit_codes.values())
 
     def look(self) -> list[Event]:
@@ -93,6 +94,7 @@ class Watch:
         self._must_end = True
 
     def cause(self) -> Cause:
+        """Returns why this attempt has failed; see `find_cause`."""
         events = self.events()
         return find_cause(
             events,

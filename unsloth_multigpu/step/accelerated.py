@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from unsloth_multigpu.errors import DivergenceError, SetupError
@@ -191,7 +192,7 @@ class _CountedState(StateView):
 class _Loop:
     """The overrides on one accelerator of the script."""
 
-    steers = ("prepare_data_loader", "backward", "gather")
+    steers = ("prepare_data_loader", "prepare_model", "backward", "gather")
 
     def __init__(
         self, accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
@@ -204,6 +205,10 @@ class _Loop:
         self._told = told
         self.stack = ExitStack()
         self.state = _CountedState(accelerator.state, accelerator.gradient_state)
+        # Since the last optimizer step: a backward pass was made, and one of them has averaged the gradients.
+        self._has_gradient = self._is_averaged = False
+        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._wrapped: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
     def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Accelerator.prepare_data_loader`: the ranks share each batch of the loader.
@@ -238,8 +243,16 @@ class _Loop:
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]
         return prepared
 
+    def prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Overrides `Accelerator.prepare_model`: notes the models in DDP."""
+        model = original(*args, **kwargs)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._wrapped.add(model)
+        return model
+
     def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
         """Overrides `Accelerator.backward`: weights the mean over a rank's rows by their number."""
+        self._watch_averages()
         if (rows := self._rows()) is None:
             self._look_at_other()
             return original(loss, **kwargs)
@@ -255,6 +268,33 @@ class _Loop:
         else:
             self._tell(f"{batch}: losses are weighed as means over these rows")
         return original(loss * weight, **kwargs)
+
+    def _watch_averages(self) -> None:
+        """Notes whether this backward pass averages the gradients, and has optimizers look at that when they step."""
+        self._has_gradient = True
+        self._is_averaged |= all(model.require_backward_grad_sync for model in self._wrapped)
+        for prepared in self._accelerator._optimizers:
+            if prepared.optimizer not in self._watched:
+                self._watched.add(prepared.optimizer)
+                self.stack.callback(prepared.optimizer.register_step_pre_hook(self._look_at_step).remove)
+
+    def _look_at_step(self, *_: Any) -> None:
+        """Warns if an optimizer steps on gradients that no backward pass has averaged, as in accelerate's LocalSGD.
+
+        Raises:
+            SetupError: `inexact="raise"`.
+        """
+        has_gradient, is_averaged = self._has_gradient, self._is_averaged
+        self._has_gradient = self._is_averaged = False
+        if not has_gradient or is_averaged:
+            return
+        what = (
+            "an optimizer steps on gradients that are not averaged over the ranks (no_sync, LocalSGD): this is not the "
+        )
+        what += "training of one process"
+        if self._config.inexact == "raise":
+            raise SetupError(f"{what}.", hint="Leave LocalSGD out, or no_sync in the last micro-batch of a step.")
+        self._tell(what)
 
     def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
         """Overrides `Accelerator.gather`: gathers each row of an uneven batch once, in the order of one process."""

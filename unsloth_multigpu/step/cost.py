@@ -71,6 +71,7 @@ class CostModel:
         return len(lengths) * self.padded(max(lengths)) if self.is_padded else sum(lengths)
 
     def of_work(self, work: float) -> float:
+        """Returns the cost of a micro-batch whose rows cost `work`."""
         return self.overhead_tokens + max(self.floor_tokens, work)
 
     def to_plan_with(self) -> CostModel:
@@ -78,6 +79,7 @@ class CostModel:
         return replace(self, overhead_tokens=_UNKNOWN_OVERHEAD) if self.is_unknown else self
 
     def of(self, lengths: Sequence[int]) -> float:
+        """Returns the cost of a micro-batch with rows of these lengths."""
         return self.of_work(self.work(lengths))
 
 

@@ -68,6 +68,7 @@ class StepFeed(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Counts tokens over all ranks and measures the cost of micro-batches while it is open."""
         with self.passes.around():
             yield
 

@@ -16,7 +16,10 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 class GenerationShape:
     """How one process, or each rank, goes through its completions.
 
-    It has the completions of a micro-batch, the micro-batches of a step, and those that are generated at once.
+    Args:
+        batch: Completions of a micro-batch.
+        accumulation: Micro-batches of an optimizer step.
+        generation_steps: Micro-batches that are generated at once.
     """
 
     batch: int

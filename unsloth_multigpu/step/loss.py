@@ -205,8 +205,8 @@ def whole_ways(world_size: int) -> str:
     """Returns a hint: what to set so that micro-batches are not split."""
     return (
         f"Set gradient_accumulation_steps={world_size} or a multiple of it, and divide per_device_train_batch_size by "
-        "as much: a step keeps its samples, and one rank computes each of its smaller micro-batches whole, which is "
-        "exact for any loss."
+        "the same factor: a step keeps its samples, and each micro-batch, now smaller, is computed whole by one rank, "
+        "which is exact for any loss."
     )
 
 

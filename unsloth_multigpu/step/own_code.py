@@ -53,6 +53,7 @@ def is_library(module: str) -> bool:
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
+    """Names the parts of a step that the script defines."""
     loss = unsteered(trainer.compute_loss)
     found = [f"{type(trainer).__name__}.training_step"] if has_own_step(trainer) else []
     found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
@@ -104,6 +105,7 @@ def has_own_step(trainer: TrainerLike) -> bool:
 
 
 def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """Returns the name of the loss for messages."""
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
     if getattr(compute_loss, "__self__", None) is not trainer:

@@ -69,6 +69,7 @@ class StepPasses:
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Surrounds a training."""
         self.compute_loss = self._trainer.compute_loss
         # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
@@ -263,9 +264,8 @@ class StepPasses:
         with ExitStack() as stack:
             stack.callback(setattr, self, "in_loss", False)
             stack.enter_context(self.accumulation_of_script())
-            if (
-                self._manager.identity.world_size > 1
-            ):  # The Trainer would multiply some losses; `_factor` does it for all.
+            if self._manager.identity.world_size > 1:
+                # The Trainer would multiply some losses by the number of ranks. `_factor` does it for all.
                 stack.enter_context(instance_attribute(self._trainer.args, "average_tokens_across_devices", False))
             stack.enter_context(seen_alone(self._trainer, self.compute_loss))
             if self.sequence is not None and self.sequence.is_on:

@@ -64,6 +64,7 @@ def deal_micro_batches(
 def slowest_time(
     plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
 ) -> float:
+    """Time of the slowest rank, in tokens."""
     return max(sum(share) / speed for share, speed in zip(_costs(plan, lengths, cost), speeds, strict=True))
 
 

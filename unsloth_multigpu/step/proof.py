@@ -110,9 +110,11 @@ class StepProof:
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
+        """Returns the first comparison as JSON values; empty if there is none yet."""
         return {} if self.first is None else self.first.values()
 
     def begin_epoch(self) -> None:
+        """Marks the next step as the first of an epoch."""
         self._is_epoch_begin = True
 
     def before(self, model: nn.Module, step: Step) -> None:

@@ -92,6 +92,7 @@ class StepSampler(BatchSampler):
         return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the sampler of one process."""
         self._epoch = epoch
         self.reference.set_epoch(epoch)  # type: ignore[attr-defined]
 
@@ -115,12 +116,15 @@ class StepLoader(DataLoader[Any]):
 
     @property
     def shape(self) -> StepShape:
+        """How samples are dealt."""
         return self._steps.shape  # type: ignore[no-any-return]
 
     def deal(self, shape: StepShape) -> None:
+        """Changes how samples are dealt from the next epoch on."""
         self._steps.shape = shape
 
     def set_epoch(self, epoch: int) -> None:
+        """Called by the Trainer at the start of each epoch."""
         self._steps.set_epoch(epoch)
 
 
@@ -227,6 +231,7 @@ def _samplers_of(loader: DataLoader[Any]) -> list[Any]:
 
 
 def own_samplers(loader: DataLoader[Any]) -> list[str]:
+    """Returns class names of samplers that the script defines."""
     classes = map(type, _samplers_of(loader))
     return [each.__name__ for each in classes if not is_library(each.__module__)]
 

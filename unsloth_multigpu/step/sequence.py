@@ -46,6 +46,7 @@ class SharedSequence:
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Surrounds a training."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         name = text_config(self._model)._attn_implementation

@@ -74,6 +74,7 @@ class Turns:
         return -(-len(self.batches) // self.num_ranks)
 
     def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate where a pass begins."""
         for sampler in (self.batches, getattr(self.batches, "sampler", None)):
             if (tell := getattr(sampler, "set_epoch", None)) is not None:
                 tell(epoch)

@@ -35,10 +35,12 @@ def sketch(model: nn.Module) -> list[float]:
 
 
 def sketch_of(tensor: torch.Tensor) -> list[float]:
+    """Returns a sketch of one tensor that is not a gradient."""
     return [float(value) for value in _sketch_of(tensor, tensor.device).tolist()]
 
 
 def names_of(model: nn.Module) -> list[str]:
+    """Returns the names of the parameters in a sketch, in its order."""
     return [name for name, p in model.named_parameters() if p.requires_grad]
 
 

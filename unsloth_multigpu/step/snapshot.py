@@ -177,6 +177,7 @@ class KeptObjects:
         return found
 
     def restore(self) -> None:
+        """Restores the saved state."""
         for restore in self._restoring:
             restore()
 

@@ -52,6 +52,7 @@ class StepRows:
         return found
 
     def as_one_process(self) -> list[Any]:
+        """Returns the micro-batches of one process, not yet on the device."""
         if self._batches is None:
             ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
             rows = [self._rows[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
@@ -65,6 +66,7 @@ class StepRows:
             return self._dataset.collate([_copied(row) for row in rows])
 
     def as_dealt(self) -> Step:
+        """Returns this rank's part, not yet on the device."""
         whole = self.as_one_process()
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]

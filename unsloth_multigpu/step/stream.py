@@ -139,6 +139,7 @@ class StepStream(IterableDataset[Step]):
         return collated
 
     def rows_of(self, rows: Sequence[Any]) -> Rows:
+        """Returns the rows themselves, since a stream yields rows and not indices."""
         return list(rows)
 
     def set_epoch(self, epoch: int) -> None:

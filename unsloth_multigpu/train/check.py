@@ -56,6 +56,7 @@ class StepCheck(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Adds an explanation to an error for lack of memory."""
         self._batches.begin()
         try:
             yield
@@ -270,6 +271,7 @@ class BatchCount:
             self._publish()
 
     def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.get_batch_samples`."""
         if self._steps.has_one_order:
             return original(epoch_iterator, *args, **kwargs)
         if epoch_iterator is not self._iterator:

@@ -44,6 +44,7 @@ class OneDecision(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Warns at the end about decisions that had no effect."""
         yield
         for name, step in self._overruled.items():
             if name not in _names(self._flags_of_rank_0):

@@ -80,6 +80,7 @@ class Meter(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """The page shows no figures of an earlier training."""
         self._waits.count_on(self._trainer.args.device)
         self._beat.note(self.figures)
         self._beat.name_device(*_device_names(self._trainer.args.device))
@@ -146,6 +147,7 @@ class Meter(Part):
         )
 
     def report_alone(self) -> RunReport:
+        """Returns the report of a process that is not steered."""
         train_s = time.monotonic() - self._called_s
         mine = self.report((self._num_steps, 0, self._num_micro_batches), train_s, None)
         return RunReport((mine,), max_steps=self.figures.max_steps, resumed_step=self.resumed_step)

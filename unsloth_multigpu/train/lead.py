@@ -57,6 +57,7 @@ class Lead:
 
     @property
     def name(self) -> str:
+        """Prefix of this training's keys."""
         return f"lead/{self._training}"
 
     def follow(self, moment: Moment, flags: int, step: int) -> int:

@@ -59,6 +59,7 @@ class Loop:
 
     @contextmanager
     def steering(self) -> Iterator[None]:
+        """Attaches the parts to the Trainer while the context is open."""
         trainer: TrainerLike = self.trainer
         with ExitStack() as stack:
             stack.callback(self.let_go)

@@ -32,6 +32,7 @@ class Guard(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """After the training the rank is in the script again."""
         self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
         try:
             yield
@@ -154,6 +155,7 @@ class CompilerPhase:
             self._handler.register_end_callback(self._end)
 
     def leave(self) -> None:
+        """Stops listening."""
         # A script may have cleared the handler meanwhile.
         if self._handler is not None and self._begin in self._handler.start_callbacks:
             self._handler.remove_start_callback(self._begin)

@@ -45,6 +45,7 @@ class Caught:
 
     @contextmanager
     def while_open(self) -> Iterator[None]:
+        """Handles the signals while the context is open. Signals that are ignored stay ignored."""
         with self._open:
             self._open.enter_context(signals_handled(self._signals, self._receive))
             yield
@@ -157,6 +158,7 @@ class Preemption(Part):
 
     @property
     def is_save_wanted(self) -> bool:
+        """True if this step is to be saved and has not been."""
         saves = self.trainer.args.save_strategy != "no" or self.manager.config.resume == "auto"
         return saves and self._saved_step != self.trainer.state.global_step
 

@@ -44,6 +44,7 @@ class Progress(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Tells the supervisor where this rank is."""
         self._tell("training")
         try:
             yield
@@ -76,10 +77,9 @@ class Progress(Part):
             self.trained.is_changed = False
             self._is_proof_due = self.manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(state.global_step)
-        # Ranks that step by themselves have equal weights only after a synchronization.
-        if (
-            self._is_proof_due and self.exchange.are_replicas_equal
-        ):  # The Trainer saves the checkpoint of this step after this.
+        # Ranks that step by themselves have equal weights only after a synchronization. The checkpoint of this step is
+        # saved later.
+        if self._is_proof_due and self.exchange.are_replicas_equal:
             self._compare(state.global_step)
             self._is_proof_due = False
 

@@ -89,9 +89,11 @@ class Child:
         return os.getpid() == self._started_by
 
     def describe_death(self) -> str:
+        """Describes the end of the process, with the last lines of its log."""
         return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
 
     def describe_end(self) -> str:
+        """Describes the end of the process in one line without a full stop."""
         how = "has not ended" if self.exit_code is None else how_ended(self.exit_code)
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"
@@ -104,6 +106,7 @@ class Child:
         return self.log
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
+        """Returns the last lines of the log of the process."""
         return read_tail(self.log, num_lines)
 
 

@@ -20,6 +20,7 @@ class ToolRequest:
     values: Mapping[str, object]
 
     def variables(self) -> dict[str, str]:
+        """Returns the environment variables of this request."""
         return {ENV_TOOL: json.dumps([self.name, self.values])}
 
 
@@ -55,6 +56,7 @@ class RunContext:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
+        """Reads the context from environment variables."""
         tool = environment.get(ENV_TOOL)
         launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
@@ -74,4 +76,5 @@ class RunContext:
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:
+    """Returns the environment variable with the number of earlier starts of the ranks."""
     return {ENV_ATTEMPT: str(attempt)}

@@ -171,6 +171,7 @@ class HeartbeatPage:
         self._put(_TRAINING_OFFSET, _TRAINING.pack(*values, os.getpid(), *self._texts))
 
     def name_device(self, name: str, device_id: str) -> None:
+        """Writes the device of this rank; see `Heartbeat`."""
         self._texts[:2] = name.encode("ascii", "replace"), device_id.encode("ascii", "replace")
         self.note(self._figures)
 

@@ -1,6 +1,6 @@
-"""What a supervisor tells its ranks by files in the run's folder: it may not reach the ranks' store.
+"""Messages of a supervisor to its ranks, as files in the run's folder, since it may not reach the ranks' store.
 
-They are to stop, or the generation server answers, for which rank 0 has asked by an event.
+One asks the ranks to stop. The other says that the generation server, which rank 0 has requested by an event, answers.
 """
 
 from __future__ import annotations

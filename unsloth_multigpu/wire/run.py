@@ -55,6 +55,7 @@ class Run:
 
 
 def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
+    """Writes the description of this run into its private folder. Called by the supervisor."""
     pid = os.getpid()
     run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
     write_private(run_dir / _FILE, json.dumps(dataclasses.asdict(run)))

@@ -17,6 +17,7 @@ _SITES = ("/site-packages/", "/dist-packages/")
 
 
 def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    """Returns the file for a rank's stacks in the run's folder."""
     return Path(run_dir) / f"stack_rank_{rank}.txt"
 
 
