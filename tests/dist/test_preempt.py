@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.outcome import largest_difference
 from tests.helpers.run import BARE, finish, orphans, start, wait_until
 from unsloth_multigpu.wire.process import find_marked
 from unsloth_multigpu.wire.request import REPEAT_S
@@ -127,3 +128,29 @@ def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path,
     assert ("all ranks were ended at once." if is_repeated else late) in text
     assert "Traceback" not in text
     assert not orphans(str(tmp_path))
+
+
+def test_evaluation_that_a_stop_leaves_out_or_interrupts_is_made_when_the_training_resumes(tmp_path):
+    script = SCRIPT.with_name("stopped.py")
+
+    def begun(name, stop):
+        (tmp_path / name).mkdir(exist_ok=True)
+        return start([script, stop], tmp_path / name, BARE)
+
+    whole, first = begun("whole", "none:0"), begun("stopped", "step:3")
+    runs = [finish(whole), finish(first), finish(begun("stopped", "evaluation:6")), finish(begun("stopped", "none:0"))]
+    assert [run.code for run in runs] == [0, -signal.SIGTERM, -signal.SIGTERM, 0], [run.err for run in runs]
+    assert "stopped by SIGTERM after step 4" in runs[1].err
+    assert "the evaluation after step 4, which a stop left out or interrupted, is made now" in runs[2].err
+    assert "stopped by SIGTERM after step 6" in runs[2].err
+    states = [
+        json.loads((tmp_path / name / "checkpoints/trainer_state.json").read_text()) for name in ("whole", "stopped")
+    ]
+    # Early stopping has counted each evaluation once, and the last one ends the training before another step.
+    assert [state["global_step"] for state in states] == [6, 6]
+    losses = [[line["eval_loss"] for line in state["log_history"] if "eval_loss" in line] for state in states]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    for folder in ("last", "checkpoints/checkpoint-6"):
+        files = [tmp_path / name / folder / "model.safetensors" for name in ("whole", "stopped")]
+        assert largest_difference(*files) == 0

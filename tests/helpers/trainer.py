@@ -80,6 +80,7 @@ class FakeTrainer:
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 8,
             "gradient_checkpointing": False,
+            "eval_strategy": "steps",
             "save_strategy": "steps",
             "save_total_limit": None,
             "should_save": True,
@@ -150,6 +151,8 @@ class FakeTrainer:
         raise AssertionError
 
     def _load_best_model(self): ...
+
+    def _load_rng_state(self, checkpoint): ...
 
     def _issue_warnings_after_load(self, load_result): ...
 

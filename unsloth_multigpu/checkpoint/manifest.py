@@ -53,6 +53,7 @@ class Manifest:
         files: Size in bytes and CRC-32 by the path in the folder.
         is_sharded: Each rank held a shard of the weights. None = not known.
         first_step: Result of the comparison of the first step with one process.
+        is_evaluation_due: The training was stopped before or in the evaluation of this step.
     """
 
     run_id: str
@@ -64,6 +65,7 @@ class Manifest:
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     is_sharded: bool | None = None
     first_step: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_evaluation_due: bool = False
 
 
 def seal(folder: Path, manifest: Manifest) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, refuse_other_mode
 from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
@@ -60,6 +63,9 @@ class Resume(Part):
     _manifest: Manifest | None = field(init=False, default=None)
     _folder: Path | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
+    _is_evaluation_due: bool = field(init=False, default=False)
+    # Micro-batches that the loop has fetched for its first new step.
+    _fetched: list[Any] = field(init=False, default_factory=list)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -85,6 +91,7 @@ class Resume(Part):
     def overrides(self) -> dict[str, Override]:
         return {
             "_issue_warnings_after_load": self._check_loaded,
+            "_load_rng_state": self._load_random_state,
             "get_batch_samples": self._batch_samples,
         }
 
@@ -115,6 +122,7 @@ class Resume(Part):
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
             world_size = self.manager.identity.world_size
+            self._is_evaluation_due = self._manifest is not None and self._manifest.is_evaluation_due
             refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
         if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
@@ -150,6 +158,9 @@ class Resume(Part):
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Restores the order of samples of the resumed epoch."""
+        # There is no first new step, before which an evaluation is repeated.
+        if 0 < state.max_steps <= state.global_step:
+            self._evaluate_again()
         loader = self.steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
@@ -192,11 +203,35 @@ class Resume(Part):
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.get_batch_samples`: a training that resumes at its end would make one more step."""
-        state = self.trainer.state
-        if 0 < state.max_steps <= state.global_step:
-            self.trainer.control.should_training_stop = True
+        state, control = self.trainer.state, self.trainer.control
+        control.should_training_stop |= 0 < state.max_steps <= state.global_step
+        if control.should_training_stop:
             return [], None
-        return original(*args, **kwargs)
+        fetched = original(*args, **kwargs)
+        self._fetched = fetched[0] if self._is_evaluation_due else []
+        return fetched
+
+    def _load_random_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
+        """Overrides `Trainer._load_rng_state`, which the loop calls before its first new step."""
+        original(checkpoint)
+        self._evaluate_again()
+        if self.trainer.control.should_training_stop:  # As by early stopping. The loop has the next step already.
+            self._fetched.clear()
+
+    def _evaluate_again(self) -> None:
+        """Makes the evaluation before or in which the training was stopped, and saves as the loop does after it."""
+        trainer = self.trainer
+        is_due, self._is_evaluation_due = self._is_evaluation_due, False
+        if not is_due or trainer.args.eval_strategy == "no":
+            return
+        step = trainer.state.global_step
+        logger.info("the evaluation after step %d, which a stop left out or interrupted, is made now", step)
+        trainer.control.should_evaluate = trainer.control.should_save = True
+        ignored = self.arguments.get("ignore_keys_for_eval")
+        nothing = torch.zeros((), device=trainer.args.device)
+        trainer._maybe_log_save_evaluate(
+            nothing, None, trainer.model_wrapped, None, trainer.state.epoch, ignored, time.time()
+        )
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:

@@ -16,7 +16,7 @@ from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_p
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part
 from unsloth_multigpu.seam import steered
@@ -47,6 +47,7 @@ class Checkpoints(Part):
         exchange: Its state is saved.
         resume: Has the facts of the training.
         beat: This rank's heartbeat page.
+        is_evaluation_due: Returns True if the training stops before or in an evaluation of the loop.
     """
 
     place = "checkpoints"
@@ -57,6 +58,7 @@ class Checkpoints(Part):
     exchange: GradientExchange
     resume: Resume
     beat: HeartbeatPage
+    is_evaluation_due: Callable[[], bool] = lambda: False
     _before_evaluation: dict[str, Any] | None = field(init=False, default=None)
 
     def overrides(self) -> dict[str, Override]:
@@ -65,7 +67,7 @@ class Checkpoints(Part):
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.evaluate`: keeps the random state for a checkpoint of a training that is stopped in it."""
         with self.beat.within(Phase.EVALUATE):
-            outer, self._before_evaluation = self._before_evaluation, read_random_state()
+            outer, self._before_evaluation = self._before_evaluation, read_random_state(device_in_use())
             try:
                 metrics = original(*args, **kwargs)
             finally:
@@ -85,10 +87,11 @@ class Checkpoints(Part):
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
         if self._before_evaluation is not None:
-            # Stopped in an evaluation, which is not repeated after a resume. Restore the random state that it would
-            # have left: a data loader draws its base seed at its begin.
+            # Stopped in an evaluation. A resumed training repeats it, from the same random state. One that a callback
+            # has started is not repeated: of its random numbers, those of the data loader's base seed are known.
             write_random_state(self._before_evaluation)
-            draw_base_seed()
+            if not self.is_evaluation_due():
+                draw_base_seed()
         with self._claimed(part, final):
             # Barrier: before the folder is locked, another run may remove it.
             self.manager.gather_json(None)
@@ -181,6 +184,7 @@ class Checkpoints(Part):
             cursor=self._cursor(loader),
             is_sharded=self.resume.is_sharded,
             first_step=self.steps.proof.values(),
+            is_evaluation_due=self.is_evaluation_due(),
         )
         seal(part, manifest)
         put_in_place(part, final)

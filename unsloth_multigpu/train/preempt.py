@@ -77,6 +77,7 @@ class Preemption(Part):
     lead: Lead
     may_stop: Callable[[], bool] = lambda: True
     signal_number: int = field(init=False, default=0)
+    _cuts_off_evaluation: bool = field(init=False, default=False)
     _caught: Caught = field(init=False)
     _is_heard: bool = field(init=False, default=False)
     _saved_step: int = field(init=False, default=-1)
@@ -117,6 +118,8 @@ class Preemption(Part):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Several ranks have agreed on their callbacks' flags at this point, and on a stop with them.
         if self._is_stopping(Moment.STEP if self.manager.identity.world_size == 1 else None):
+            is_at_end = args.eval_strategy == "epoch" and float(state.epoch or 0.5).is_integer()
+            self._cuts_off_evaluation = control.should_evaluate or is_at_end
             # The loop still logs this step, so that the saved history is complete.
             control.should_save = self.is_save_wanted
             control.should_evaluate = False
@@ -137,7 +140,12 @@ class Preemption(Part):
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if self._is_stopping(Moment.BATCH):  # All ranks have the same number of evaluation batches.
+            self._cuts_off_evaluation = control.should_evaluate  # False in one that a callback has started.
             self.save_and_leave()
+
+    def cuts_off_evaluation(self) -> bool:
+        """True if the ranks stop before or in an evaluation of the loop, which a resumed training makes."""
+        return self._cuts_off_evaluation
 
     def _is_stopping(self, moment: Moment | None) -> bool:
         """True from the point on at which all ranks stop. They come to `moment`; None = they have just agreed."""

@@ -118,7 +118,9 @@ class DDPTrainer:
                 self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
         if not is_comparison:
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
-            checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange, self._resume, beat)
+            checkpoints = Checkpoints(
+                trainer, manager, self.steps, self.exchange, self._resume, beat, preemption.cuts_off_evaluation
+            )
             self.parts += [self._resume, checkpoints]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
