@@ -12,12 +12,9 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
-from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
-TOKEN_SUM = LossReduction("token_sum", "sum")
-OTHER_MEAN = LossReduction("auto")
 
 
 class Exchange(DDPManager):
@@ -78,7 +75,7 @@ def balancer(answers=None, **options):
 
 def prepared(loader, **options):
     ours = balancer(**options)
-    ours.prepare(loader, TOKEN_SUM)
+    ours.prepare(loader, is_token_sum=True)
     return ours
 
 
@@ -97,31 +94,31 @@ def test_rows_that_the_collator_cuts_count_as_cut():
 
 @pytest.mark.parametrize("balance", ["auto", "tokens"])
 @pytest.mark.parametrize(
-    ("data", "scale", "reason"),
+    ("data", "is_token_sum", "reason"),
     [
-        (loader(pad_to(least=64)), TOKEN_SUM, "the collator makes 64 tokens of a row of 3"),
-        (loader(lambda rows: {"pixels": 1}), TOKEN_SUM, "the collator makes no input_ids"),
-        (loader(stacked), TOKEN_SUM, r"the collator cannot put two rows together \(ValueError: expected sequence"),
-        (loader(joined), TOKEN_SUM, "the collator joins rows without telling them apart"),
-        (loader(with_unmasked_starts), TOKEN_SUM, "the collator joins rows without telling them apart"),
-        (loader(with_pictures), TOKEN_SUM, "rows are more than their tokens: pixel_values"),
-        (loader(tokens=[]), TOKEN_SUM, "the data set is empty"),
-        (loader(), OTHER_MEAN, "the loss is not known as a sum over the tokens of the step"),
+        (loader(pad_to(least=64)), True, "the collator makes 64 tokens of a row of 3"),
+        (loader(lambda rows: {"pixels": 1}), True, "the collator makes no input_ids"),
+        (loader(stacked), True, r"the collator cannot put two rows together \(ValueError: expected sequence"),
+        (loader(joined), True, "the collator joins rows without telling them apart"),
+        (loader(with_unmasked_starts), True, "the collator joins rows without telling them apart"),
+        (loader(with_pictures), True, "rows are more than their tokens: pixel_values"),
+        (loader(tokens=[]), True, "the data set is empty"),
+        (loader(), False, "the loss is not known as a sum over the tokens of the step"),
     ],
 )
-def test_what_cannot_be_planned_is_said_or_an_error(data, scale, reason, balance):
+def test_what_cannot_be_planned_is_said_or_an_error(data, is_token_sum, reason, balance):
     ours = balancer(balance=balance)
     if balance == "tokens":
         with pytest.raises(SetupError, match=rf"balance='tokens' is not possible: .*{reason}"):
-            ours.prepare(data, scale)
+            ours.prepare(data, is_token_sum=is_token_sum)
     else:
-        assert re.match(f", dealt in order: {reason}", ours.prepare(data, scale))
+        assert re.match(f", dealt in order: {reason}", ours.prepare(data, is_token_sum=is_token_sum))
         assert ours.plan([0, 1], [2]) is None
 
 
 def test_limit_below_the_longest_sample_is_an_error():
     with pytest.raises(ConfigError, match="max_tokens_per_micro_batch=39, but the longest sample has 40 tokens"):
-        balancer(max_tokens_per_micro_batch=39).prepare(loader(), TOKEN_SUM)
+        balancer(max_tokens_per_micro_batch=39).prepare(loader(), is_token_sum=True)
     make = prepared(loader(), max_tokens_per_micro_batch=40).plan([0, 1, 2, 3], [4])
     plan = make()
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
@@ -141,7 +138,7 @@ def test_shape_of_the_model_gives_the_weight_of_attention(kind, is_causal, has_e
     )
     ours = balancer()
     ours._trainer.model = model
-    ours.prepare(loader(), TOKEN_SUM)
+    ours.prepare(loader(), is_token_sum=True)
     assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
 
 

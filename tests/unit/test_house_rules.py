@@ -39,6 +39,7 @@ LAYERS = {
     "options": 0,
     "report": 0,
     "accelerator": 0,
+    "library": 0,
     "words": 0,
     "wire": 1,
     "part": 2,

@@ -20,7 +20,9 @@ HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process 
 
 
 def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device]:
-    """Where the replicas of a model on `first` go; None = one on each visible device, and none beside one on the CPU.
+    """Returns the devices for the replicas of a model on `first`.
+
+    Without `num_gpus` these are all visible devices, or the CPU once.
 
     Raises:
         SetupError: Fewer devices are visible than `num_gpus`.
@@ -38,17 +40,17 @@ def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device
 
 
 def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
-    """A deep copy on `device`, with the same weights and settings.
+    """Returns a deep copy on `device`, with the same weights and settings.
 
     Raises:
         SetupError: Something in the model cannot be copied, or moved.
     """
     name = type(model).__name__
-    copies: dict[int, Any] = {}  # Of what has this id.
+    copies: dict[int, Any] = {}  # By the id of the original.
     try:
         replica = copy.deepcopy(model, copies)
         replica = replica if device == next(model.parameters()).device else replica.to(device)
-    # Locks, handles, tensors that are results, quantised weights that refuse to move.
+    # For example locks, handles, tensors with a graph, and quantized weights that cannot be moved.
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise SetupError(f"{name} cannot be copied to {device}: {error}", hint=HINT) from error
     for module in replica.modules():
@@ -62,10 +64,10 @@ def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
-    """A function that calls the copies where `value` calls what they were copied from.
+    """Returns a function like `value` that refers to the copies instead of the originals.
 
-    deepcopy() leaves functions as they are, and with them the modules and methods in their closures: TRL's SFTTrainer
-    keeps the model's own `forward` in one.
+    deepcopy() does not copy functions, so modules and methods in their closures remain the originals. TRL's SFTTrainer
+    has the model's own `forward` in a closure.
     """
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
@@ -73,7 +75,7 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
         return MethodType(_rebound(value.__func__, copies), copies.get(id(value.__self__), value.__self__))
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
-    # Each function once: it may hold itself.
+    # A function may refer to itself.
     copies[id(value)] = value
     contents = [cell.cell_contents for cell in value.__closure__]
     found = [copies[id(one)] if id(one) in copies else _rebound(one, copies) for one in contents]
@@ -85,7 +87,7 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def take_gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    """The gradient of each parameter, in order; the model has none after that."""
+    """Returns the gradient of each parameter, in order, and removes it from the model."""
     gradients = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
@@ -93,10 +95,10 @@ def take_gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def check_gradients(taken: Sequence[torch.Tensor | None], on_the_model: Sequence[nn.Parameter]) -> None:
-    """After the gradients of a shard are taken there are some, and the model that the replica was copied from has none.
+    """Checks that the gradients of a shard are those of its replica, and not of the original model.
 
     Raises:
-        SetupError: Else the replica computes with weights that are not its own.
+        SetupError: The replica has no gradient, or the original model has one.
     """
     if on_the_model or all(gradient is None for gradient in taken):
         raise SetupError(

@@ -13,15 +13,12 @@ from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.waits import Lap
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.cost import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.step.measure import Stopwatch, as_collated, attention_of
-from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
@@ -71,11 +68,15 @@ class Balancer:
         self.num_steps = 0
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
-    def prepare(self, loader: Any, reduction: LossReduction, *, is_lockstep: bool = False) -> str:
+    def prepare(
+        self, loader: Any, *, is_token_sum: bool, rows_are_independent: bool = False, is_lockstep: bool = False
+    ) -> str:
         """Decides how samples are dealt, and describes it for the log. Collective.
 
         Args:
-            loader: The loader of one process.
+            loader: The loader of one process. Two of its rows are read and collated.
+            is_token_sum: The loss is a sum over tokens, divided by those of the step: rows may form any micro-batches.
+            rows_are_independent: The loss is a mean over rows that do not influence each other.
             is_lockstep: Ranks wait for each other in every micro-batch, so their times do not show their own speeds.
 
         Raises:
@@ -89,7 +90,7 @@ class Balancer:
         reason = None
         self._is_lockstep = is_lockstep
         try:
-            self._regroups = _may_regroup(reduction, is_asked=bool(self._asked))
+            self._regroups = _may_regroup(is_token_sum, rows_are_independent, is_asked=bool(self._asked))
             self.lengths, cost = self._read(loader)
             self.balance = Balance(cost, self._last_speeds, self._config.max_tokens_per_micro_batch)
         except SetupError as error:
@@ -126,14 +127,11 @@ class Balancer:
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
             raise SetupError("a streaming data set does not say what comes", hint="Use a data set with random access.")
-        # Reading and collating rows must not change random numbers or counters of the script.
-        with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
-            may_read_rows = self._config.balance == "tokens"
-            column = self._trainer.args.length_column_name
-            found = read_lengths(loader.dataset, column, may_read_rows=may_read_rows)
-            if not found:
-                raise SetupError("the data set is empty", hint="Set balance='off'.")
-            return as_collated(found, loader, self._cost())
+        may_read_rows = self._config.balance == "tokens"
+        found = read_lengths(loader.dataset, self._trainer.args.length_column_name, may_read_rows=may_read_rows)
+        if not found:
+            raise SetupError("the data set is empty", hint="Set balance='off'.")
+        return as_collated(found, loader, self._cost())
 
     def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
@@ -226,14 +224,14 @@ class Balancer:
         return found
 
 
-def _may_regroup(reduction: LossReduction, *, is_asked: bool) -> bool:
+def _may_regroup(is_token_sum: bool, rows_are_independent: bool, *, is_asked: bool) -> bool:
     """True if rows may form micro-batches of any size, False if each micro-batch keeps its number of rows.
 
     Raises:
         SetupError: Both would change the loss.
     """
-    if not reduction.is_token_normalised:
-        if reduction.rows_are_independent and not is_asked:
+    if not is_token_sum:
+        if rows_are_independent and not is_asked:
             return False
         raise SetupError(
             "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares one)",

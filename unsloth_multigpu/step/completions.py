@@ -1,7 +1,8 @@
 """Deals the completions of GRPO and RLOO to ranks and micro-batches by length, if that keeps the gradient.
 
 Whether it does is measured in the training itself: in its first step, before the first update, and again in steps 2, 4,
-8 and so on. `step.order_proof` computes the gradient with the trainer's own micro-batches and with the dealt ones.
+8 and so on. The gradient is computed with the trainer's own micro-batches and with the dealt ones, without dropout.
+Both passes start from the same weights, buffers, random state and script state, and restore them.
 
 A comparison sees all that a loss, a model or a script does to the gradient of that step. In the first step the policy
 is the one that drew: every ratio is 1 and nothing is clipped. What old log-probabilities change is seen from step 2 on,
@@ -22,13 +23,17 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shards import has_shards, tried_pass
+from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.seam import unsteered
+from unsloth_multigpu.seam import instance_attribute, unsteered
+from unsloth_multigpu.step.comparison import Difference, speed_in_words
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.order_proof import OrderProof
-from unsloth_multigpu.step.own_code import is_library
+from unsloth_multigpu.step.lone_pass import ERRORS, TIMED_AGAIN_S, LonePass
 from unsloth_multigpu.step.rounding import rounding_bound
+from unsloth_multigpu.step.sketch import difference, mean_of, names_of
+from unsloth_multigpu.step.snapshot import Still, kept_training_state
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -98,7 +103,9 @@ class CompletionDeal(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
         super().__init__(cast(OptionalTrainer, trainer), manager)
         self._feed = feed
-        self._proof = OrderProof(trainer, manager, beat)
+        self._lone = LonePass(trainer, beat)
+        # The wrapped model, the inputs and the number of tokens that `training_step` was called with.
+        self._called: tuple[Any, Any, Any] = (None, None, None)
         self._generation: _Generation | None = None
         # TRL's order is kept from here on, and why is said.
         self._is_over = False
@@ -146,7 +153,7 @@ class CompletionDeal(Part):
 
     def _training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.training_step`: records its arguments, with which a comparison calls it too."""
-        self._proof.called = (*args, None)[:3]
+        self._called = (*args, None)[:3]
         return original(*args, **kwargs)
 
     def _prepare_inputs(self, original: Any, inputs: Any) -> Any:
@@ -200,12 +207,12 @@ class CompletionDeal(Part):
         """
         block, is_first = self._block(generation), not self._num_compared
         if is_first:
-            seconds = self._proof.gradient(generation.in_order[place : place + 1])[1]
+            seconds = self._gradient(generation.in_order[place : place + 1])[1]
             self._num_compared = max(1, min(block, int(_MOST_S / (2 * max(seconds, 1e-6)))))
         compared = slice(place, place + self._num_compared)
         dealt, _ = self._cut(generation, place, self._num_compared)
-        found = self._proof.compared(generation.in_order[compared], dealt, is_timed=is_first)
-        off, num_unproven, was_proven = found.of_gradient, self._num_unproven, self._is_proven
+        off, in_order_s, dealt_s = self._compared(generation.in_order[compared], dealt, is_timed=is_first)
+        num_unproven, was_proven = self._num_unproven, self._is_proven
         is_every = self._manager.config.check_first_step == "every"
         self._next_step, self._num_unproven = self._num_steps + 1 if is_every else 2 * self._num_steps, 0
         if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
@@ -220,12 +227,56 @@ class CompletionDeal(Part):
                 self._feed.tell("completions dealt by length", f"{what}; {also}.", "", "Set balance='off'.")
         elif not was_proven:
             part = "" if self._num_compared == block else f", {self._num_compared} of {block} micro-batches"
-            ratio = found.one_s / max(found.other_s, 1e-6)
-            speed = f"{ratio:.1f} times as fast" if ratio >= 1 else f"{1 / ratio:.1f} times slower"
             logger.info(
                 "completions dealt by length: gradient differs by %.0e%s, %s (%.3g s, in TRL's order %.3g s)",
-                *(off.off, part, speed, found.other_s, found.one_s),
+                *(off.off, part, speed_in_words(in_order_s, max(dealt_s, 1e-6)), dealt_s, in_order_s),
             )
+
+    def _compared(
+        self, one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], *, is_timed: bool
+    ) -> tuple[Difference, float, float]:
+        """Compares the gradients of two orders of the same completions, in as many micro-batches. Collective.
+
+        Returns:
+            The difference of the gradients, averaged over ranks, and the seconds of each order on the slowest rank.
+
+        Raises:
+            SetupError: The loss can be computed in the first order only.
+        """
+        mine, one_s = self._gradient(one)
+        try:
+            theirs, other_s = self._gradient(other)
+            if is_timed and one_s + other_s < TIMED_AGAIN_S:
+                one_s, other_s = self._gradient(one)[1], self._gradient(other)[1]
+        except ERRORS as error:
+            raise SetupError(
+                f"The loss cannot be computed of completions that are dealt by length ({type(error).__name__}: "
+                f"{str(error)[:200]}).",
+                hint="Set balance='off'.",
+            ) from error
+        finally:
+            self._lone.end()
+        ranks = self._manager.gather_floats([*mine, *theirs])
+        ones, others = [row[: len(mine)] for row in ranks], [row[len(mine) :] for row in ranks]
+        # Sharded gradients are means over ranks already. Values that are not finite have no mean.
+        if not has_shards(self._trainer.model) and all(math.isfinite(value) for row in ranks for value in row):
+            ones, others = [mean_of(ones)], [mean_of(others)]
+        return difference(ones, others, names_of(self._trainer.model)), one_s, other_s
+
+    def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
+        """Returns a sketch of this rank's gradient, and the seconds of the slowest rank. Collective."""
+        trainer, (model, inputs, num_items) = self._trainer, self._called
+        training_step = unsteered(trainer.training_step)
+
+        def compute(bare: nn.Module, i: int) -> None:
+            with instance_attribute(trainer, "_prepare_inputs", lambda *_: dict(micro_batches[i])):
+                training_step(bare, inputs, num_items)
+
+        self._manager.gather_floats([0.0])  # All ranks start at the same time.
+        own_loss = instance_attribute(trainer, "compute_loss", unsteered(trainer.compute_loss))
+        with kept_training_state(trainer), tried_pass(trainer.model), Still(), own_loss:
+            found, seconds = self._lone.gradient(model, len(micro_batches), compute)
+        return found, max(row[0] for row in self._manager.gather_floats([seconds]))
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
@@ -346,7 +397,7 @@ def unknown_inputs(buffered: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lengths(rows: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
-    """Columns of each row from the first token of its prompt, and up to the last of its completion."""
+    """Returns the tokens of each row's prompt and completion, without the padding on the outer side."""
     prompt, completion = rows["prompt_mask"].bool(), rows["completion_mask"].bool()
     prompts = prompt.int().cummax(1).values.sum(1)
     completions = completion.flip(1).int().cummax(1).values.sum(1)
@@ -354,7 +405,7 @@ def _lengths(rows: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _taken(rows: Mapping[str, torch.Tensor], places: Sequence[int], prompt: int, completion: int) -> dict[str, Any]:
-    """A micro-batch of these rows, as wide as its longest prompt and its longest completion."""
+    """Returns a micro-batch of these rows, as wide as its longest prompt and its longest completion."""
     taken = {name: value[torch.tensor(places, device=value.device)] for name, value in rows.items()}
     for name, value in taken.items():
         if name in _PROMPT:

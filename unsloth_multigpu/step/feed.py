@@ -16,16 +16,18 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import drawn_from, kept_random_state
 from unsloth_multigpu.group.replicas import STREAM
+from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, Inexact, find_reduction, hidden_at_first, whole_ways
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
-from unsloth_multigpu.step.own_code import has_own_step, is_library, name_of
+from unsloth_multigpu.step.own_code import has_own_step, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.sampler import StepLoader, own_samplers, step_loader
+from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.step.step import Step, StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
@@ -263,7 +265,15 @@ class StepFeed(Part):
         passes.check_sequences()
         dealt = ""
         if self._is_shared:
-            dealt = self.balancer.prepare(loader, passes.reduction, is_lockstep=shape.is_lockstep)
+            reduction = passes.reduction
+            # Reading and collating rows must not change random numbers or counters of the script.
+            with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
+                dealt = self.balancer.prepare(
+                    loader,
+                    is_token_sum=reduction.is_token_normalised,
+                    rows_are_independent=reduction.rows_are_independent,
+                    is_lockstep=shape.is_lockstep,
+                )
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole, in_each=in_each)
         if self.num_accumulated > 1:
             self._tell_of_micro_batches()

@@ -14,7 +14,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 
 @dataclass(frozen=True)
 class GenerationShape:
-    """How one process, or each rank, goes through its completions.
+    """Numbers of completions in one process, or on each rank.
 
     Args:
         batch: Completions of a micro-batch.
@@ -27,12 +27,12 @@ class GenerationShape:
     generation_steps: int
 
 
-# The arguments that a rank has a part of, in the order of a shape's fields.
+# Arguments that are divided among the ranks, in the order of the fields of `GenerationShape`.
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 
 
 def draws_completions(trainer: TrainerLike) -> bool:
-    """True where a trainer trains on completions that each rank draws by itself: GRPO, RLOO, and GKD where it does."""
+    """True for trainers whose ranks draw the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
     is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
     return hasattr(trainer.args, "steps_per_generation") or (
         hasattr(trainer, "generate_on_policy_outputs") and is_on_policy
@@ -40,28 +40,28 @@ def draws_completions(trainer: TrainerLike) -> bool:
 
 
 def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, tuple[int, int]]:
-    """What each argument is on a rank, and in one process: kept with arguments that were divided, as plain numbers."""
+    """Returns the value of each divided argument on a rank and in one process, to be stored with the arguments."""
     return {name: (m, o) for name, m, o in zip(_ARGUMENTS, astuple(mine), astuple(one), strict=True)}
 
 
 def arguments_of_one_process(arguments: Mapping[str, Any], divided: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The arguments as the script gave them, so that others built from them are divided once and not again.
+    """Returns the arguments as the script gave them, so that arguments built from them are not divided a second time.
 
-    What has been given another value since `divided_arguments` is left alone.
+    An argument that was changed after `divided_arguments` keeps its new value.
     """
     given = {name: of_one for name, (mine, of_one) in divided.items() if arguments.get(name) == mine}
     return {**arguments, **given}
 
 
 def divide_generation(one: GenerationShape, world_size: int, num_generations: int = 1) -> GenerationShape:
-    """The shape of each rank with which all ranks together have the steps of one process.
+    """Returns the shape of each rank, with which all ranks together have the steps of one process.
 
-    A step and a generation keep their number of completions, and so the number of steps that a generation serves. TRL
-    deals a generation in equal parts, and a prompt's completions may lie on several ranks: it gathers their rewards.
-    `num_generations`, completions of a prompt, are for the hint alone: a generation must hold whole prompts.
+    A step and a generation keep their number of completions, so a generation serves as many steps as before. TRL gives
+    each rank an equal part of a generation. The completions of a prompt may be on several ranks, as TRL gathers their
+    rewards. `num_generations`, the completions of a prompt, is used in the hint only: a generation has whole prompts.
 
     Returns:
-        The largest micro-batches that divide both evenly and are not larger than those of one process.
+        The largest micro-batches that divide step and generation evenly, and are not larger than those of one process.
 
     Raises:
         ConfigError: The ranks cannot share a step, or a generation, evenly.

@@ -10,8 +10,8 @@ from torch.utils.data import Subset
 from unsloth_multigpu.errors import SetupError
 
 _ROWS_AT_ONCE = 10_000
-# What trainers of preferences store for each sample, in new and older releases of TRL. Both answers follow the prompt
-# and are padded alike.
+# Columns of TRL's preference trainers, in new and older releases. Both answers follow the prompt, and are padded to the
+# same length.
 _PREFERENCES = (
     ("prompt_ids", "chosen_ids", "rejected_ids"),
     ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
@@ -19,11 +19,11 @@ _PREFERENCES = (
 
 
 def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
-    """Tokens of each sample of a data set with random access.
+    """Returns the number of tokens of each sample of a data set with random access.
 
-    Of a Hugging Face data set the column's offsets are read, or a column of lengths; of a list its rows; other data
-    sets may say so in an attribute `lengths`. With `may_read_rows` every row of another kind is read, which may
-    tokenize it.
+    For a Hugging Face data set, the offsets of a column are read, or a column of lengths. For a list, rows are read.
+    Other data sets may have an attribute `lengths`. With `may_read_rows`, all rows of other data sets are read, which
+    may tokenize them.
 
     Raises:
         SetupError: The lengths are not known.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
-from unsloth_multigpu.step.own_code import is_of_script
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
@@ -86,11 +85,6 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
             if vars(owner).get(name) is not None:
                 stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
         yield
-
-
-def seen_alone(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Makes a loss defined by the script see rank 0 of one process while the context is open."""
-    return counted_as_one_process(trainer) if is_of_script(trainer, compute_loss) else nullcontext()
 
 
 @contextmanager

@@ -19,21 +19,21 @@ _TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors of torch, an accelerator's libraries or Python that mean out of memory."""
+    """True for errors of torch, of an accelerator's libraries or of Python that mean out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    is_ours = isinstance(error, MultiGPUError)  # It may quote another rank's.
+    is_ours = isinstance(error, MultiGPUError)  # It may quote the error of another rank.
     return isinstance(error, RuntimeError) and not is_ours and bool(_TEXT.search(str(error)))
 
 
 def explain(error: BaseException, *, rank: int, device: torch.device, place: str, hint: str) -> None:
-    """Adds rank, device, place and hint to the error itself: its class stays, which scripts may catch."""
+    """Adds rank, device, place and hint to the error itself, so that scripts can still catch its class."""
     facts = f"rank {rank} ran out of memory on {device} in {place}"
     original = str(error)
     if original.startswith(f"rank {rank} ran out of memory"):
         return
     before = error.args
-    # Into its first line, which the supervisor shows.
+    # The supervisor shows the first line.
     error.args = (f"{facts}: {original or type(error).__name__}\nHint: {hint}",)
     if facts not in str(error):  # NumPy's class builds its own text.
         error.args = before
@@ -42,16 +42,16 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
 
 
 def num_refused(device: torch.device) -> int:
-    """How often the device has had no memory left in this process, which libraries may tell as another error."""
+    """Returns how often an allocation on the device failed in this process; libraries may raise another error then."""
     if device.type not in KINDS:
         return 0
     return int(getattr(torch, device.type).memory_stats(device).get("num_ooms", 0))
 
 
 def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
-    """ "peak 23.1 GiB of 23.7, with weights 14.2, gradients 0.3"; "" on the CPU, which is not counted.
+    """Describes a device's memory: "peak 23.1 GiB of 23.7, with weights 14.2, gradients 0.3"; "" for the CPU.
 
-    `held` are tensors by what they are; those that lie elsewhere are left out.
+    `held` has the tensors of each kind. Tensors on other devices are left out.
     """
     if device.type not in KINDS:
         return ""
@@ -65,7 +65,7 @@ def filled(device: torch.device, **held: Iterable[torch.Tensor]) -> str:
 
 
 def loading_advice(num_ranks: int, *, shards: bool) -> str:
-    """What lets a model be loaded that one card does not hold; `shards`: the ranks share the model already."""
+    """Returns a hint how to load a model that does not fit one GPU; `shards`: it is sharded already."""
     if shards:
         return "Load it with load_in_4bit=True, which is done in parts, or take more GPUs."
     return (
@@ -75,7 +75,12 @@ def loading_advice(num_ranks: int, *, shards: bool) -> str:
 
 
 def advice(args: ArgumentsLike, *, is_evaluation: bool, shards: bool | None, offloads: bool) -> str:
-    """Which options to change. `shards` is None where there is one rank; `offloads`: a rank's part is on the host."""
+    """Returns which options to change.
+
+    Args:
+        shards: The model is sharded; None = there is one rank.
+        offloads: The shards are on the host.
+    """
     if is_evaluation:
         return f"Lower per_device_eval_batch_size (now {args.per_device_eval_batch_size})."
     ways = ["set max_tokens_per_micro_batch"]
@@ -97,7 +102,7 @@ def advice(args: ArgumentsLike, *, is_evaluation: bool, shards: bool | None, off
 
 
 def size_of(inputs: Any) -> str:
-    """ "8 rows x 512 tokens" of a micro-batch: its largest tensor of two dimensions. "" where it has none."""
+    """Describes the largest two-dimensional tensor of a micro-batch: "8 rows x 512 tokens"; "" if there is none."""
     values = inputs.values() if isinstance(inputs, Mapping) else ()
     shapes = [v.shape for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
     if not shapes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,45 +9,13 @@ from torch import nn
 
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shards import class_of
+from unsloth_multigpu.library import is_library
 from unsloth_multigpu.seam import unsteered
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
-# Libraries of a training, which may also be installed in another folder, such as a clone.
-_LIBRARIES = frozenset(
-    {
-        "accelerate",
-        "datasets",
-        "huggingface_hub",
-        "peft",
-        "pyarrow",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "tqdm",
-        "transformers",
-        "trl",
-        "unsloth",
-        "unsloth_multigpu",
-        "unsloth_zoo",
-    }
-)
-# Modules that Unsloth generates when it compiles a model, and code that comes with a model from the Hub.
-_GENERATED = ("Unsloth", "unsloth_compiled_module_", "transformers_modules")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Libraries whose trainers have known losses.
 _KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
-
-
-@functools.cache
-def is_library(module: str) -> bool:
-    """True for installed modules and those of Python, False for the script and modules in its folder."""
-    root = module.partition(".")[0]
-    if root == "__main__":
-        return False
-    if root in sys.stdlib_module_names or root in _LIBRARIES or root.startswith(_GENERATED):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:

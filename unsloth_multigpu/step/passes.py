@@ -24,8 +24,8 @@ from unsloth_multigpu.step.loss import (
     without_effect,
 )
 from unsloth_multigpu.step.metrics import Metrics
-from unsloth_multigpu.step.one_process import seen_alone
-from unsloth_multigpu.step.own_code import has_own_step, name_of
+from unsloth_multigpu.step.one_process import counted_as_one_process
+from unsloth_multigpu.step.own_code import has_own_step, is_of_script, name_of
 from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
@@ -267,7 +267,8 @@ class StepPasses:
             if self._manager.identity.world_size > 1:
                 # The Trainer would multiply some losses by the number of ranks. `_factor` does it for all.
                 stack.enter_context(instance_attribute(self._trainer.args, "average_tokens_across_devices", False))
-            stack.enter_context(seen_alone(self._trainer, self.compute_loss))
+            if is_of_script(self._trainer, self.compute_loss):  # It may read the number of ranks.
+                stack.enter_context(counted_as_one_process(self._trainer))
             if self.sequence is not None and self.sequence.is_on:
                 inputs = stack.enter_context(self.sequence.part_of(inputs))
             result = original(model, inputs, *args, **kwargs)

@@ -10,9 +10,9 @@ from itertools import accumulate
 from unsloth_multigpu.step.cost import CostModel
 
 MicroBatches = list[list[int]]
-# Numbers of rows of a micro-batch that are tried, four for each doubling.
+# Numbers of rows of a micro-batch that are tried: four for each doubling, two for larger ones.
 _SIZES = sorted({round(2 ** (k / 4)) for k in (*range(12), *range(12, 80, 2))})
-# Largest part of a rank's load that one group may be, where whole groups are dealt. Of many samples one try is enough.
+# Limits for the size of a group, as parts of a rank's load, if whole groups are dealt. For many samples one is enough.
 _GROUP_PARTS = (1.0, 0.5, 0.25)
 _MANY_SAMPLES = 256
 
@@ -43,7 +43,7 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
         groups = cutter.cut(order, part * load)
         if len(groups) >= len(speeds):
             dealt = _deal_groups(groups, lengths, speeds, cost)
-            # A rank without a sample has to compute one all the same.
+            # A rank without a sample would have to compute a filler.
             plans.extend([dealt] if all(dealt) else [])
     fastest = min(plans, key=lambda plan: slowest_time(plan, lengths, speeds, cost))
     return [sorted(share, key=lambda rows: cost.of([lengths[i] for i in rows])) for share in fastest]
@@ -64,17 +64,17 @@ def deal_micro_batches(
 def slowest_time(
     plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
 ) -> float:
-    """Time of the slowest rank, in tokens."""
+    """Returns the time of the slowest rank, in tokens."""
     return max(sum(share) / speed for share, speed in zip(_costs(plan, lengths, cost), speeds, strict=True))
 
 
 def lockstep_time(
     plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
 ) -> float:
-    """Time of a step, in tokens, of ranks that wait for each other in every micro-batch, as where weights are sharded.
+    """Returns the time of a step, in tokens, if ranks wait for each other in every micro-batch, as sharded ranks do.
 
-    It is `sum_k max_r cost(r, k)`, and not `max_r sum_k cost(r, k)`. The costliest micro-batches of the ranks are
-    computed together; a rank that has fewer of them computes fillers.
+    This is `sum_k max_r cost(r, k)` instead of `max_r sum_k cost(r, k)`. The costliest micro-batches of all ranks are
+    computed at the same time. A rank with fewer micro-batches computes fillers.
     """
     filler = cost.of([min(lengths)])
     shares = [sorted(share, reverse=True) for share in _costs(plan, lengths, cost)]
@@ -88,7 +88,7 @@ def _costs(plan: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel
 
 
 class _Cutter:
-    """Cuts sorted samples into micro-batches of the least total cost within the limit of tokens."""
+    """Cuts sorted samples into micro-batches with the lowest total cost, by dynamic programming."""
 
     def __init__(self, lengths: Sequence[int], cost: CostModel, max_tokens: int) -> None:
         self._cost = cost
@@ -97,9 +97,12 @@ class _Cutter:
         self._work = [cost.row_work(length) for length in lengths]
 
     def cut(self, rows: Sequence[int], max_work: float) -> MicroBatches:
-        """The best cut of `rows`, the longest first; no micro-batch of several rows has more than `max_work`."""
+        """Returns the cheapest cut of `rows`, which are sorted, the longest first.
+
+        `max_work` limits micro-batches of several rows.
+        """
         count = len(rows)
-        # Of the rows from here on: the least cost, and how many of them come together then.
+        # For the rows from each index on: the lowest cost, and the number of rows of the first micro-batch.
         best, size_of = [0.0] * (count + 1), [0] * count
         overhead, floor, is_padded = self._cost.overhead_tokens, self._cost.floor_tokens, self._cost.is_padded
         alone = [self._work[i] for i in rows]
@@ -114,7 +117,7 @@ class _Cutter:
                 most = bisect_right(tokens_before, tokens_before[start] + self._max_tokens) - 1 - start
                 most = min(most, bisect_right(work_before, work_before[start] + max_work) - 1 - start)
             most = max(1, min(int(most), count - start))
-            # Not every size is tried, but the largest always is; of those within the floor only the last.
+            # Only some sizes are tried: of those that cost no more than the floor the largest, and always the maximum.
             last = bisect_left(_SIZES, most)
             first = max(0, bisect_right(_SIZES, floor / row_work) - 1) if is_padded and row_work > 0 else 0
             least = math.inf
@@ -122,10 +125,10 @@ class _Cutter:
                 end = start + size
                 if is_padded:
                     work = size * row_work
-                    # The others cost no less than what they are without padding, and the more rows, the more is padded.
+                    # The other rows cost at least their work without padding, and larger sizes have more padding.
                     if work + all_work - work_before[end] >= least:
                         break
-                    # Where padding of the shorter half costs more than a further micro-batch, so it does for more rows.
+                    # Padding the shorter half costs more than one more micro-batch. Larger sizes have more padding.
                     middle = start + size // 2
                     if size > 1 and (end - middle) * (row_work - alone[middle]) > worth:
                         break
@@ -139,7 +142,7 @@ class _Cutter:
         while start < count:
             pieces.append(list(rows[start : start + size_of[start]]))
             start += size_of[start]
-        return pieces[::-1]  # The shortest rows first, which are seldom the costliest.
+        return pieces[::-1]  # The shortest rows first, because they are rarely the costliest.
 
 
 def _deal_groups(
@@ -153,7 +156,7 @@ def _deal_groups(
 def _dealt(
     order: Sequence[int], work: Sequence[float], speeds: Sequence[float], *, fills: bool = False
 ) -> MicroBatches:
-    """In order, each to the rank that would finish it first; with `fills`, the last ones to ranks that have none."""
+    """Gives each item, in order, to the rank that would finish it first; `fills`: every rank gets one if possible."""
     shares: MicroBatches = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for num_left, i in zip(range(len(order), 0, -1), order, strict=True):

@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import Comparison, Difference
+from unsloth_multigpu.step.lone_pass import ERRORS, TIMED_AGAIN_S, LonePass
 from unsloth_multigpu.step.loss import (
     AUTO,
     NEXT,
@@ -62,19 +63,12 @@ logger = get_logger(__name__)
 
 # Errors of torch's DDP about an unexpected backward pass.
 _OF_DDP = re.compile(r"mark a variable ready only once|to have finished reduction")
-# Errors that code of the script or of a library may raise in a micro-batch.
-_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
-    *(OSError, RuntimeError, TypeError, ValueError),
-)
 # Limit for `check_first_step="auto"`, in seconds, estimated from the first micro-batch.
 _MOST_S = 60.0
 # If the loss reduction was found by measurement, each of the first steps is compared.
 _EARLY_STEPS = 16
 # After a difference, one that is larger by this factor is reported as well.
 _WORSE = 10
-# If both passes take less time than this, they are timed again: kernels compile in the first pass.
-_TIMED_AGAIN_S = 20.0
 
 
 class StepProof:
@@ -103,8 +97,7 @@ class StepProof:
         self._told_off = 0.0
         # The script's counters after the latest pass of the ranks.
         self._numbers: dict[str, Any] = {}
-        # Parameters used by a reference pass, if DDP searches for unused ones.
-        self._used: list[nn.Parameter] = []
+        self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
         self.is_alone = False
@@ -167,8 +160,7 @@ class StepProof:
             self._is_over = True
             return replace(base, unproven=str(error))
         finally:
-            self._zero_used()
-            self._used = []
+            self._lone.end()
         self._seconds += max(row[0] for row in self._manager.gather_floats([time.monotonic() - begin_s]))
         assert found.difference is not None
         if math.isnan(found.difference.off):
@@ -191,7 +183,7 @@ class StepProof:
             rows = rows.part(num_compared, loader.shape)
             one, still, one_s = self._tried(model, rows, num_compared)
             off, dealt_s = self._as_dealt(model, rows, one, still)
-            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < _TIMED_AGAIN_S:
+            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < TIMED_AGAIN_S:
                 one_s = self._tried(model, rows, num_compared)[2]
                 dealt_s = self._dealt_once(model, rows, one)[1]
             has_drawn = self._any(still.has_drawn)
@@ -247,7 +239,7 @@ class StepProof:
             gradient, still, seconds = self._as_one(model, rows.part(num_references, None), self._seed)
         except NotPossibleError as error:
             why = str(error)
-        except _ERRORS as error:
+        except (*ERRORS, MemoryError, OSError, RuntimeError) as error:
             if is_entered_below(error):
                 raise SetupError(
                     f"{name_of(self._trainer, unsteered(self._trainer.compute_loss))} calls a part of the model by "
@@ -268,42 +260,22 @@ class StepProof:
 
     def _as_one(self, model: nn.Module, rows: StepRows, seed: int) -> tuple[list[float], Still, float]:
         """Computes the step as one process does, without any of our overrides. Returns what `_tried` returns."""
-        trainer, accelerator = self._trainer, self._trainer.accelerator
-        device, gradient_state = trainer.args.device, accelerator.gradient_state
-        before = gradient_state.sync_gradients
+        trainer, device = self._trainer, self._trainer.args.device
         training_step = unsteered(trainer.training_step)
-        # One process has no DDP wrapper, which has other names, another class and other attributes.
-        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         with self._pass() as still, self._alone():
             inputs = [on_device(trainer, batch) for batch in rows.as_one_process()]
             count = unsteered(trainer.get_batch_samples)
             batches, num_items = count(iter(inputs), len(inputs), device)
-            begin = moment(device)
-            try:
-                trainer.current_gradient_accumulation_steps = len(batches)
-                for i, batch in enumerate(batches):
-                    is_last = i == len(batches) - 1
-                    gradient_state._set_sync_gradients(is_last)
-                    # Sharded ranks all compute the same gradient here, so its mean is unchanged.
-                    is_synced = is_last and has_shards(trainer.model)
-                    with nullcontext() if is_synced else accelerator.no_sync(model):
-                        _seed_all(draw_seed(seed, i))
-                        self._beat.mark(micro_batch=i)
-                        random_state = read_random_state(device.type)
-                        training_step(bare, batch, num_items)
-                        still.has_drawn |= read_random_state(device.type) != random_state
-            finally:
-                gradient_state._set_sync_gradients(before)
-            seconds = Lap(begin, moment(device)).seconds()
-            if getattr(model, "find_unused_parameters", False):
-                self._used = [p for p in model.parameters() if p.grad is not None]
-            return sketch(trainer.model), still, seconds
+            trainer.current_gradient_accumulation_steps = len(batches)
 
-    def _zero_used(self) -> None:
-        """Gives parameters of the reference pass a zero gradient: DDP takes them for used in its next all-reduce."""
-        for parameter in self._used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            def compute(bare: nn.Module, i: int) -> None:
+                _seed_all(draw_seed(seed, i))
+                random_state = read_random_state(device.type)
+                training_step(bare, batches[i], num_items)
+                still.has_drawn |= read_random_state(device.type) != random_state
+
+            found, seconds = self._lone.gradient(model, len(batches), compute)
+            return found, still, seconds
 
     def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
         again = self._as_one(model, rows, self._seed + 1)[0]
@@ -382,14 +354,14 @@ class StepProof:
         with self._pass() as still:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
-            self._zero_used()
+            self._lone.zero_used()
             manager.gather_floats([0.0])  # All ranks start at the same time.
             begin = moment(trainer.args.device)
             try:
                 for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
                     # A complete micro-batch then draws the same random numbers as in one process.
                     _seed_all(draw_seed(self._seed, place))
-            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            except ERRORS as error:
                 what = f"{type(error).__name__}: {str(error)[:200]}"
                 raise SetupError(
                     f"A part of a micro-batch cannot be computed by itself ({what}).", hint=self._ways_out()

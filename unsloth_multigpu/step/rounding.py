@@ -1,4 +1,4 @@
-"""In which precision a device computes, and how much rounding may change a gradient: bounds, and a measurement."""
+"""How much rounding may change a gradient: bounds for each precision, and a measurement."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
-# Rows in other micro-batches are computed by other kernels and added up in another order. In fp32, exact losses of 17
-# kinds differed by 6e-7 at most and inexact ones by 1.2e-4 at least. Activations of fp16 and bf16 have relative errors
-# of 5e-4 and 4e-3, and each element of a gradient is rounded by itself.
+# In another micro-batch, a row is computed by other kernels, and sums have another order. In fp32, the gradients of 17
+# exact losses differed by at most 6e-7, those of inexact losses by at least 1.2e-4. fp16 and bf16 round each element
+# with a relative error of up to 5e-4 and 4e-3.
 FINE = 1e-5
 _BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TF32 = 5e-3
@@ -22,7 +22,7 @@ MOST_ROUNDING = 1e-3
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that has no 64-bit numbers, as some of Intel's GPUs."""
+    """Returns float64, or float32 for devices without 64-bit numbers, such as some GPUs of Intel."""
     if device.type == "cpu":
         return torch.float64
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -30,11 +30,11 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def rounding_bound(trainer: TrainerLike) -> float:
-    """Largest norm of a difference of gradients by the norm, in the lowest precision that the trainer computes in."""
+    """Returns the largest relative difference of gradients due to rounding, in the lowest precision that is used."""
     precision = getattr(trainer.accelerator, "mixed_precision", "no")
     found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
     found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
-    # Quantised weights are computed in the type of the others.
+    # Quantized weights are dequantized to the type of the other weights.
     bounds = [_BOUNDS[dtype] for dtype in found] or [FINE]
     if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         bounds.append(_TF32)

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
+from unsloth_multigpu.library import is_library
 from unsloth_multigpu.step.deal import Piece
-from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 

@@ -1,7 +1,7 @@
-"""One sample on several ranks (Ulysses): each has a part of the positions, and in attention a part of the heads.
+"""Shares samples among several ranks (DeepSpeed-Ulysses): each computes some positions, and in attention some heads.
 
-Embeddings, masks and position embeddings are made for the whole row, as the model does. A decoder layer computes a
-rank's own positions. Attention, of whatever kernel, gets all positions of a part of the heads.
+The model computes embeddings, masks and position embeddings for the whole row. Decoder layers get the positions of
+this rank. The attention function, whichever it is, gets all positions of this rank's heads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _WITHOUT = "Leave sequence_parallel out."
 
 
 class SharedSequence:
-    """Lets the ranks of a group share each sequence that a model of transformers, or a PEFT model of one, trains on.
+    """Lets the ranks of a group share each sequence of a training, for models of transformers, with PEFT or without.
 
     Attributes:
-        rank: This one's place in the group.
-        is_on: The model is called by all ranks of the group, with the same inputs.
-        num_targets: Labels in the newest part of this rank.
-        number: Of the newest micro-batch: above 0, and unique among those of all groups.
+        rank: Index of this rank in the group.
+        is_on: All ranks of the group call the model with the same inputs.
+        num_targets: Number of labels in this rank's part of the latest micro-batch.
+        number: Number of the latest micro-batch: greater than 0, and unique among all groups.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -55,16 +55,16 @@ class SharedSequence:
             for layer in self._layers:
                 stack.callback(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True).remove)
             stack.callback(self._layers[-1].register_forward_hook(self._after_last).remove)
-            ALL_ATTENTION_FUNCTIONS[name] = shared  # Of this one table, above those that are registered.
+            ALL_ATTENTION_FUNCTIONS[name] = shared  # Hides the registered function of this name.
             stack.callback(ALL_ATTENTION_FUNCTIONS.pop, name)
             yield
 
     @contextmanager
     def part_of(self, inputs: Any) -> Iterator[Any]:
-        """Around a loss: gives its inputs with this rank's labels.
+        """Surrounds the computation of a loss, and yields its inputs with this rank's labels.
 
-        What the model returns has this rank's positions and one more, which predicts nothing: a loss that shifts labels
-        by one is then the sum over this rank's own.
+        The model's output has this rank's positions and an additional one, which is not used: a loss that shifts labels
+        by one is then the sum over this rank's labels.
 
         Raises:
             SetupError: Attention was not computed by transformers' interface.
@@ -98,7 +98,7 @@ class SharedSequence:
         return args, kwargs
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's positions, along the second dimension."""
+        """Returns this rank's positions, which are the second dimension."""
         part = -(-self._length // self._size)
         value = value[:, self.rank * part : (self.rank + 1) * part]
         return nn.functional.pad(value, (0, 0, 0, part - value.shape[1]))
@@ -120,13 +120,13 @@ class SharedSequence:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """An attention function of transformers: heads x own positions in, own positions x heads out."""
+        """Replaces an attention function of transformers, for (batch, heads, own positions, dim) inputs."""
         if not self.is_on or id(module) not in self._modules:
             return attend(module, query, key, value, *args, **kwargs)
         self._num_shared += 1
         groups = query.shape[1] // key.shape[1]
         with ExitStack() as stack:
-            if key.shape[1] % self._size:  # Too few heads of keys: each query gets its own.
+            if key.shape[1] % self._size:  # Key heads cannot be divided: each query head gets a copy.
                 key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
                 stack.enter_context(instance_attribute(module, "num_key_value_groups", 1))
             query, key, value = (self._all_positions(each) for each in (query, key, value))
@@ -169,10 +169,10 @@ def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @contextmanager
 def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[SharedSequence]:
-    """Lets the ranks of a training share samples, as `sequence_parallel` says. Collective.
+    """Surrounds a training whose ranks share samples (`sequence_parallel`). Collective.
 
     Raises:
-        SetupError: The model, or the training, cannot be shared so.
+        SetupError: Samples of this model or training cannot be shared.
     """
     if getattr(trainer.args, "torch_compile", False):
         raise SetupError("sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT)
@@ -182,10 +182,10 @@ def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[Share
 
 
 def layers_of(model: Any, size: int) -> list[nn.Module]:
-    """The decoder layers of a model whose samples `size` ranks are to share.
+    """Returns the decoder layers of a model whose samples `size` ranks share.
 
     Raises:
-        SetupError: They cannot be.
+        SetupError: Samples of this model cannot be shared.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

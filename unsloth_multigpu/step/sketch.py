@@ -1,4 +1,4 @@
-"""Compares two gradients without keeping either, by sketches: a few numbers for each tensor."""
+"""Compares gradients by sketches, a few numbers for each tensor, so that no gradient is kept."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from unsloth_multigpu.step.rounding import sum_dtype
 # Random projections of each tensor.
 NUM_PROJECTIONS = 4
 _WIDTH = 1 + NUM_PROJECTIONS
-# Elements that are projected at once: what a sketch needs of memory.
+# Elements that are projected at once, which bounds the memory of a sketch.
 _CHUNK = 2**18
 
 
 def sketch(model: nn.Module) -> list[float]:
-    """The norm and `NUM_PROJECTIONS` random projections of the gradient of each trained parameter, in a flat list.
+    """Returns the norm and `NUM_PROJECTIONS` random projections of each trained parameter's gradient, as a flat list.
 
-    The mean square of the projections of a difference is the square of its norm: the signs of a projection are
-    independent of each other. All ranks draw the same signs, so a mean of sketches is the sketch of the mean but for
-    its norms. Of a sharded parameter it is the sketch of this rank's part.
+    A projection is a sum with random signs. The mean square of the projections of a difference estimates the square of
+    its norm. All ranks use the same signs, so the projections of a mean are the means of the projections.
+    For a sharded parameter, this is the sketch of this rank's part.
     """
     rows = [_sketch_of(p.grad, p.device) for p in model.parameters() if p.requires_grad]
     if not rows:
@@ -45,7 +45,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
-    """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
+    """Returns the sketch of the mean of some gradients, with norms estimated from the projections."""
     mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
     for k in range(0, len(mean), _WIDTH):
         mean[k] = math.hypot(*mean[k + 1 : k + _WIDTH]) / math.sqrt(NUM_PROJECTIONS)
@@ -53,7 +53,7 @@ def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
 
 
 def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
-    """Compares two gradients by sketches of their parts: those of all ranks where they are sharded, else one."""
+    """Compares two gradients by the sketches of their parts: of all ranks if they are sharded, otherwise of one."""
     squares = [0.0] * len(names)
     norms, other_norms = list(squares), list(squares)
     for mine, theirs in zip(one, other, strict=True):
@@ -70,7 +70,7 @@ def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]],
     size = norm or other_norm
     if not size:
         return Difference(0.0, 0.0, 0.0)
-    # A tensor whose gradient is zero in theory, as that of a key's bias, is rounding alone.
+    # A gradient that is zero in theory, such as that of a key's bias, consists of rounding errors.
     floor = 1e-3 * size
     own = [math.sqrt(d) / (math.sqrt(n) + floor) for d, n in zip(squares, norms, strict=True)]
     worst = max(range(len(names)), key=own.__getitem__)
@@ -93,7 +93,7 @@ def _sketch_of(given: torch.Tensor | None, device: torch.device) -> torch.Tensor
 
 
 def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Chunks of a tensor, each with a sign of its own for each projection."""
+    """Yields chunks of a tensor, each with a random sign for each projection."""
     generator = torch.Generator().manual_seed(len(flat))
     for start in range(0, len(flat), _CHUNK):
         sign = torch.randint(0, 2, (NUM_PROJECTIONS,), generator=generator) * 2 - 1
@@ -103,7 +103,7 @@ def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 @functools.cache
 def _signs(device: torch.device) -> torch.Tensor:
-    """Random signs, (projections, `_CHUNK`), in a byte each: they stay on the device."""
+    """Returns random signs of shape (projections, `_CHUNK`), one byte each. They stay on the device."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
     return (bits * 2 - 1).to(device)

@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.library import is_library
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.own_code import is_library
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 _DROPOUTS = {
