@@ -30,19 +30,17 @@ def server_patch(ask: Callable[[Mapping[str, Any]], None]) -> Patch:
     Args:
         ask: Called with its arguments when a Trainer is created. Returns when the server answers.
     """
-    return Patch(
+    target, needs = (
         "trl.generation.vllm_generation:VLLMGeneration.__init__",
-        "trl>=0.24",
-        functools.partial(_served, ask),
-        "With generators=N the server is started here, since the model of the Trainer is known here.",
-        needs=("model", "mode", "max_model_length", "model_impl"),
-        optional=True,
+        ("model", "mode", "max_model_length", "model_impl"),
     )
+    return Patch(target, "trl>=0.24", functools.partial(_served, ask), needs=needs, optional=True)
 
 
 def _served(
     ask: Callable[[Mapping[str, Any]], None], original: Callable[..., None], /, self: Any, *args: Any, **kwargs: Any
 ) -> None:
+    """Starts the server of generators=N, since the model of the Trainer is known here."""
     ask(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     original(self, *args, **kwargs)
 

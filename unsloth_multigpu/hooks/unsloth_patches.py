@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.words import in_gib
 
 logger = get_logger(__name__)
 
-_REASON = "A device map that names card 0, or all cards, would put the models of all ranks there."
 _LOADERS = {
     "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.7",
     "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
@@ -52,12 +50,11 @@ class Placement:
     def patches(self) -> list[Patch]:
         """Patches of the functions that load models; none for CPU ranks."""
         loaders = {} if self.device_type == "cpu" else _LOADERS
-        return [Patch(target, supports, self._placed, _REASON, optional=True) for target, supports in loaders.items()]
+        return [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Loads the model on the rank's device: a device map may name card 0, or all cards, for all ranks."""
         given = kwargs.get("device_map")
-        if given is not None and not self.shards:
-            self._refuse_what_does_not_fit(given, args, kwargs)
         if self.shards and _splits(given):
             kwargs["device_map"] = {"": self.local_rank}
             logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
@@ -71,31 +68,6 @@ class Placement:
             )
         with self._explained():
             return original(*args, **kwargs)
-
-    def _refuse_what_does_not_fit(self, device_map: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses to load weights on the rank's device that it cannot hold.
-
-        Raises:
-            SetupError: They take more than all of its memory.
-        """
-        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        # Unsloth's loaders, which have no class before the name, call that of transformers.
-        is_loader = bool(args) and isinstance(args[0], type)
-        if self.num_ranks == 1 or not is_loader or set(map(str, places)) & set(_OFF_DEVICE):
-            return
-        import torch
-
-        from unsloth_multigpu.shard.stored import least_bytes
-        from unsloth_multigpu.step.out_of_memory import loading_advice
-
-        name = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")
-        has = getattr(torch, self.device_type).mem_get_info(self.local_rank)[1]
-        if name is not None and (needs := least_bytes(name, kwargs)) > has:
-            raise SetupError(
-                f"device_map={device_map!r}: the weights of {name} take {in_gib(needs)} GiB or more, and each rank has "
-                f"one card, of {in_gib(has)} GiB.",
-                hint=loading_advice(self.num_ranks, shards=False),
-            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -111,11 +83,8 @@ class Placement:
         except RuntimeError as error:
             # transformers replaces errors during the conversion of weights by another one without a cause.
             if num_refused(device) > before:
-                hint, place = (
-                    loading_advice(self.num_ranks, shards=self.shards),
-                    f"loading the model ({filled(device)})",
-                )
-                explain(error, rank=self.rank, device=device, place=place, hint=hint)
+                hint = loading_advice(self.num_ranks, shards=self.shards)
+                explain(error, rank=self.rank, device=device, place=f"loading the model ({filled(device)})", hint=hint)
             raise
 
 
@@ -125,16 +94,8 @@ def offload_patches(rank: int) -> list[Patch]:
     Args:
         rank: The global rank, since nodes may share the folder.
     """
-    return [
-        Patch(
-            target="unsloth.models._utils:offload_to_disk",
-            supports="unsloth>=2026.10.7",
-            wrap=functools.partial(_offloaded_apart, rank),
-            reason="All ranks would write one file that other ranks have mapped: a bus error, or wrong weights.",
-            needs=("name", "temporary_location"),
-            optional=True,
-        )
-    ]
+    wrap, needs = functools.partial(_offloaded_apart, rank), ("name", "temporary_location")
+    return [Patch("unsloth.models._utils:offload_to_disk", "unsloth>=2026.10.7", wrap, needs=needs, optional=True)]
 
 
 def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
@@ -172,6 +133,7 @@ def _splits(device_map: Any) -> bool:
 
 
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Writes a file for each rank: in a shared one, mapped by other ranks, weights would change or reads fail."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     # The name as well: for a model in a folder, Unsloth writes into that folder.

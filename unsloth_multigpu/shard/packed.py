@@ -8,7 +8,7 @@ keeps this rank's rows.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -107,8 +107,3 @@ def check_parts(layers: Iterable[Any], rank: int, num_ranks: int) -> None:
                 "4-bit weights were loaded as shards of all ranks, but FSDP2 has sharded them differently.",
                 hint="Leave out ignored modules and a parallelism_config of your own, or set shard='off'.",
             )
-
-
-def on_device(values: Any, device: torch.device) -> Iterator[torch.Tensor]:
-    """Moves transformers' collected tensors, one or a list, to a device."""
-    yield from (value.to(device) for value in (values if isinstance(values, list) else [values]))
