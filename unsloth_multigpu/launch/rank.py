@@ -1,29 +1,43 @@
-"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0."""
+"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
-from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S, await_others, shown_error
 from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import is_alive, only_here
+from unsloth_multigpu.wire.wait import wait_until
 
 _PR_SET_PDEATHSIG = 1
+# After an error Python joins threads and runs exit handlers, which a process group may block forever.
+TEARDOWN_LIMIT_S = 3.0
+_PACKAGE = str(Path(__file__).parents[1]) + "/"
+# An error in this file comes from a Python function that it calls for the user.
+_PASSES_ON = _PACKAGE + "launch/question.py"
+# Ranks with the same error fail at nearly the same time.
+_OTHERS_LIMIT_S = 3.0
 
 
 def enter_rank(
@@ -141,3 +155,43 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
 
     sys.excepthook = only_here(report, otherwise=sys.excepthook)
     atexit.register(only_here(exiting))
+
+
+def shown_error(
+    kind: type[BaseException], error: BaseException, tb: TracebackType | None
+) -> traceback.TracebackException:
+    """Returns the traceback of an error without the frames of this package.
+
+    All frames are kept if this package itself has failed, and if its logger is at DEBUG level.
+    """
+    # TracebackException works even if the error's own str() raises.
+    shown = traceback.TracebackException(kind, error, tb, compact=True)
+    if not logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
+        _leave_out_own_frames(shown, error)
+    return shown
+
+
+def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseException | None) -> None:
+    # `compact` leaves out errors that are not printed, so `shown` may have a shorter chain than `error`.
+    for name in ("__cause__", "__context__"):
+        if (before := getattr(shown, name)) is not None:
+            _leave_out_own_frames(before, getattr(error, name, None))
+    frames = list(shown.stack)
+    # "<string>" is the generated __init__ of a dataclass.
+    is_own = [frame.filename.startswith(_PACKAGE) or frame.filename == "<string>" for frame in frames]
+    others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
+    is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
+    if others and (not is_defect or isinstance(error, MultiGPUError)):
+        shown.stack[:] = others
+
+
+def await_others(run_dir: str, attempt: int, num_ranks: int, kinds: Collection[str]) -> None:
+    """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such.
+
+    `kinds` are the events with which a rank ends.
+    """
+
+    def have_ended() -> bool:
+        return len({e.rank for e in read_events(run_dir, attempt) if e.kind in kinds}) >= num_ranks
+
+    wait_until(have_ended, time.monotonic() + _OTHERS_LIMIT_S)

@@ -10,8 +10,7 @@ import torch
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import check_versions
-from unsloth_multigpu.shard.memory import Training
-from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.shard.memory import Training, trains_parts
 
 # Samples among which the longest one is searched.
 _MAX_SAMPLES = 20_000

@@ -19,7 +19,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.shard.groups import check_shared, layers_of
-from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.shard.memory import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.own_code import hooked
