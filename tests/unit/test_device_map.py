@@ -58,21 +58,21 @@ def test_map_of_other_cards_is_an_error(device_map):
 
 @pytest.mark.parametrize("target", ["FastLanguageModel", "FastModel", "PreTrainedModel"])
 def test_map_by_which_a_model_would_be_split_is_told(target, caplog):
-    def told(device_map, *, warns=True):
-        (patch,) = (p for p in Placement("cuda", 1, warns=warns).patches() if f":{target}." in p.target)
+    def told(device_map, rank=0):
+        (patch,) = (p for p in Placement("cuda", 1, rank, num_ranks=2).patches() if f":{target}." in p.target)
         caplog.clear()
         assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
         return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text
 
     assert all(told(name) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth"))
     assert not any(told(one_card) for one_card in ("cuda", 0, {"": 0}, {"": "cuda:1"}))
-    assert not told("auto", warns=False)
+    assert not told("auto", rank=1)
 
 
 @pytest.mark.parametrize("device_map", ["balanced", {"model.layers.0": 0, "model.layers.1": "cuda:3"}])
 def test_map_that_splits_a_model_leaves_that_to_shards(device_map, caplog):
     caplog.set_level("INFO", logger="unsloth_multigpu")
-    patch = Placement("cuda", 1, warns=False, num_ranks=4, shards=True).patches()[0]
+    patch = Placement("cuda", 1, num_ranks=4, shards=True).patches()[0]
     assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
     assert "FSDP2 divides each layer between the ranks" in caplog.text
     with pytest.raises(ConfigError):

@@ -24,7 +24,7 @@ class Wanted:
     Args:
         world_size: Ranks of this run.
         grows_with_ranks: More ranks make a step larger (global_batch="scale").
-        facts: Facts that must be equal, see `checkpoint.resume.training_facts`. None = any training.
+        facts: Facts that must be equal, see `checkpoint.resume.Resume.facts`. None = any training.
         run_id: The run that must have written it. None = any.
     """
 

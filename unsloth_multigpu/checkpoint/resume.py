@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +35,12 @@ class Resume(Part):
     """Resumes one `train()` from a checkpoint, if there is one. Rank 0 decides.
 
     Args:
-        steps: The feed of the training.
         arguments: Arguments of `train()`. `resume_from_checkpoint` is replaced.
         training: Number of earlier calls of `train()` in this process.
-        context: Has the run and the attempt.
 
     Attributes:
         of_run: See `facts_of_run`. Set before `around`.
-        facts: Identify the training, see `training_facts`.
+        facts: Identify the training, as JSON values. A checkpoint of this training has equal ones.
         is_sharded: Each rank holds a shard of the weights.
     """
 
@@ -78,15 +76,26 @@ class Resume(Part):
                 "another run is saving %s, which stays untouched. Give each run an output_dir of its own",
                 Path(run_dir, name),
             )
-        self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training, self.of_run)
+        self.facts = self._training_facts()
         self.choose(run_dir)
         yield
 
     def overrides(self) -> dict[str, Override]:
-        return {
-            "_issue_warnings_after_load": self._check_loaded,
-            "get_batch_samples": self._batch_samples,
+        return {"_issue_warnings_after_load": self._check_loaded, "get_batch_samples": self._batch_samples}
+
+    def _training_facts(self) -> dict[str, Any]:
+        args, config, of_run = self.trainer.args, self.manager.config, self.of_run
+        batch = args.per_device_train_batch_size * self.steps.num_accumulated
+        if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
+            batch *= self.manager.identity.world_size  # It was divided when TrainingArguments were made.
+        facts: dict[str, Any] = {
+            "trainer": type(self.trainer).__name__,
+            "number of the train() call": self.training + 1,
+            "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
+            **{name: of_run[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
+            **{name: of_run[name] for name in ("trainable parameters", "samples", "sampled rows") if name in of_run},
         }
+        return dict(json.loads(json.dumps(facts)))
 
     def choose(self, run_dir: str) -> None:
         """Replaces the argument `resume_from_checkpoint` by the checkpoint to use from `run_dir`; see `around`."""
@@ -192,11 +201,9 @@ class Resume(Part):
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
-    """Returns the trained weights that were not loaded, and the number of trained weights.
+    """Returns the trained weights that were not loaded, since the checkpoint lacks `missing`, and the number of all.
 
-    Args:
-        model: The model. A shared weight has several names, of which one is enough.
-        missing: Names that the checkpoint does not have.
+    A shared weight has several names, of which one is enough.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -205,27 +212,3 @@ def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
     ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     absent = {*missing} - ignored
     return [mine[0] for mine in names.values() if absent.issuperset(mine)], len(names)
-
-
-def training_facts(
-    trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int, of_run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns facts that identify a training, as JSON values. A checkpoint of this training has equal ones.
-
-    Args:
-        num_accumulated: The script's gradient_accumulation_steps.
-        training: Number of earlier calls of `train()` in this process.
-        of_run: See `facts_of_run`.
-    """
-    args, config = trainer.args, manager.config
-    batch = args.per_device_train_batch_size * num_accumulated
-    if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
-        batch *= manager.identity.world_size  # It was divided when TrainingArguments were made.
-    facts: dict[str, Any] = {
-        "trainer": type(trainer).__name__,
-        "number of the train() call": training + 1,
-        "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
-        **{name: of_run[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
-        **{name: of_run[name] for name in ("trainable parameters", "samples", "sampled rows") if name in of_run},
-    }
-    return dict(json.loads(json.dumps(facts)))

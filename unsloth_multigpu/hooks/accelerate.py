@@ -49,9 +49,7 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
 def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack) -> list[Patch]:
     """Patches for training loops with an `Accelerator`, so that they make the steps of one process.
 
-    Args:
-        manager: Returns the rank's manager.
-        on_close: Restores the accelerators when it is closed.
+    `on_close` restores the accelerators when it is closed.
     """
     told: set[str] = set()
 

@@ -27,10 +27,7 @@ _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
 
 def ask_unsloth_to_shard(*, offload: bool = False) -> None:
-    """Sets the environment variables by which Unsloth shards the model of its Trainer.
-
-    Args:
-        offload: Keep the shards in host memory.
+    """Sets the environment variables by which Unsloth shards the model of its Trainer, with `offload` in host memory.
 
     Raises:
         SetupError: The environment contradicts `offload`.
@@ -47,8 +44,7 @@ def ask_unsloth_to_shard(*, offload: bool = False) -> None:
 def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> None:
     """Sets `TrainingArguments.fsdp`, unless the script has, or Unsloth is to shard the model.
 
-    Args:
-        offload: Keep the shards in host memory, also if the script has set `fsdp`.
+    With `offload` the shards are kept in host memory, also if the script has set `fsdp`.
 
     Raises:
         SetupError: The script's `fsdp_config` contradicts `offload`.

@@ -239,11 +239,7 @@ def _batch_of_one_process(original: Callable[..., None], /, *args: Any, **kwargs
 
 
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
-    """Returns the patch that stops a training which `unsloth-multigpu verify` cannot record.
-
-    Args:
-        is_followed: True if the training is recorded.
-    """
+    """Returns the patch that stops a training which `unsloth-multigpu verify` does not record."""
     error = SetupError(
         "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
         hint="Let the script call it on every way to train(), or take it out: verify then does it.",

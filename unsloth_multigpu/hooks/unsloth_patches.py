@@ -25,7 +25,7 @@ _LOADERS = {
 _SPLITTING = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "unsloth_balanced")
 # Maps that leave the choice of the accelerator to the library.
 _AUTOMATIC = (*_SPLITTING, *KINDS)
-_OFF_DEVICE = ("cpu", "meta", "disk")
+_OFF_DEVICE = {"cpu", "meta", "disk"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,12 @@ class Placement:
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
-        warns: Warn about a device map that would split the model in one process, and does not here.
         num_ranks: Number of ranks of the run.
         shards: The model is sharded over the ranks, in place of a device map that splits it.
     """
 
     device_type: str
     local_rank: int
-    warns: bool
     rank: int = 0
     num_ranks: int = 1
     shards: bool = False
@@ -60,7 +58,8 @@ class Placement:
             logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
         elif given is not None:
             kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
-        if self.warns and str(given) in _SPLITTING:
+        # In one process such a map splits the model.
+        if self.num_ranks > 1 and self.rank == 0 and not self.shards and str(given) in _SPLITTING:
             logger.warning(
                 "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
                 "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
@@ -91,20 +90,14 @@ class Placement:
 def offload_patches(rank: int) -> list[Patch]:
     """Returns the patch of Unsloth's function that writes trained embeddings to a file.
 
-    Args:
-        rank: The global rank, since nodes may share the folder.
+    `rank` is the global one, since nodes may share the folder.
     """
     wrap, needs = functools.partial(_offloaded_apart, rank), ("name", "temporary_location")
     return [Patch("unsloth.models._utils:offload_to_disk", "unsloth>=2026.10.7", wrap, needs=needs, optional=True)]
 
 
 def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
-    """Translates the device map of a one-GPU script to the rank's device.
-
-    Args:
-        device_map: As given to `from_pretrained`.
-        device_type: "cuda" or "xpu".
-        local_rank: Index of the rank's device.
+    """Translates the device map of a one-GPU script, as given to `from_pretrained`, to the rank's device.
 
     Returns:
         `{"": local_rank}` for maps of one accelerator, the map itself if it names the CPU.
@@ -112,12 +105,15 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     Raises:
         ConfigError: The map names another device than the rank's.
     """
-    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
-    if places <= set(_OFF_DEVICE):
+    places = _places(device_map)
+    on_device = places - _OFF_DEVICE
+    if not on_device:
         return device_map
     here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
-    if places <= here | set(_OFF_DEVICE) and len(places - set(_OFF_DEVICE)) == 1:
-        return {"": local_rank} if len(places) == 1 else {k: _moved(v, local_rank) for k, v in device_map.items()}
+    if len(places) == 1 and on_device <= here:
+        return {"": local_rank}
+    if len(on_device) == 1 and on_device <= here:
+        return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
     raise ConfigError(
         f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
         hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
@@ -126,10 +122,12 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
 
 def _splits(device_map: Any) -> bool:
     """True for a map that would split a model over several cards, with no part elsewhere."""
-    if not isinstance(device_map, Mapping):
-        return str(device_map) in _SPLITTING
-    places = set(map(str, device_map.values()))
-    return len(places) > 1 and not places & set(_OFF_DEVICE)
+    places = _places(device_map)
+    return str(device_map) in _SPLITTING or (len(places) > 1 and not places & _OFF_DEVICE)
+
+
+def _places(device_map: Any) -> set[str]:
+    return set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
 
 
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +138,3 @@ def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **k
     given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
     given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
     return original(*given.args, **given.kwargs)
-
-
-def _moved(place: Any, local_rank: int) -> Any:
-    return place if str(place) in _OFF_DEVICE else local_rank

@@ -31,11 +31,7 @@ _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 class Rows:
-    """The forecasts of a training, each counted once.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass, before its `train()`.
-        training: The description of its training.
+    """The forecasts of the training of a Trainer before its `train()`, each counted once.
 
     Raises:
         SetupError: Its step cannot be run on fake tensors.

@@ -37,7 +37,7 @@ from unsloth_multigpu.words import how_ended
 logger = get_logger(__name__)
 
 DEFAULT_LIMIT_S = 600.0
-_TERMINATE_LIMIT_S = 10.0
+_END_LIMIT_S = 10.0
 _LOG_LINES = 15
 
 
@@ -97,8 +97,9 @@ def ask(
         request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         with log.open("wb") as output:
-            limits = {"limit_s": limit_s, "terminate_limit_s": _TERMINATE_LIMIT_S}
-            code = run_to_end(command, variables, output, marker=str(outcome), **limits)
+            code = run_to_end(
+                command, variables, output, marker=str(outcome), limit_s=limit_s, terminate_limit_s=_END_LIMIT_S
+            )
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",
@@ -156,12 +157,7 @@ def choose_shard(command: Sequence[str], environment: Mapping[str, str], config:
 
 
 class Probe(Tool):
-    """Writes the forecasts of the first training and ends the process.
-
-    Args:
-        file: Path for the forecasts, as JSON.
-        question: Fields of a `Question`.
-    """
+    """Writes the forecasts of the first training to a JSON file, and ends the process."""
 
     # Nothing of the run is saved.
     is_comparison = True
@@ -169,20 +165,15 @@ class Probe(Tool):
     def __init__(self, file: str, question: Mapping[str, Any]) -> None:
         self._file = Path(file)
         self._question = Question(**question)
-        self._keeps_batch = True
-        self._is_offloaded = False
-        self._num_sharing = 1
-        self._is_entered = False
+        # The script's options.
+        self._config: MultiGPUConfig | None = None
 
     def adjusted(self, config: Any) -> Any:
-        if not self._is_entered:
+        if self._config is None:
             from unsloth_multigpu.shard.meta import meta_patches
 
-            self._is_entered = True
             PatchRegistry(meta_patches()).apply()
-        self._keeps_batch = config.keeps_global_batch
-        self._is_offloaded = config.shard_offload
-        self._num_sharing = config.sequence_parallel
+        self._config = config
         return dataclasses.replace(
             config,
             num_gpus=1,
@@ -215,13 +206,7 @@ class Probe(Tool):
         from unsloth_multigpu.shard.describe import describe
 
         asked, devices = self._question, _devices()
-        training = describe(
-            trainer,
-            tokens=asked.tokens,
-            keeps_batch=self._keeps_batch,
-            is_offloaded=self._is_offloaded,
-            num_sharing=self._num_sharing,
-        )
+        training = describe(trainer, self._config, asked.tokens)
         smallest = min(devices, default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []

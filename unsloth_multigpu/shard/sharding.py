@@ -31,12 +31,7 @@ logger = get_logger(__name__)
 
 
 class Sharding(GradientExchange):
-    """Replaces DDP if the weights are sharded: the engine's reduce-scatter sums the gradients.
-
-    Args:
-        engine: The library that shards the model.
-        steps: Decides how samples are divided after the model is sharded.
-    """
+    """Replaces DDP if the weights are sharded: the engine's reduce-scatter sums the gradients."""
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine, steps: StepFeed) -> None:
         super().__init__(trainer, manager)
@@ -114,9 +109,7 @@ class Sharding(GradientExchange):
             # Stays after the training: gathered weights are other tensors than the ones that are saved.
             model.register_forward_hook(_reshard_without_gradient)
         self._check_optimizer(model)
-        self._steps.decide()
-        if self._manager.identity.rank > 0:
-            return
+        self._steps.decide()  # How samples are divided, now that the model is sharded.
         parameters = list(model.parameters())
         whole = sum(p.numel() * p.element_size() for p in parameters)
         mine = sum(part_of(p).numel() * p.element_size() for p in parameters)
@@ -132,11 +125,7 @@ class Sharding(GradientExchange):
         reshard(self._trainer.model)
 
     def _check_named_optimizer(self) -> None:
-        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it.
-
-        Raises:
-            SetupError: The optimizer cannot train shards.
-        """
+        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it."""
         named = self._trainer.args.optim
         name = str(getattr(named, "value", named))
         if self._trainer.optimizer is None and not trains_parts(name, with_unsloth=self._engine is Engine.UNSLOTH):
