@@ -79,7 +79,7 @@ ALLOWED = {
     "federated/grid.py": {"cloudpickle.dumps"},
     "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
-    "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+    "launch/script.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
 # Collectives that pickle, by whatever object they are called.

@@ -55,13 +55,7 @@ class Screen:
         self.line(json.dumps(_plain(value), indent=1, allow_nan=False))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
-        """Prints a table with the names of its columns.
-
-        Args:
-            rows: `rows[line][column]`.
-            num_left: Number of columns, from the first, that are left-aligned; the others are right-aligned. None =
-                all.
-        """
+        """Prints a table with the names of its columns. The first `num_left` columns, None = all, are left-aligned."""
         rows = list(rows)
         names, *lines = aligned([columns, *rows], num_left)
         self.line(names, "bold")

@@ -84,7 +84,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> bool:
-    """Sets the variables of NCCL that some cards need, as accelerate's launcher does: accelerate insists on them."""
+    """Sets the NCCL variables that some cards need: accelerate requires them, and only its launcher sets them."""
     is_supported = original(*args, **kwargs)
     missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
     if not is_supported and missing:
@@ -99,7 +99,7 @@ def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> boo
 
 
 def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
-    """Gives the barrier the device of a rank that sees one card. It would use the one with the index of the rank."""
+    """Uses the device of a rank that sees one card. The barrier would take the one with the local rank's index."""
     if not self.use_distributed:
         original(self)
         return
@@ -109,5 +109,5 @@ def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None
 
 
 def _named(device_index: int, original: Callable[[], str], /) -> str:
-    """Names the rank's device: for safetensors "cuda" is "cuda:0", where each rank would load its adapter."""
+    """Names the rank's device. safetensors takes "cuda" as "cuda:0", where all ranks would load their adapters."""
     return f"{original()}:{device_index}"

@@ -48,7 +48,7 @@ class _MapOrder:
         self._is_inside = False
 
     def run(self, original: Callable[..., Any], dataset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Lets one rank process the rows. `Dataset.filter` and `DatasetDict.map` call it, too."""
+        """Lets one rank process the rows and the others read its cache, also in `filter` and `DatasetDict.map`."""
         manager = None if self._is_inside or kwargs.get("keep_in_memory") else self._get_manager()
         if manager is None:
             return original(dataset, *args, **kwargs)

@@ -81,7 +81,7 @@ class SaveGate:
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets only rank 0 write: all ranks would write one folder at once, and read what another is just writing."""
+        """Lets only rank 0 write. All ranks would write one folder at once, and read unfinished files of each other."""
         return self._save(original, args, kwargs, runs_everywhere=False)
 
     def upload_once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -89,11 +89,11 @@ class SaveGate:
         return self._save(original, args, kwargs, runs_everywhere=False, writes_files=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets the others wait for rank 0, which alone saves: they would read a folder that is not there yet."""
+        """Makes the other ranks wait for rank 0, which alone saves: they would read a folder that is not there yet."""
         return self._save(original, args, kwargs, runs_everywhere=True)
 
     def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets the others learn of an error of rank 0, which alone uploads: they would wait for its save."""
+        """Raises an error of rank 0, which alone uploads, on the other ranks, too: they would wait for its save."""
         return self._save(original, args, kwargs, runs_everywhere=True, names_path=False)
 
     def _save(
@@ -110,7 +110,7 @@ class SaveGate:
         if self._is_inside:
             # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
             is_run = path is None or self._is_writer or runs_everywhere
-            return self._call(original, args, self._given(args, kwargs)) if is_run else None
+            return self._call(original, args, kwargs, writes_files=writes_files) if is_run else None
         manager = None if path is None else self._get_manager()
         if manager is None and path is not None and sharded_model(args) is not None:
             from unsloth_multigpu.group.saves import saved_alone
@@ -123,9 +123,8 @@ class SaveGate:
             runs_here = runs_everywhere
             if (model := sharded_model(args)) is not None:
                 runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
-            # An uploader calls a saver, which is given them then.
-            given = self._given(args, kwargs) if writes_files else kwargs
-            save = functools.partial(self._outermost, original, args, given)
+            call = functools.partial(self._call, original, args, kwargs, writes_files=writes_files)
+            save = functools.partial(self._outermost, call)
             if self._rank == 0:
                 return saves.write(path if writes_files else "", save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
@@ -149,31 +148,26 @@ class SaveGate:
         self._state = state if self._rank == 0 else None
         return False
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a saver, with the complete weights if they were gathered."""
-        if not args or sharded_model(args) is not args[0]:
-            return kwargs
-        from unsloth_multigpu.group.shards import tied_again
-
-        if gathered := kwargs.get("state_dict"):  # By the Trainer.
-            return {**kwargs, "state_dict": tied_again(args[0], gathered)}
-        return kwargs if self._state is None else {**kwargs, "state_dict": self._state}
-
-    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the saver. A sharded model has its original class meanwhile."""
-        if not kwargs.get("state_dict") or sharded_model(args) is not args[0]:
-            return original(*args, **kwargs)
-        from unsloth_multigpu.group.shards import own_class
-
-        with own_class(args[0]):
-            return original(*args, **kwargs)
-
-    def _outermost(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_writer: bool = False
+    def _call(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes_files: bool = True
     ) -> Any:
+        """Calls the function. A saver of a sharded model gets the gathered weights and the model's original class."""
+        # An uploader calls a saver, which gets them.
+        if not writes_files or not args or sharded_model(args) is not args[0]:
+            return original(*args, **kwargs)
+        from unsloth_multigpu.group.shards import own_class, tied_again
+
+        gathered = kwargs.get("state_dict")  # By the Trainer.
+        state = tied_again(args[0], gathered) if gathered else self._state
+        if not state:
+            return original(*args, **kwargs)
+        with own_class(args[0]):
+            return original(*args, **{**kwargs, "state_dict": state})
+
+    def _outermost(self, call: Callable[[], Any], *, is_writer: bool = False) -> Any:
         self._is_inside, self._is_writer = True, is_writer or self._rank == 0
         try:
-            return self._call(original, args, kwargs)
+            return call()
         finally:
             self._is_inside, self._is_writer = False, self._rank == 0
             self._state = None
@@ -187,7 +181,7 @@ class SaveGate:
 
 
 def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """Leaves out incomplete checkpoints, also those of another run, which it would count and remove."""
+    """Leaves out incomplete checkpoints, also those of another run, which would be counted and removed."""
     # `Checkpoints` calls it when the new checkpoint is complete.
     folder = inspect.signature(original).bind(*args, **kwargs).arguments.get("output_dir")
     if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:

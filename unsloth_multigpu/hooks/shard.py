@@ -144,7 +144,7 @@ class ShardedLoading:
 
 
 def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses to merge into a rank's rows of a 4-bit weight: PEFT's error would not name the cause."""
+    """Refuses to merge an adapter into a rank's rows of a 4-bit weight: PEFT's error would not name the cause."""
     from unsloth_multigpu.group.shards import is_sharded
 
     if is_sharded(self.get_base_layer().weight):

@@ -128,12 +128,12 @@ class TrainerHooks:
         return self.run(trainer, bound, arguments)
 
     def _noticed_beginning(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Notices a training that does not use Trainer.train, which would be another one on each rank."""
+        """Detects a training that bypasses Trainer.train: every rank would train by itself, without a message."""
         self.notice()
         return original(*args, **kwargs)
 
     def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
-        """Gives the loader outside a training the length of one process, by which scripts count steps of a schedule."""
+        """Outside a training, gives the loader the length of one process, from which scripts compute a schedule."""
         from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
@@ -152,7 +152,7 @@ class TrainerHooks:
     def _alone_over_whole_rows(
         self, original: Callable[..., Any], accelerator: Any, /, input_data: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Gathers nothing in a script's own loop over such a loader, in which each rank has all rows."""
+        """Gathers nothing in a script's own loop over an evaluation loader, which gives each rank all rows."""
         is_whole = self._loaders.is_whole(accelerator.gradient_state.active_dataloader)
         return input_data if is_whole else original(accelerator, input_data, *args, **kwargs)
 
@@ -234,7 +234,7 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
 
 
 def _batch_of_one_process(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """Keeps Unsloth from raising the batch to num_generations per process: the ranks divide that of one process."""
+    """Keeps Unsloth from multiplying the batch by the number of processes: the ranks divide that of one process."""
     _told_world_size(1, original, *args, **kwargs)
 
 
@@ -282,7 +282,7 @@ def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> None:
-    """Keeps the last batch, which it drops on several ranks: they would make fewer steps than one process."""
+    """Keeps the last batch, which the original drops on several ranks: a run would have fewer steps."""
     is_dropped = self.dataloader_drop_last
     original(self)
     self.dataloader_drop_last = is_dropped
@@ -291,7 +291,7 @@ def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> 
 def _given_arguments(
     original: Callable[..., dict[str, Any]], /, self: ArgumentsLike, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Returns the values before the division. Arguments that are built from them would be divided a second time."""
+    """Returns the values before the division: arguments built from divided ones would be divided a second time."""
     return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
 
 
@@ -314,20 +314,14 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
     args.steps_per_generation = None if asked is None else mine.generation_steps
     setattr(args, _DIVIDED, divided_arguments(one, mine))
     if get_manager().identity.rank == 0:
-        logger.info(
-            "completions per step: %d = %d ranks x %d completions x %d accumulation",
-            batch * accumulation,
-            world_size,
-            mine.batch,
-            mine.accumulation,
-        )
+        shape = f"{world_size} ranks x {mine.batch} completions"
+        logger.info("completions per step: %d = %s x %d accumulation", batch * accumulation, shape, mine.accumulation)
         if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
             logger.warning(
-                "%s: it is a mean over the micro-batches that the ranks compute at once, which are %d x %d completions "
-                "and not %d; other tokens are averaged together than on one GPU",
+                "%s: it is a mean over the micro-batches that the ranks compute at once, %s instead of %d, so other "
+                "tokens are averaged together than on one GPU",
                 " and ".join(parts),
-                world_size,
-                mine.batch,
+                shape,
                 batch,
             )
 

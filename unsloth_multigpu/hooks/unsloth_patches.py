@@ -51,7 +51,7 @@ class Placement:
         return [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Loads the model on the rank's device: a device map may name card 0, or all cards, for all ranks."""
+        """Loads the model on the rank's device. A device map of card 0, or of all cards, is for one process."""
         given = kwargs.get("device_map")
         if self.shards and _splits(given):
             kwargs["device_map"] = {"": self.local_rank}
@@ -131,7 +131,7 @@ def _places(device_map: Any) -> set[str]:
 
 
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Writes a file for each rank: in a shared one, mapped by other ranks, weights would change or reads fail."""
+    """Writes one file per rank. In a shared file, which other ranks have mapped, their weights would change."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     # The name as well: for a model in a folder, Unsloth writes into that folder.

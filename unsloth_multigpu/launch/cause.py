@@ -145,8 +145,8 @@ def find_cause(
     if own:
         first_hand = next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0])
         return _from_exceptions_of_all(own, max(num_ranks or 0, len(ranks))) or _from_exception(first_hand)
-    # An exiting process may end after the connection error that it causes on another rank, also by the signal that is
-    # sent to survivors.
+    # An exiting rank may end only after the connection error that it causes on another rank, perhaps by the signal for
+    # the survivors.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     ended = {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0}
     ended |= {r for r in leaving if exit_codes.get(r, 0) in _SENT_TO_SURVIVORS or exit_codes.get(r, 0) >= 0}

@@ -52,7 +52,7 @@ def enter_rank(
     """
     _quiet_side_effects(identity)
     has_failed = threading.Event()
-    # Its threads may abort the interpreter at its end.
+    # Threads of a process group may abort the interpreter when it ends.
     atexit.register(only_here(leave_group), has_failed.is_set)
     run_dir = context.run_dir
     if run_dir is None:

@@ -75,8 +75,8 @@ def find_hang(
 
     Args:
         beats: Heartbeats of the living ranks of this node.
-        hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. Longer in a run with
-            work that took a tenth of it or more. A node without a sign of life for longer counts as lost.
+        hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. If earlier work took
+            more than a tenth of it, the limit is ten times that work. A node that is silent for longer counts as lost.
         since_s: Time before which nothing counts, because the ranks were not watched or the machine was suspended.
         unheard_s: Seconds since the last sign of life of each other node, by its name.
     """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shard_engine import check_versions
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.memory import Training, trains_parts
@@ -36,7 +37,7 @@ def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | N
     if why:
         notes.append(f"{why}. {hint}")
     return Training(
-        model=_name(model),
+        model=type(base_model(model)).__name__,
         num_parameters=sum(map(_numel, parameters)),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_quantised=sum(map(_numel, packed)),
@@ -137,7 +138,3 @@ def _numel(parameter: Any) -> int:
     """Returns the number of elements before quantization."""
     state = getattr(parameter, "quant_state", None)
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
-
-
-def _name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__

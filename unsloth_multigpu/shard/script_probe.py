@@ -105,7 +105,7 @@ def ask(
                 f"The script did not reach train() within {limit_s:g} seconds.",
                 hint=f"Raise the limit. {WITHOUT_FORECAST}",
             )
-        if not outcome.exists():
+        if code or not outcome.exists():
             raise _no_answer(code, log)
         values = json.loads(outcome.read_text(encoding="utf-8"))
     if "error" in values:
@@ -195,10 +195,7 @@ class Probe(Tool):
             values = dataclasses.asdict(self._answered(trainer))
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
-        # Renamed when complete, so that a killed process leaves no partial file.
-        partial = self._file.with_suffix(".part")
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(self._file)
+        self._file.write_text(json.dumps(values), encoding="utf-8")
         _leave()
 
     def _answered(self, trainer: TrainerLike) -> Answer:
