@@ -1,7 +1,4 @@
-"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0.
-
-Needs no torch.
-"""
+"""Sets up a process as a rank: it ends with its supervisor, reports its end, and is quiet except on rank 0."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -136,7 +133,7 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
             events.write("exception", **facts, exit_code=exit_code)
             # Only before the first step: later the other ranks wait for this one in a collective.
             if events.beat.step < 1:
-                await_others(run_dir, events.attempt, identity.local_world_size, ("exception", "exiting"))
+                await_others(run_dir, events.attempt, identity.local_world_size)
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
@@ -185,13 +182,11 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
         shown.stack[:] = others
 
 
-def await_others(run_dir: str, attempt: int, num_ranks: int, kinds: Collection[str]) -> None:
-    """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such.
-
-    `kinds` are the events with which a rank ends.
-    """
+def await_others(run_dir: str, attempt: int, num_ranks: int) -> None:
+    """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such."""
 
     def have_ended() -> bool:
-        return len({e.rank for e in read_events(run_dir, attempt) if e.kind in kinds}) >= num_ranks
+        ended = {e.rank for e in read_events(run_dir, attempt) if e.kind in ("exception", "exiting")}
+        return len(ended) >= num_ranks
 
     wait_until(have_ended, time.monotonic() + _OTHERS_LIMIT_S)
