@@ -44,7 +44,7 @@ class Screen:
         return self._console
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Prints a line and flushes the stream. rich's style, such as "bold red", is used on a terminal only."""
+        """Prints a line and flushes the stream. `style`, such as "bold red", is used on a terminal only."""
         if self.is_terminal and style is not None:
             self.console.print(text, style=style, soft_wrap=True)
         else:

@@ -29,10 +29,8 @@ def server_patch(ask: Callable[[Mapping[str, Any]], None]) -> Patch:
 
     `ask` is called with its arguments when a Trainer is created, and returns when the server answers.
     """
-    target, needs = (
-        "trl.generation.vllm_generation:VLLMGeneration.__init__",
-        ("model", "mode", "max_model_length", "model_impl"),
-    )
+    target = "trl.generation.vllm_generation:VLLMGeneration.__init__"
+    needs = ("model", "mode", "max_model_length", "model_impl")
     return Patch(target, "trl>=0.24", functools.partial(_served, ask), needs=needs, optional=True)
 
 

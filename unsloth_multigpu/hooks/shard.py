@@ -83,10 +83,8 @@ class ShardedLoading:
 
     def patches(self) -> list[Patch]:
         """Returns the patches of PEFT, Unsloth and transformers."""
-        engine, quantizer = (
-            "unsloth.models.fsdp2_native",
-            "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer",
-        )
+        engine = "unsloth.models.fsdp2_native"
+        quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
         config = "transformers.utils.quantization_config:BitsAndBytesConfig"
         weights = "transformers.integrations.bitsandbytes"
         patch = functools.partial(Patch, optional=True)

@@ -262,5 +262,4 @@ def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn
 
 
 def _num_bytes(tensor: Any) -> int:
-    part = part_of(tensor)
-    return part.numel() * part.element_size()
+    return int(part_of(tensor).nbytes)

@@ -1,4 +1,4 @@
-"""Decides from the forecast memory of a training whether it is sharded. Pure.
+"""Forecasts the memory of a rank from the counted bytes of a step, and decides whether a model is sharded. Pure.
 
 The bytes of a step are counted, see `count`; docs/memory.md lists what is not counted.
 """

@@ -77,11 +77,7 @@ class Answer:
 
 
 def ask(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    question: Question,
-    *,
-    limit_s: float = DEFAULT_LIMIT_S,
+    command: Sequence[str], environment: Mapping[str, str], question: Question, *, limit_s: float = DEFAULT_LIMIT_S
 ) -> Answer:
     """Runs a script up to its first `train()` and returns its forecasts. Its output is not shown.
 

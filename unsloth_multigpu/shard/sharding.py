@@ -111,11 +111,8 @@ class Sharding(GradientExchange):
         self._check_optimizer(model)
         self._steps.decide()  # How samples are divided, now that the model is sharded.
         parameters = list(model.parameters())
-        whole = sum(p.numel() * p.element_size() for p in parameters)
-        mine = sum(part_of(p).numel() * p.element_size() for p in parameters)
-        logger.info(
-            "sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, 100 * mine / whole
-        )
+        percent = 100 * sum(part_of(p).nbytes for p in parameters) / sum(p.nbytes for p in parameters)
+        logger.info("sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, percent)
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Reshards: a forward pass without a backward pass, as in an evaluation, leaves weights gathered."""
