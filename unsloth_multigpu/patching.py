@@ -38,7 +38,8 @@ class Patch:
         supports: Requirement on the distribution of the target, such as `transformers>=4.57,<6`.
         wrap: Called in place of the original. Its first argument is the original as a plain function, then come the
             caller's arguments, with `self` or `cls` if there is one.
-        reason: Why the target is patched, in one sentence, for docs/seams.md.
+        reason: Why the target is patched, in one sentence, for docs/seams.md. By default the first line of the
+            docstring of `wrap`.
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
         after: The module whose import defines the function, if it is not the target's own module.
@@ -47,10 +48,16 @@ class Patch:
     target: str
     supports: str
     wrap: Callable[..., Any]
-    reason: str
+    reason: str = ""
     needs: tuple[str, ...] = ()
     optional: bool = False
     after: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.reason:
+            # `dataclass` assigns to a frozen instance in this way, too.
+            text = inspect.getdoc(getattr(self.wrap, "func", self.wrap)) or ""
+            object.__setattr__(self, "reason", text.partition("\n")[0])
 
 
 @dataclass(frozen=True)

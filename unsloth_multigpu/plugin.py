@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
-from unsloth_multigpu.launch.spawned import is_helper
+from unsloth_multigpu.launch.script import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry, PatchRow

@@ -345,7 +345,7 @@ def _patches(session: Session) -> list[Patch]:
         from unsloth_multigpu.start import visible_accelerators
 
         # A device map over all visible GPUs would split the model, but each GPU is to hold a whole copy.
-        return [*patches, *Placement(visible_accelerators()[0], 0, warns=False).patches()]
+        return [*patches, *Placement(visible_accelerators()[0], 0).patches()]
     if identity.world_size == 1:
         return patches
     if others:
@@ -401,8 +401,7 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
     from unsloth_multigpu.hooks.unsloth_patches import Placement, offload_patches
 
     identity, shards, index = session.identity, session.config.shard == "on", device.index or 0
-    warns = identity.rank == 0 and not shards
-    placement = Placement(device.type, index, warns, identity.rank, identity.world_size, shards)
+    placement = Placement(device.type, index, identity.rank, identity.world_size, shards)
     loading = []
     if shards:
         from unsloth_multigpu.hooks.shard import ShardedLoading

@@ -154,10 +154,10 @@ def _reserve_server_devices(config: MultiGPUConfig) -> dict[str, str]:
 def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:
     if config.shard != "auto":
         return config
-    from unsloth_multigpu.shard.shard_choice import choose
+    from unsloth_multigpu.shard.script_probe import choose_shard
 
     # The ranks inherit this variable.
-    os.environ[ENV_SHARD_CHOICE] = shard = choose(command, os.environ, config, num_ranks)
+    os.environ[ENV_SHARD_CHOICE] = shard = choose_shard(command, os.environ, config, num_ranks)
     return config.with_shard(shard)
 
 

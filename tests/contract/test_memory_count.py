@@ -130,8 +130,7 @@ def states_of(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 def counted(trainer: Trainer, **options: Any) -> StepBytes:
     batch = micro_batch(trainer, describe(trainer), ROWS)
-    usual = {"num_ranks": None, "has_several": False, "holds_gradients": False}
-    return count_step(trainer, batch, **{**usual, **options})
+    return count_step(trainer, batch, **{"num_passes": 1, **options})
 
 
 THOROUGH = ("full fp32", "full tied", "lora checkpointing", "full checkpointing", "full autocast", "lora dropout")
@@ -186,11 +185,11 @@ def test_count_of_a_shared_sample_is_that_of_a_real_one(
 @pytest.mark.parametrize("kind", [pytest.param("full autocast checkpointing", marks=pytest.mark.thorough), "lora"])
 def test_count_of_a_part_is_that_of_a_real_part(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind))
-    found = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, has_several=True)
+    found = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
 
     # The same with values: the group sends nothing, and what is received is what memory held.
     monkeypatch.setattr(count, "fake_memory", real_memory)
-    real = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, has_several=True)
+    real = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
 
     assert found.weights == pytest.approx(whole.weights / 2, rel=0.01)
     assert found.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)

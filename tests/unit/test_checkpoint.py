@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.checkpoint.choice import Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -152,45 +152,46 @@ WANTED = Wanted(2, grows_with_ranks=False)
 OURS = Wanted(2, grows_with_ranks=False, facts=FACTS)
 
 
-def test_newest_complete_checkpoint_is_found(tmp_path):
+def test_newest_complete_checkpoint_is_found(tmp_path, caplog):
     for step in (2, 9, 10, 11):
         make(tmp_path, step)
     flip(tmp_path / "checkpoint-11" / "adapter" / "weights.bin")
     (tmp_path / "checkpoint-10" / MANIFEST).write_text("{")
-    found = find_newest(tmp_path, OURS)
-    assert found.folder == tmp_path / "checkpoint-9"
-    assert [line.removeprefix(f"{tmp_path}/") for line in found.lines] == [
+    assert find_newest(tmp_path, OURS) == tmp_path / "checkpoint-9"
+    assert [line.removeprefix(f"{tmp_path}/") for line in caplog.messages] == [
         "checkpoint-11 is skipped: adapter/weights.bin was changed after it was written",
         "checkpoint-10 is skipped: unsloth_multigpu.json cannot be read",
     ]
-    assert find_newest(tmp_path / "nothing", OURS) == Found(None)
+    assert find_newest(tmp_path / "nothing", OURS) is None
 
 
-def test_checkpoint_of_another_training_is_passed_over(tmp_path):
+def test_checkpoint_of_another_training_is_passed_over(tmp_path, caplog):
     make(tmp_path, 4, facts={**FACTS, "max_steps": 5})
     make(tmp_path, 3, is_resumable=False)
     make(tmp_path, 2, run_id="other")
     (make(tmp_path, 1) / MANIFEST).unlink()
-    found = find_newest(tmp_path, OURS)
-    assert found.folder == tmp_path / "checkpoint-2"
-    assert [line.partition(": ")[2] for line in found.lines] == [
+    assert find_newest(tmp_path, OURS) == tmp_path / "checkpoint-2"
+    assert [line.partition(": ")[2] for line in caplog.messages] == [
         "max_steps was 5, now it is 10",
         "it has no optimizer (save_only_model=True)",
     ]
-    found = find_newest(tmp_path, Wanted(2, grows_with_ranks=False, facts=FACTS, run_id="run"))
-    assert found.folder is None
-    assert "it has no unsloth_multigpu.json" in found.lines[-1]
+    assert find_newest(tmp_path, Wanted(2, grows_with_ranks=False, facts=FACTS, run_id="run")) is None
+    assert "it has no unsloth_multigpu.json" in caplog.messages[-1]
     # What the script asks for by resume_from_checkpoint=True is whatever is there.
-    assert find_newest(tmp_path, WANTED).folder == tmp_path / "checkpoint-4"
+    assert find_newest(tmp_path, WANTED) == tmp_path / "checkpoint-4"
     make(tmp_path, 5, facts={**FACTS, "samples": 7})
-    assert find_newest(tmp_path, OURS).lines[0].endswith("samples was 7, now it is None")
+    caplog.clear()
+    find_newest(tmp_path, OURS)
+    assert caplog.messages[0].endswith("samples was 7, now it is None")
 
 
-def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path):
+def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path, caplog):
     (make(tmp_path, 7) / MANIFEST).unlink()
-    for found in (find_newest(tmp_path, WANTED).lines, check_asked(tmp_path / "checkpoint-7", WANTED)):
-        assert [line.partition(", ")[2] for line in found] == ["so it cannot be checked for completeness"]
-    assert check_asked(tmp_path / "checkpoint-8", WANTED) == ()
+    assert find_newest(tmp_path, WANTED) == tmp_path / "checkpoint-7"
+    for step in (7, 8):  # There is no checkpoint 8, which Hugging Face tells.
+        check_asked(tmp_path / f"checkpoint-{step}", WANTED)
+    said = [line.partition(", ")[2] for line in caplog.messages]
+    assert said == ["so it cannot be checked for completeness"] * 2
 
 
 def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path):
@@ -215,7 +216,7 @@ def test_larger_steps_need_the_same_number_of_ranks(tmp_path):
     assert "num_gpus=2" in caught.value.hint
     with pytest.raises(ResumeError, match="now there are 3"):
         check_asked(folder, wanted)
-    assert find_newest(tmp_path, Wanted(3, grows_with_ranks=False, facts=FACTS)).folder == folder
+    assert find_newest(tmp_path, Wanted(3, grows_with_ranks=False, facts=FACTS)) == folder
 
 
 class Rank:
@@ -245,7 +246,9 @@ class Rank:
 def resume_of(**options):
     rank = Rank(**options)
     steps = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
-    return Resume(None, rank, steps, {}, 0, RunContext()), rank
+    resume = Resume(None, rank, steps, {}, 0, RunContext())
+    resume.facts = FACTS
+    return resume, rank
 
 
 @pytest.mark.parametrize(
@@ -259,10 +262,9 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, 
     ours, rank = resume_of()
     ours.context = RunContext(run_id="run", attempt=attempts[0][0])
     rank.attempts = attempts
-    arguments = {}
-    ours.choose(str(tmp_path), arguments, FACTS)
+    ours.choose(str(tmp_path))
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")
-    assert arguments.get("resume_from_checkpoint") == found
+    assert ours.arguments.get("resume_from_checkpoint") == found
 
 
 def test_checkpoint_says_whether_its_training_was_sharded(tmp_path):
@@ -279,16 +281,15 @@ def test_training_does_not_resume_in_the_other_mode(tmp_path, was, how):
     folder = make(tmp_path, 3, is_sharded=was)
     arguments = {"auto": {}, "newest": {"resume_from_checkpoint": True}, "named": {"resume_from_checkpoint": folder}}
     ours, _ = resume_of(resume="auto" if how == "auto" else "off")
-    ours.is_sharded = not was
+    ours.arguments, ours.is_sharded = dict(arguments[how]), not was
     # Not passed over for an older one, either.
     with pytest.raises(SetupError, match=r"checkpoint-3 was written by .*\(sharded\).*") as refused:
-        ours.choose(str(tmp_path), dict(arguments[how]), FACTS)
+        ours.choose(str(tmp_path))
     assert f"shard='{'on' if was else 'off'}'" in refused.value.hint
     assert "load the model from that folder" in refused.value.hint
-    ours.is_sharded = was
-    chosen = dict(arguments[how])
-    ours.choose(str(tmp_path), chosen, FACTS)
-    assert str(chosen["resume_from_checkpoint"]) == str(folder)
+    ours.arguments, ours.is_sharded = dict(arguments[how]), was
+    ours.choose(str(tmp_path))
+    assert str(ours.arguments["resume_from_checkpoint"]) == str(folder)
 
 
 def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from unsloth_multigpu.launch import failure
-from unsloth_multigpu.launch.failure import await_others, shown_error
+from unsloth_multigpu.launch import rank as rank_module
+from unsloth_multigpu.launch.rank import await_others, shown_error
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
@@ -45,13 +45,13 @@ def test_defect_of_this_package_keeps_all_frames():
 
 
 def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure, "_OTHERS_LIMIT_S", 60.0)
+    monkeypatch.setattr(rank_module, "_OTHERS_LIMIT_S", 60.0)
     writers = [EventWriter(tmp_path, rank, 0, HeartbeatPage(tmp_path, rank)) for rank in range(2)]
     writers[0].write("exception")
     timer = threading.Timer(0.1, lambda: writers[1].write("exception"))
     timer.start()
     begin_s = time.monotonic()
-    await_others(str(tmp_path), 0, 2, ("exception",))
+    await_others(str(tmp_path), 0, 2)
     seen = {event.rank for event in read_events(tmp_path, 0)}
     timer.join()
     assert (seen, time.monotonic() - begin_s < 30) == ({0, 1}, True)

@@ -26,7 +26,7 @@ STEP = StepBytes(weights=10, divided=8, gradients=3, optimizer=6, peak=7, update
 
 
 def of_total(mode, num_ranks, gib):
-    return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, ())
+    return MemoryForecast(mode, num_ranks, int(gib * GIB), 0, 0, 0, {})
 
 
 def test_forecast_of_counted_bytes():

@@ -194,6 +194,18 @@ def test_version_outside_the_range_raises_and_touches_nothing(write, installed):
     assert module.function(1) == 1
 
 
+def test_reason_is_the_docstring_of_the_replacement():
+    def replacement(original, /):
+        """Keeps it. Otherwise it is lost.
+
+        More.
+        """
+
+    reasons = [Patch("lib:f", "lib>=1", wrap).reason for wrap in (replacement, functools.partial(replacement, 1))]
+    assert reasons == ["Keeps it. Otherwise it is lost."] * 2
+    assert Patch("lib:f", "lib>=1", replacement, "Another.").reason == "Another."
+
+
 def test_distribution_that_is_absent_leaves_the_patch_out(installed):
     patches = registry("no_such_library.core:function", supports="no-such-library>=1")
     patches.apply()

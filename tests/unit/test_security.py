@@ -58,8 +58,6 @@ ALLOWED = {
     "launch/nodes.py": {"socket.*"},
     # The health page of the server that it has started, on loopback.
     "launch/generation_server.py": {"http.client", "http.HTTPStatus", "socket.create_server", "socket"},
-    # Where files of the hub lie on this machine. Reads no network.
-    "shard/stored.py": {"huggingface_hub.try_to_load_from_cache", "huggingface_hub.errors.HFValidationError"},
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/child.py": {"multiprocessing.Pipe"},
     "federated/client_worker.py": {
@@ -81,7 +79,7 @@ ALLOWED = {
     "federated/grid.py": {"cloudpickle.dumps"},
     "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
-    "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+    "launch/script.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
 # Collectives that pickle, by whatever object they are called.

@@ -16,10 +16,8 @@ from unsloth_multigpu.group.shards import is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.shard import describe
-from unsloth_multigpu.shard import shard_choice as choice
-from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of
-from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.shard import describe, script_probe
+from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of, trains_parts
 from unsloth_multigpu.shard.script_probe import Answer
 from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
@@ -207,8 +205,8 @@ def chosen(monkeypatch, device_gib, *, offload=False, **options):
     part = StepBytes(2 * GIB, int(1.8 * GIB), GIB // 32, GIB // 16, 5 * GIB, 0)
     rows = forecast_of(whole, training, "ddp", 8), forecast_of(part, training, "sharded", 8)
     answer = Answer(training, rows, device_bytes=int(device_gib * GIB))
-    monkeypatch.setattr(choice, "ask", lambda command, environment, question: answer)
-    return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
+    monkeypatch.setattr(script_probe, "ask", lambda command, environment, question: answer)
+    return script_probe.choose_shard(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
 
 
 def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch, caplog):

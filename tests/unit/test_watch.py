@@ -13,7 +13,7 @@ import pytest
 from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch import watchdog
 from unsloth_multigpu.launch.engine import Ranks
-from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S
+from unsloth_multigpu.launch.rank import TEARDOWN_LIMIT_S
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import Event

@@ -9,6 +9,9 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
 from unsloth_multigpu.errors import ResumeError, SetupError
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
 
 _OF_ANOTHER_RUN = "another run wrote it"
 _HELD = {True: "a part of the weights (sharded)", False: "all weights (not sharded)"}
@@ -21,7 +24,7 @@ class Wanted:
     Args:
         world_size: Ranks of this run.
         grows_with_ranks: More ranks make a step larger (global_batch="scale").
-        facts: Facts that must be equal, see `checkpoint.resume.training_facts`. None = any training.
+        facts: Facts that must be equal, see `checkpoint.resume.Resume.facts`. None = any training.
         run_id: The run that must have written it. None = any.
     """
 
@@ -54,84 +57,56 @@ class Wanted:
         return None
 
 
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint that a training resumes from.
-
-    Args:
-        folder: Its folder; None without one.
-        lines: Warnings, one for each checkpoint that is skipped or cannot be checked.
-    """
-
-    folder: Path | None
-    lines: tuple[str, ...] = ()
-
-
-def find_newest(output_dir: Path, wanted: Wanted) -> Found:
-    """Finds the newest complete checkpoint. Older ones are not read.
-
-    Args:
-        output_dir: Folder of the Trainer's checkpoints.
-        wanted: The conditions.
+def find_newest(output_dir: Path, wanted: Wanted) -> Path | None:
+    """Returns the newest complete checkpoint, and warns of newer ones that are skipped.
 
     Raises:
         ResumeError: See `Wanted.objection`.
     """
-    lines: list[str] = []
     for _, folder in checkpoints_in(output_dir):
-        problem, warnings = _examined(folder, wanted)
-        lines += warnings
+        problem = _problem(folder, wanted)
         if problem is None:
-            return Found(folder, tuple(lines))
+            return folder
         if problem != _OF_ANOTHER_RUN:
-            lines.append(f"{folder} is skipped: {problem}")
-    return Found(None, tuple(lines))
+            logger.warning("%s is skipped: %s", folder, problem)
+    return None
 
 
-def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
+def check_asked(folder: Path, wanted: Wanted) -> None:
     """Checks a checkpoint that the script names. If it does not exist, Hugging Face raises its own error.
-
-    Returns:
-        Warnings.
 
     Raises:
         ResumeError: It is incomplete, or the training cannot resume from it.
     """
-    problem, warnings = _examined(folder, wanted) if folder.is_dir() else (None, ())
+    problem = _problem(folder, wanted) if folder.is_dir() else None
     if problem is not None:
-        newest = find_newest(folder.parent, wanted).folder
+        newest = next((other for _, other in checkpoints_in(folder.parent) if _problem(other, wanted) is None), None)
         other = "Its folder has no complete checkpoint" if newest is None else f"Use {newest}"
         raise ResumeError(
             f"a training cannot resume from {folder}: {problem}.",
             hint=f"{other}, or load the model from it and begin a new training. If you changed the files on purpose, "
             f"delete its {MANIFEST}.",
         )
-    return warnings
 
 
-def _examined(folder: Path, wanted: Wanted) -> tuple[str | None, tuple[str, ...]]:
-    """Returns why a training cannot resume from a checkpoint, None if it can; and warnings."""
+def _problem(folder: Path, wanted: Wanted) -> str | None:
+    """Returns why a training cannot resume from a checkpoint; None if it can."""
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
-        return str(error), ()
+        return str(error)
     if manifest is not None:
-        return wanted.objection(manifest, folder) or check(folder), ()
+        return wanted.objection(manifest, folder) or check(folder)
     if wanted.facts is not None:
-        return f"it has no {MANIFEST}, which identifies the training", ()
-    return None, (f"{folder} has no {MANIFEST}, so it cannot be checked for completeness",)
+        return f"it has no {MANIFEST}, which identifies the training"
+    logger.warning("%s has no %s, so it cannot be checked for completeness", folder, MANIFEST)
+    return None
 
 
 def refuse_other_mode(folder: Path, manifest: Manifest | None, *, is_sharded: bool, world_size: int) -> None:
     """Refuses to resume a sharded training from a checkpoint of an unsharded one, or the reverse.
 
     The two modes write different files. A checkpoint without a manifest is left to the libraries.
-
-    Args:
-        folder: The checkpoint.
-        manifest: Its manifest, if it has one.
-        is_sharded: Each rank of this training holds a shard of the weights.
-        world_size: Ranks of this training.
 
     Raises:
         SetupError: It was written in the other mode.

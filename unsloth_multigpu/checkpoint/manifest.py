@@ -48,7 +48,7 @@ class Manifest:
         step: Optimizer steps.
         world_size: Ranks that wrote it.
         is_resumable: False without an optimizer, as with `save_only_model`.
-        facts: Identify the training, see `checkpoint.resume.training_facts`.
+        facts: Identify the training, see `checkpoint.resume.Resume.facts`.
         cursor: "epoch", and its finished "steps" and "samples" if they are counted.
         files: Size in bytes and CRC-32 by the path in the folder.
         is_sharded: Each rank held a shard of the weights. None = not known.
@@ -94,18 +94,15 @@ def read_manifest(folder: Path) -> Manifest | None:
         ValueError: The manifest is damaged, or has another format.
     """
     try:
-        text = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    try:
-        stored = json.loads(text)
+        stored = json.loads((folder / MANIFEST).read_bytes())
         body = stored["manifest"]
         is_intact = stored["crc32"] == _crc_of(body)
         version = body.pop("format")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read") from error
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f": {error.strerror}" if isinstance(error, OSError) else ""
+        raise ValueError(f"{MANIFEST} cannot be read{why}") from error
     if not is_intact:
         raise ValueError(f"{MANIFEST} was changed after it was written")
     if version != _FORMAT:
@@ -156,10 +153,7 @@ def put_in_place(part: Path, final: Path) -> None:
 
 
 def take(part: Path) -> Callable[[], None] | None:
-    """Locks an incomplete checkpoint, without waiting.
-
-    Args:
-        part: Folder of the checkpoint, which need not exist yet.
+    """Locks an incomplete checkpoint, whose folder need not exist yet, without waiting.
 
     Returns:
         A function that releases the lock; None if another process holds it. On a file system without locks nobody

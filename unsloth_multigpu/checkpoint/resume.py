@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, refuse_other_mode
+from unsloth_multigpu.checkpoint.choice import Wanted, check_asked, find_newest, refuse_other_mode
 from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
@@ -38,14 +38,12 @@ class Resume(Part):
     """Resumes one `train()` from a checkpoint, if there is one. Rank 0 decides.
 
     Args:
-        steps: The feed of the training.
         arguments: Arguments of `train()`. `resume_from_checkpoint` is replaced.
         training: Number of earlier calls of `train()` in this process.
-        context: Has the run and the attempt.
 
     Attributes:
         of_run: See `facts_of_run`. Set before `around`.
-        facts: Identify the training, see `training_facts`.
+        facts: Identify the training, as JSON values. A checkpoint of this training has equal ones.
         is_sharded: Each rank holds a shard of the weights.
     """
 
@@ -84,8 +82,8 @@ class Resume(Part):
                 "another run is saving %s, which stays untouched. Give each run an output_dir of its own",
                 Path(run_dir, name),
             )
-        self.facts = training_facts(trainer, self.manager, self.steps.num_accumulated, self.training, self.of_run)
-        self.choose(run_dir, self.arguments, self.facts)
+        self.facts = self._training_facts()
+        self.choose(run_dir)
         yield
 
     def overrides(self) -> dict[str, Override]:
@@ -95,30 +93,38 @@ class Resume(Part):
             "get_batch_samples": self._batch_samples,
         }
 
-    def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Replaces `resume_from_checkpoint` in the arguments by the chosen checkpoint; see `around`.
+    def _training_facts(self) -> dict[str, Any]:
+        args, config, of_run = self.trainer.args, self.manager.config, self.of_run
+        batch = args.per_device_train_batch_size * self.steps.num_accumulated
+        if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
+            batch *= self.manager.identity.world_size  # It was divided when TrainingArguments were made.
+        facts: dict[str, Any] = {
+            "trainer": type(self.trainer).__name__,
+            "number of the train() call": self.training + 1,
+            "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
+            **{name: of_run[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
+            **{name: of_run[name] for name in ("trainable parameters", "samples", "sampled rows") if name in of_run},
+        }
+        return dict(json.loads(json.dumps(facts)))
 
-        Args:
-            run_dir: Folder of the checkpoints.
-        """
-        asked, run_id = arguments.get("resume_from_checkpoint") or None, self.context.run_id
+    def choose(self, run_dir: str) -> None:
+        """Replaces the argument `resume_from_checkpoint` by the checkpoint to use from `run_dir`; see `around`."""
+        asked, run_id = self.arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that was started again counts its attempts from 0.
         is_restarted = any(attempt for (attempt,) in self.manager.gather_int64([self.context.attempt]))
-        choice = None
+        choice: dict[str, Any] | None = None
         if self.manager.identity.rank == 0:
             try:
-                found = self._find(Path(run_dir), asked, facts, run_id if is_restarted else None)
-                choice = {"folder": found.folder and os.fspath(found.folder)}
-                for line in dict.fromkeys(found.lines):
-                    logger.warning("%s", line)
+                folder = self._find(Path(run_dir), asked, run_id if is_restarted else None)
+                choice = {"folder": folder and os.fspath(folder)}
             except ResumeError as error:
                 choice = {"error": error.args[0], "hint": error.hint}
         answer = self.manager.broadcast_json(choice)
         if "error" in answer:
             raise ResumeError(answer["error"], hint=answer["hint"])
         if answer["folder"] is not None:
-            arguments["resume_from_checkpoint"] = asked = answer["folder"]
+            self.arguments["resume_from_checkpoint"] = asked = answer["folder"]
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
             world_size = self.manager.identity.world_size
@@ -127,34 +133,32 @@ class Resume(Part):
         if answer["folder"] is not None:
             logger.info("the training resumes from %s", asked)
 
-    def _find(self, folder: Path, asked: Any, facts: dict[str, Any], restarted_run: str | None) -> Found:
-        """Returns the checkpoint to use in place of the script's own; without a folder the script's own is used.
+    def _find(self, folder: Path, asked: Any, restarted_run: str | None) -> Path | None:
+        """Returns the checkpoint to use in place of the script's own; None = the script's own is used.
 
         Raises:
             ResumeError: The script's checkpoint is incomplete, or of another number of ranks.
         """
         config = self.manager.config
-        lines: list[str] = []
         any_training = Wanted(self.manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
-        wanted = [dataclasses.replace(any_training, facts=facts, run_id=restarted_run)] if restarted_run else []
-        # Before the script's own checkpoint, which the same command names whatever was trained since.
-        wanted += [dataclasses.replace(any_training, facts=facts)] if config.resume == "auto" else []
-        for kind in wanted:
-            found = find_newest(folder, kind)
-            lines += found.lines
-            if found.folder is not None:
-                return Found(found.folder, tuple(lines))
+        is_auto = config.resume == "auto"
+        if is_auto or restarted_run:
+            # Before the script's own checkpoint, which the same command names whatever was trained since.
+            run_id = None if is_auto else restarted_run
+            found = find_newest(folder, dataclasses.replace(any_training, facts=self.facts, run_id=run_id))
+            if found is not None:
+                return found
         if asked is True:
             found = find_newest(folder, any_training)
             # Without any checkpoint, Hugging Face raises its own error.
-            if found.folder is None and checkpoints_in(folder):
+            if found is None and checkpoints_in(folder):
                 raise ResumeError(f"{folder} has no complete checkpoint.", hint="Leave resume_from_checkpoint out.")
-            return Found(found.folder, (*lines, *found.lines))
+            return found
         if asked is not None:
-            return Found(None, (*lines, *check_asked(Path(str(asked)), any_training)))
-        if config.resume == "auto":
+            check_asked(Path(str(asked)), any_training)
+        elif is_auto:
             logger.info("resume='auto': no complete checkpoint of this training in %s, so it begins at step 0", folder)
-        return Found(None, tuple(lines))
+        return None
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Restores the order of samples of the resumed epoch."""
@@ -235,11 +239,9 @@ class Resume(Part):
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
-    """Returns the trained weights that were not loaded, and the number of trained weights.
+    """Returns the trained weights that were not loaded, since the checkpoint lacks `missing`, and the number of all.
 
-    Args:
-        model: The model. A shared weight has several names, of which one is enough.
-        missing: Names that the checkpoint does not have.
+    A shared weight has several names, of which one is enough.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -248,27 +250,3 @@ def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
     ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     absent = {*missing} - ignored
     return [mine[0] for mine in names.values() if absent.issuperset(mine)], len(names)
-
-
-def training_facts(
-    trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int, of_run: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns facts that identify a training, as JSON values. A checkpoint of this training has equal ones.
-
-    Args:
-        num_accumulated: The script's gradient_accumulation_steps.
-        training: Number of earlier calls of `train()` in this process.
-        of_run: See `facts_of_run`.
-    """
-    args, config = trainer.args, manager.config
-    batch = args.per_device_train_batch_size * num_accumulated
-    if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
-        batch *= manager.identity.world_size  # It was divided when TrainingArguments were made.
-    facts: dict[str, Any] = {
-        "trainer": type(trainer).__name__,
-        "number of the train() call": training + 1,
-        "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
-        **{name: of_run[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
-        **{name: of_run[name] for name in ("trainable parameters", "samples", "sampled rows") if name in of_run},
-    }
-    return dict(json.loads(json.dumps(facts)))

@@ -42,12 +42,7 @@ _KEY = "checkpoint"
 class Checkpoints(Part):
     """Saves the checkpoints of one `train()`.
 
-    Args:
-        steps: The feed of the training.
-        exchange: Its state is saved.
-        resume: Has the facts of the training.
-        beat: This rank's heartbeat page.
-        is_evaluation_due: Returns True if the training stops before or in an evaluation of the loop.
+    `is_evaluation_due` returns True if the training stops before or in an evaluation of the loop.
     """
 
     place = "checkpoints"
@@ -126,11 +121,7 @@ class Checkpoints(Part):
     def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
         """Completes the checkpoint on rank 0, while the others wait longer than a collective may take. Collective.
 
-        Args:
-            name: Identifier of this save. Saves share one key of the store, since all ranks have read the last one.
-            part: The incomplete checkpoint.
-            final: Its final path.
-            before: The listing of `final` before the save.
+        `name` identifies this save: saves share one key of the store, since all ranks have read the last one.
         """
         identity = self.manager.identity
         if self._is_writer:

@@ -74,12 +74,7 @@ class Command:
         return {**own, **self._of_run()}
 
     def add_options(self, parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
-        """Adds its options to its parser.
-
-        Args:
-            parser: The parser of this command.
-            shows_all: Its help lists all options of a run, not only the everyday ones.
-        """
+        """Adds its options to its parser, whose help lists all options of a run only if `shows_all`."""
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         rest = {name for name, option in self._of_run().items() if option.group != EVERYDAY}
         if rest:
@@ -99,12 +94,9 @@ class Command:
         return self._imported().Options.read(options), {name: getattr(options, name) for name in self._of_run()}
 
     def run(self, own: Arguments, given: Mapping[str, Any], program: Sequence[str]) -> int:
-        """Runs the command and returns its exit code.
+        """Runs the command with the options of `read`, and returns its exit code.
 
-        Args:
-            own: See `read`.
-            given: See `read`.
-            program: The script and its arguments, or `-m`, a module and its arguments.
+        `program` is the script and its arguments, or `-m`, a module and its arguments.
         """
         return int(self._imported().run(own, given, program))
 

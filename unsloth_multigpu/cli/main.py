@@ -44,12 +44,7 @@ def find_commands() -> dict[str, Command]:
 
 
 def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> Parser:
-    """Creates the parser of the whole command line.
-
-    Args:
-        commands: Commands by name, in the order of `--help`.
-        shows_all: The help of a command lists all its options.
-    """
+    """Creates the parser of the whole command line, with all options of a command in its help if `shows_all`."""
     parser = Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.")
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
@@ -64,11 +59,7 @@ def make_parser(commands: Mapping[str, Command], *, shows_all: bool = False) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
-    """Runs one command line and returns its exit code; `run` does not return.
-
-    Args:
-        argv: Arguments without the program's name; None = `sys.argv[1:]`.
-    """
+    """Runs one command line, None = `sys.argv[1:]`, and returns its exit code; `run` does not return."""
     commands = find_commands()
     given = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(commands, shows_all=HELP_ALL in given)

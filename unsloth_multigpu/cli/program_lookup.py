@@ -23,11 +23,8 @@ _OF_LAUNCHER = ("--num_processes", "--accelerate_config")
 def find_program(program: Sequence[str], command: str) -> list[str]:
     """Returns arguments for `python`: `-m module ...` or `file ...`.
 
-    A name that is not a file is looked up beside the running interpreter, then on PATH.
-
-    Args:
-        program: The program and its arguments as typed.
-        command: Name of our command, for messages.
+    A name that is not a file is looked up beside the running interpreter, then on PATH. `command` is the name of our
+    command, for messages.
 
     Raises:
         ConfigError: No program was given, it does not exist, is not Python, or is a launcher of processes.

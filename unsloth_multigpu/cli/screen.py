@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """A stream that a command writes to.
-
-    Args:
-        stream: None = stdout.
+    """A stream that a command writes to, None = stdout.
 
     Attributes:
         is_terminal: The stream is a terminal. Colours are left out if NO_COLOR is set.
@@ -47,11 +44,7 @@ class Screen:
         return self._console
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Prints a line and flushes the stream.
-
-        Args:
-            style: rich's style, such as "bold red". Used on a terminal only.
-        """
+        """Prints a line and flushes the stream. `style`, such as "bold red", is used on a terminal only."""
         if self.is_terminal and style is not None:
             self.console.print(text, style=style, soft_wrap=True)
         else:
@@ -62,13 +55,7 @@ class Screen:
         self.line(json.dumps(_plain(value), indent=1, allow_nan=False))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> None:
-        """Prints a table with the names of its columns.
-
-        Args:
-            rows: `rows[line][column]`.
-            num_left: Number of columns, from the first, that are left-aligned; the others are right-aligned. None =
-                all.
-        """
+        """Prints a table with the names of its columns. The first `num_left` columns, None = all, are left-aligned."""
         rows = list(rows)
         names, *lines = aligned([columns, *rows], num_left)
         self.line(names, "bold")
@@ -90,9 +77,7 @@ def _plain(value: Any) -> Any:
 class Progress:
     """Progress of a command on stderr: one updated line on a terminal, one line per item elsewhere.
 
-    Args:
-        name: Name of the command, at the begin of each line.
-        stream: None = stderr.
+    Each line begins with `name`, the name of the command.
     """
 
     def __init__(self, name: str, stream: TextIO | None = None) -> None:
@@ -114,13 +99,7 @@ class Progress:
             self._screen.line(f"{self._name}: {text}", style)
 
     def begin(self, number: int, total: int, what: str) -> None:
-        """Shows that the next item begins.
-
-        Args:
-            number: Number of the item, from 1.
-            total: Number of items.
-            what: Name of the item.
-        """
+        """Shows that item `number`, from 1, of `total` begins."""
         if self._screen.is_terminal:
             self.show(f"{what} ({number} of {total})")
         else:

@@ -68,13 +68,14 @@ def main() -> None:
 
 
 def calls_enable(program: Sequence[str]) -> bool:
-    """True if the source of the script or module calls `enable_multi_gpu`, and so starts its ranks itself.
+    """True if the source of a script or module calls `enable_multi_gpu`, and so starts its ranks itself.
 
-    Args:
-        program: The script and its arguments, or `-m`, a module and its arguments.
+    `program` is the script and its arguments, or `-m`, a module and its arguments.
     """
-    path = program_file(program)
-    if path is None:
+    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
+    if path is not None and path.is_dir():
+        path /= "__main__.py"
+    if path is None or not path.is_file():
         return False
     try:
         tree = ast.parse(path.read_bytes())
@@ -82,18 +83,6 @@ def calls_enable(program: Sequence[str]) -> bool:
         return False
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any("enable_multi_gpu" in (getattr(f, "attr", None), getattr(f, "id", None)) for f in called)
-
-
-def program_file(program: Sequence[str]) -> Path | None:
-    """Returns the main file of a program, None without one.
-
-    Args:
-        program: The script and its arguments, or `-m`, a module and its arguments.
-    """
-    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
-    if path is not None and path.is_dir():
-        path /= "__main__.py"
-    return path if path is not None and path.is_file() else None
 
 
 def _module_file(name: str) -> Path | None:

@@ -32,52 +32,29 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
         device_index: Index of the rank's device among its visible devices.
         local_rank: Rank within its machine.
     """
+    if device_type == "cpu":
+        return []
     patches = []
     if device_type == "cuda":
-        patches.append(
-            Patch(
-                target="accelerate.state:check_cuda_p2p_ib_support",
-                supports=_SUPPORTS,
-                wrap=_checked,
-                reason="Some cards need two variables of NCCL, which accelerate's launcher sets; it refuses ranks of "
-                "other launchers without them.",
-                optional=True,
-            )
-        )
-    if device_type != "cpu" and device_index != local_rank:
-        patches.append(
-            Patch(
-                target="accelerate.state:PartialState.wait_for_everyone",
-                supports=_SUPPORTS,
-                wrap=functools.partial(_met, device_index),
-                reason="Its barrier uses the device with the index of the local rank, which does not exist for a rank "
-                "that sees one card.",
-            )
-        )
-    if device_type != "cpu" and device_index > 0:
-        patches += [
-            Patch(
-                target=target,
-                supports="peft>=0.18",
-                wrap=lambda original, /: f"{original()}:{device_index}",
-                reason='For safetensors "cuda" is "cuda:0": each rank would load its adapter on card 0.',
-                optional=True,
-            )
-            for target in _INFERS_DEVICE
-        ]
+        patches.append(Patch("accelerate.state:check_cuda_p2p_ib_support", _SUPPORTS, _checked, optional=True))
+    if device_index != local_rank:
+        met = functools.partial(_met, device_index)
+        patches.append(Patch("accelerate.state:PartialState.wait_for_everyone", _SUPPORTS, met))
+    if device_index > 0:
+        named = functools.partial(_named, device_index)
+        patches += [Patch(target, "peft>=0.18", named, optional=True) for target in _INFERS_DEVICE]
     return patches
 
 
 def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_close: ExitStack) -> list[Patch]:
     """Patches for training loops with an `Accelerator`, so that they make the steps of one process.
 
-    Args:
-        manager: Returns the rank's manager.
-        on_close: Restores the accelerators when it is closed.
+    `on_close` restores the accelerators when it is closed.
     """
     told: set[str] = set()
 
     def steered(original: Callable[..., None], accelerator: Any, /, *args: Any, **kwargs: Any) -> None:
+        """Makes a training loop with an Accelerator of the script take the steps of one process."""
         manager().meet_ranks()  # accelerate opens the group, and would not name a missing rank.
         original(accelerator, *args, **kwargs)
         caller: FrameType | None = sys._getframe(1)
@@ -88,8 +65,7 @@ def loop_patches(config: MultiGPUConfig, manager: Callable[[], DDPManager], on_c
 
             on_close.callback(steer_loop(accelerator, config, manager, told, _module_of(caller)))
 
-    reason = "A training loop with an Accelerator of the script makes the steps of one process, shared by the ranks."
-    patch = Patch("accelerate.accelerator:Accelerator.__init__", _SUPPORTS, steered, reason)
+    patch = Patch("accelerate.accelerator:Accelerator.__init__", _SUPPORTS, steered)
     return [patch] if config.keeps_global_batch else []
 
 
@@ -108,6 +84,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> bool:
+    """Sets the NCCL variables that some cards need: accelerate requires them, and only its launcher sets them."""
     is_supported = original(*args, **kwargs)
     missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
     if not is_supported and missing:
@@ -122,9 +99,15 @@ def _checked(original: Callable[..., bool], /, *args: Any, **kwargs: Any) -> boo
 
 
 def _met(device_index: int, original: Callable[..., None], /, self: Any) -> None:
+    """Uses the device of a rank that sees one card. The barrier would take the one with the local rank's index."""
     if not self.use_distributed:
         original(self)
         return
     import torch.distributed as dist
 
     dist.barrier(device_ids=[device_index])
+
+
+def _named(device_index: int, original: Callable[[], str], /) -> str:
+    """Names the rank's device. safetensors takes "cuda" as "cuda:0", where all ranks would load their adapters."""
+    return f"{original()}:{device_index}"

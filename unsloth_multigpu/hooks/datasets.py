@@ -19,23 +19,16 @@ logger = get_logger(__name__)
 
 
 def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
-    """Patches of `datasets`.
+    """Returns the patch of `Dataset.map`.
 
     Args:
         run_dir: Private folder that all ranks of this node see; None if the launcher gave none.
         get_manager: Returns the manager, whose store works without a process group; None if the other ranks do not run
             this code.
     """
-    return [
-        Patch(
-            target="datasets.arrow_dataset:Dataset.map",
-            supports="datasets>=3.4.1,<6",
-            wrap=_MapOrder(run_dir, get_manager).run,
-            reason="Every rank would process every row, at the same time and into the same cache file. "
-            "Dataset.filter and DatasetDict.map call it.",
-            needs=("cache_file_name", "load_from_cache_file", "keep_in_memory"),
-        )
-    ]
+    needs = ("cache_file_name", "load_from_cache_file", "keep_in_memory")
+    run = _MapOrder(run_dir, get_manager).run
+    return [Patch("datasets.arrow_dataset:Dataset.map", "datasets>=3.4.1,<6", run, needs=needs)]
 
 
 class _MapOrder:
@@ -55,7 +48,7 @@ class _MapOrder:
         self._is_inside = False
 
     def run(self, original: Callable[..., Any], dataset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `Dataset.map`."""
+        """Lets one rank process the rows and the others read its cache, also in `filter` and `DatasetDict.map`."""
         manager = None if self._is_inside or kwargs.get("keep_in_memory") else self._get_manager()
         if manager is None:
             return original(dataset, *args, **kwargs)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from unsloth_multigpu.group.saves import Saves
 
 _TRANSFORMERS, _DATASETS, _UNSLOTH = "transformers>=4.57,<6", "datasets>=3.4.1,<6", "unsloth_zoo>=2026.10.7"
-_RACE = "All ranks would write one folder at once, and read what another is just writing."
-_ONCE = "All ranks would upload the same files."
 
 # Target -> versions. Not every version has all of them.
 _SAVERS = {
@@ -48,34 +46,17 @@ _PUSHERS = {
 
 def saving_patches(gate: SaveGate) -> list[Patch]:
     """Returns patches of all functions that write files or upload."""
-    trainer = "transformers.trainer:Trainer"
-    reason = "What fails where rank 0 alone uploads would leave the others waiting for its save."
-    rotated = "It counts incomplete checkpoints, also those of another run, and would remove them or this run's."
+    trainer, rotate = "transformers.trainer:Trainer", "transformers.trainer:rotate_checkpoints"
+    bind = functools.partial(_bind_guarded, gate)
+    rotated = functools.partial(Patch, wrap=_of_complete_ones, needs=("output_dir",), optional=True)
     return [
-        *(Patch(target, supports, gate.once, _RACE, optional=True) for target, supports in _SAVERS.items()),
-        *(Patch(target, supports, gate.upload_once, _ONCE, optional=True) for target, supports in _PUSHERS.items()),
-        Patch(
-            f"{trainer}.save_model",
-            _TRANSFORMERS,
-            gate.after_rank_0,
-            "The Trainer saves from rank 0 alone and lets the others read a folder that is not there yet.",
-        ),
-        *(
-            Patch(f"{trainer}.{n}", _TRANSFORMERS, gate.learn_of_rank_0, reason)
-            for n in ("push_to_hub", "init_hf_repo")
-        ),
-        Patch(
-            "unsloth.save:_bind_saving_method",
-            "unsloth>=2026.10.7",
-            functools.partial(_bind_guarded, gate),
-            "Two ranks that merge into one folder merge the LoRA weights twice, without an error.",
-            optional=True,
-        ),
+        *(Patch(target, supports, gate.once, optional=True) for target, supports in _SAVERS.items()),
+        *(Patch(target, supports, gate.upload_once, optional=True) for target, supports in _PUSHERS.items()),
+        Patch(f"{trainer}.save_model", _TRANSFORMERS, gate.after_rank_0),
+        *(Patch(f"{trainer}.{n}", _TRANSFORMERS, gate.learn_of_rank_0) for n in ("push_to_hub", "init_hf_repo")),
+        Patch("unsloth.save:_bind_saving_method", "unsloth>=2026.10.7", bind, optional=True),
         # One of the two is there.
-        *(
-            Patch(target, _TRANSFORMERS, _of_complete_ones, rotated, needs=("output_dir",), optional=True)
-            for target in ("transformers.trainer:rotate_checkpoints", f"{trainer}._rotate_checkpoints")
-        ),
+        *(rotated(target, _TRANSFORMERS) for target in (rotate, f"{trainer}._rotate_checkpoints")),
     ]
 
 
@@ -100,19 +81,19 @@ class SaveGate:
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Wraps a function `(self, path, ...)` that writes `path`, so that only rank 0 calls it."""
+        """Lets only rank 0 write. All ranks would write one folder at once, and read unfinished files of each other."""
         return self._save(original, args, kwargs, runs_everywhere=False)
 
     def upload_once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Wraps a function `(self, name, ...)` that uploads, so that only rank 0 calls it."""
+        """Lets only rank 0 upload: all ranks would upload the same files."""
         return self._save(original, args, kwargs, runs_everywhere=False, writes_files=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Wraps a function that all ranks call and in which only rank 0 writes. The others then wait for it."""
+        """Makes the other ranks wait for rank 0, which alone saves: they would read a folder that is not there yet."""
         return self._save(original, args, kwargs, runs_everywhere=True)
 
     def learn_of_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Like `after_rank_0`, for a function whose first argument is not a path."""
+        """Raises an error of rank 0, which alone uploads, on the other ranks, too: they would wait for its save."""
         return self._save(original, args, kwargs, runs_everywhere=True, names_path=False)
 
     def _save(
@@ -125,25 +106,25 @@ class SaveGate:
         writes_files: bool = True,
         names_path: bool = True,
     ) -> Any:
-        path = _path_of(args, kwargs) if names_path else ""
+        path, name = _path_of(args, kwargs) if names_path else "", getattr(original, "__qualname__", "save")
         if self._is_inside:
             # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
             is_run = path is None or self._is_writer or runs_everywhere
-            return self._call(original, args, self._given(args, kwargs)) if is_run else None
+            return self._call(original, args, kwargs, writes_files=writes_files) if is_run else None
         manager = None if path is None else self._get_manager()
         if manager is None and path is not None and sharded_model(args) is not None:
-            raise self._alone(original)
+            from unsloth_multigpu.group.saves import saved_alone
+
+            raise saved_alone(name)
         if path is None or manager is None:
             return self._call(original, args, kwargs)
-        what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
         saves = manager.saves
-        with saves.visit(what):
+        with saves.visit(f"{name}({path!r})" if names_path else name):
             runs_here = runs_everywhere
             if (model := sharded_model(args)) is not None:
                 runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
-            # An uploader calls a saver, which is given them then.
-            given = self._given(args, kwargs) if writes_files else kwargs
-            save = functools.partial(self._outermost, original, args, given)
+            call = functools.partial(self._call, original, args, kwargs, writes_files=writes_files)
+            save = functools.partial(self._outermost, call)
             if self._rank == 0:
                 return saves.write(path if writes_files else "", save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
@@ -153,20 +134,10 @@ class SaveGate:
             is_rank_0s, result = saves.follow()
             return result if is_rank_0s or runs_here else save(is_writer=True)
 
-    def _alone(self, original: Callable[..., Any]) -> Exception:
-        from unsloth_multigpu.group.saves import saved_alone
-
-        return saved_alone(getattr(original, "__qualname__", "save"))
-
     def _gather(self, saves: Saves, model: Any, original: Callable[..., Any], *, is_of_trainer: bool) -> bool:
-        """Gathers the weights of a sharded model on rank 0, unless the saver does. Collective.
+        """Gathers the weights of a sharded model on rank 0. Collective.
 
-        Returns:
-            True if the saver gathers them itself, so that all ranks must call it.
-
-        Raises:
-            DistributedError: Another rank's script has ended without this save.
-            RankTimeoutError: Another rank has not reached this save.
+        Returns True if the saver gathers them itself, so that all ranks must call it.
         """
         from unsloth_multigpu.group.shards import whole_state
 
@@ -177,31 +148,26 @@ class SaveGate:
         self._state = state if self._rank == 0 else None
         return False
 
-    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a saver, with the complete weights if they were gathered."""
-        if not args or sharded_model(args) is not args[0]:
-            return kwargs
-        from unsloth_multigpu.group.shards import tied_again
-
-        if gathered := kwargs.get("state_dict"):  # By the Trainer.
-            return {**kwargs, "state_dict": tied_again(args[0], gathered)}
-        return kwargs if self._state is None else {**kwargs, "state_dict": self._state}
-
-    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the saver. A sharded model has its original class meanwhile."""
-        if not kwargs.get("state_dict") or sharded_model(args) is not args[0]:
-            return original(*args, **kwargs)
-        from unsloth_multigpu.group.shards import own_class
-
-        with own_class(args[0]):
-            return original(*args, **kwargs)
-
-    def _outermost(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_writer: bool = False
+    def _call(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes_files: bool = True
     ) -> Any:
+        """Calls the function. A saver of a sharded model gets the gathered weights and the model's original class."""
+        # An uploader calls a saver, which gets them.
+        if not writes_files or not args or sharded_model(args) is not args[0]:
+            return original(*args, **kwargs)
+        from unsloth_multigpu.group.shards import own_class, tied_again
+
+        gathered = kwargs.get("state_dict")  # By the Trainer.
+        state = tied_again(args[0], gathered) if gathered else self._state
+        if not state:
+            return original(*args, **kwargs)
+        with own_class(args[0]):
+            return original(*args, **{**kwargs, "state_dict": state})
+
+    def _outermost(self, call: Callable[[], Any], *, is_writer: bool = False) -> Any:
         self._is_inside, self._is_writer = True, is_writer or self._rank == 0
         try:
-            return self._call(original, args, kwargs)
+            return call()
         finally:
             self._is_inside, self._is_writer = False, self._rank == 0
             self._state = None
@@ -215,7 +181,8 @@ class SaveGate:
 
 
 def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-    """Replaces `rotate_checkpoints`. `Checkpoints` calls the original when the new one is complete."""
+    """Leaves out incomplete checkpoints, also those of another run, which would be counted and removed."""
+    # `Checkpoints` calls it when the new checkpoint is complete.
     folder = inspect.signature(original).bind(*args, **kwargs).arguments.get("output_dir")
     if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
         original(*args, **kwargs)
@@ -224,7 +191,7 @@ def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: An
 def _bind_guarded(
     gate: SaveGate, original: Callable[..., Any], /, func: Callable[..., Any], obj: Any, name: str
 ) -> Any:
-    """Wraps the function by which Unsloth puts its savers on each model and tokenizer."""
+    """Guards the savers of Unsloth: two ranks that merge into one folder would merge the LoRA weights twice."""
     return original(functools.wraps(func)(functools.partial(gate.once, func)), obj, name)
 
 

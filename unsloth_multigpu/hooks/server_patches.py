@@ -27,32 +27,23 @@ _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vll
 def server_patch(ask: Callable[[Mapping[str, Any]], None]) -> Patch:
     """Returns the patch of the class with which TRL's Trainers generate.
 
-    Args:
-        ask: Called with its arguments when a Trainer is created. Returns when the server answers.
+    `ask` is called with its arguments when a Trainer is created, and returns when the server answers.
     """
-    return Patch(
-        "trl.generation.vllm_generation:VLLMGeneration.__init__",
-        "trl>=0.24",
-        functools.partial(_served, ask),
-        "With generators=N the server is started here, since the model of the Trainer is known here.",
-        needs=("model", "mode", "max_model_length", "model_impl"),
-        optional=True,
-    )
+    target = "trl.generation.vllm_generation:VLLMGeneration.__init__"
+    needs = ("model", "mode", "max_model_length", "model_impl")
+    return Patch(target, "trl>=0.24", functools.partial(_served, ask), needs=needs, optional=True)
 
 
 def _served(
     ask: Callable[[Mapping[str, Any]], None], original: Callable[..., None], /, self: Any, *args: Any, **kwargs: Any
 ) -> None:
+    """Starts the server of generators=N, since the model of the Trainer is known here."""
     ask(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     original(self, *args, **kwargs)
 
 
 def name_server(args: ArgumentsLike, generators: int, port: int) -> None:
     """Sets the address of the server in the arguments of a Trainer that generates, before they are validated.
-
-    Args:
-        generators: The option.
-        port: Port of the server.
 
     Raises:
         ConfigError: The arguments request no server, or another one.
@@ -93,9 +84,7 @@ def ask_for_server(
     """Requests the server from the supervisor, and waits until it answers.
 
     Args:
-        events: Writer of this rank's events.
-        is_first: This is rank 0.
-        port: Port of the server.
+        is_first: This is rank 0, which requests it.
         timeout_s: Limit of the supervisor for the server, and of the ranks for rank 0.
         given: Arguments of TRL's `VLLMGeneration`.
 

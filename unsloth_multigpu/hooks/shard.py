@@ -27,10 +27,7 @@ _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
 
 def ask_unsloth_to_shard(*, offload: bool = False) -> None:
-    """Sets the environment variables by which Unsloth shards the model of its Trainer.
-
-    Args:
-        offload: Keep the shards in host memory.
+    """Sets the environment variables by which Unsloth shards the model of its Trainer, with `offload` in host memory.
 
     Raises:
         SetupError: The environment contradicts `offload`.
@@ -47,8 +44,7 @@ def ask_unsloth_to_shard(*, offload: bool = False) -> None:
 def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> None:
     """Sets `TrainingArguments.fsdp`, unless the script has, or Unsloth is to shard the model.
 
-    Args:
-        offload: Keep the shards in host memory, also if the script has set `fsdp`.
+    With `offload` the shards are kept in host memory, also if the script has set `fsdp`.
 
     Raises:
         SetupError: The script's `fsdp_config` contradicts `offload`.
@@ -89,59 +85,22 @@ class ShardedLoading:
         """Returns the patches of PEFT, Unsloth and transformers."""
         engine = "unsloth.models.fsdp2_native"
         quantizer = "transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer"
-        optional = functools.partial(Patch, optional=True)
+        config = "transformers.utils.quantization_config:BitsAndBytesConfig"
+        weights = "transformers.integrations.bitsandbytes"
+        patch = functools.partial(Patch, optional=True)
         return [
-            optional(
-                "peft.tuners.lora.bnb:Linear4bit.merge",
-                "peft>=0.18",
-                _whole_only,
-                "A rank cannot merge its rows of a 4-bit weight, and PEFT's error does not say so.",
-            ),
-            optional(
-                f"{engine}:_shard_device",
-                _UNSLOTH,
-                self._device_of_rank,
-                "It refuses 4-bit weights in host memory, which FSDP2 moves to the card layer by layer.",
-                ("model",),
-            ),
-            optional(
-                f"{engine}:shard_model",
-                _UNSLOTH,
-                self._divided_as_loaded,
-                "A rank has loaded only its rows of the 4-bit weights, so FSDP2 must assign it the same rows.",
-                ("model",),
-            ),
-            optional(
-                "transformers.utils.quantization_config:BitsAndBytesConfig.post_init",
-                _LOADS,
-                _stored_as_computed,
-                "FSDP2 shards 4-bit weights only if they are stored in a floating-point dtype.",
-            ),
-            optional(
-                f"{quantizer}.update_device_map",
-                _LOADS,
-                lambda original, /, quantizer, device_map: {"": "cpu"},
-                "4-bit weights stay in host memory until they are sharded, since one card may not hold them.",
-            ),
-            optional(
-                f"{quantizer}._process_model_after_weight_loading",
-                _LOADS,
-                self._placed,
-                "accelerate trains a 4-bit model only if its device map names the rank's device.",
-            ),
-            *(
-                optional(
-                    f"transformers.integrations.bitsandbytes:{name}.convert",
-                    _LOADS,
-                    self._in_parts,
-                    "A rank keeps only its rows of each 4-bit weight, as soon as the weight is read.",
-                    ("input_dict",),
-                )
-                for name in ("Bnb4bitQuantize", "Bnb4bitDeserialize")
-            ),
+            patch("peft.tuners.lora.bnb:Linear4bit.merge", "peft>=0.18", _whole_only),
+            patch(f"{engine}:_shard_device", _UNSLOTH, self._device_of_rank, needs=("model",)),
+            patch(f"{engine}:shard_model", _UNSLOTH, self._divided_as_loaded, needs=("model",)),
+            patch(f"{config}.post_init", _LOADS, _stored_as_computed),
+            patch(f"{quantizer}.update_device_map", _LOADS, _in_host_memory),
+            patch(f"{quantizer}._process_model_after_weight_loading", _LOADS, self._placed),
+            patch(f"{weights}:Bnb4bitQuantize.convert", _LOADS, self._in_parts, needs=("input_dict",)),
+            patch(f"{weights}:Bnb4bitDeserialize.convert", _LOADS, self._in_parts, needs=("input_dict",)),
         ]
 
     def _device_of_rank(self, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accepts 4-bit weights in host memory, which FSDP2 moves to the card layer by layer."""
         from unsloth_multigpu.shard.packed import give_back, in_parts
 
         layers = in_parts(model)
@@ -149,6 +108,7 @@ class ShardedLoading:
         return self.device if layers else original(model, *args, **kwargs)
 
     def _divided_as_loaded(self, original: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Checks that FSDP2 assigns a rank the rows of 4-bit weights that it has loaded."""
         from unsloth_multigpu.shard.packed import check_parts, in_parts
 
         layers = in_parts(model)
@@ -157,6 +117,7 @@ class ShardedLoading:
         return result
 
     def _placed(self, original: Callable[..., Any], quantizer: Any, /, model: Any, **kwargs: Any) -> Any:
+        """Names the rank's device in the device map: accelerate trains no other 4-bit model."""
         model = original(quantizer, model, **kwargs)
         model.hf_device_map = {"": self.device}
         return model
@@ -164,10 +125,12 @@ class ShardedLoading:
     def _in_parts(
         self, original: Callable[..., Any], step: Any, /, input_dict: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        from unsloth_multigpu.shard.packed import keep_rows, on_device
+        """Keeps only this rank's rows of each 4-bit weight, as soon as the weight is read."""
+        from unsloth_multigpu.shard.packed import keep_rows
 
         # One weight, quantized on the device, as in one process.
-        moved = {name: list(on_device(values, self.device)) for name, values in input_dict.items()}
+        tensors = {name: values if isinstance(values, list) else [values] for name, values in input_dict.items()}
+        moved = {name: [value.to(self.device) for value in values] for name, values in tensors.items()}
         found: dict[str, Any] = original(step, moved, *args, **kwargs)
         storage = step.hf_quantizer.quantization_config.bnb_4bit_quant_storage
         for name, weight in found.items():
@@ -179,6 +142,7 @@ class ShardedLoading:
 
 
 def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses to merge an adapter into a rank's rows of a 4-bit weight: PEFT's error would not name the cause."""
     from unsloth_multigpu.group.shards import is_sharded
 
     if is_sharded(self.get_base_layer().weight):
@@ -191,7 +155,13 @@ def _whole_only(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs
 
 
 def _stored_as_computed(original: Callable[..., None], /, self: Any) -> None:
+    """Stores 4-bit weights in a floating-point dtype: FSDP2 shards no others."""
     original(self)
     # Unsloth sets it itself. A value of the script is kept, except uint8, which is also the default.
     if self.load_in_4bit and not self.bnb_4bit_quant_storage.is_floating_point and "unsloth" not in sys.modules:
         self.bnb_4bit_quant_storage = self.bnb_4bit_compute_dtype
+
+
+def _in_host_memory(original: Callable[..., Any], quantizer: Any, /, device_map: Any) -> dict[str, str]:
+    """Keeps 4-bit weights in host memory until they are sharded, since one card may not hold them."""
+    return {"": "cpu"}

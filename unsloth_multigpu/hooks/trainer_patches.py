@@ -75,97 +75,33 @@ class TrainerHooks:
         """Returns all patches of the Trainer."""
         # transformers lets accelerate read the rank here.
         adjusted = functools.partial(_told_world_size, self.world_size, self._adjusted_arguments)
+        reason = "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once."
         return [
-            Patch(
-                f"{_TRAINER}.train",
-                _SUPPORTS,
-                self._steered_train,
-                "DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
-            ),
+            Patch(f"{_TRAINER}.train", _SUPPORTS, self._steered_train),
             *(self._patches_of_ranks() if self.world_size > 1 else []),
-            Patch(
-                "transformers.training_args:TrainingArguments.__post_init__",
-                _SUPPORTS,
-                adjusted,
-                "Options of enable_multi_gpu() that are arguments of the Trainer; batches that TRL checks at once.",
-            ),
+            Patch("transformers.training_args:TrainingArguments.__post_init__", _SUPPORTS, adjusted, reason),
         ]
 
     def _patches_of_ranks(self) -> list[Patch]:
-        raised = "Unsloth raises the batch to num_generations by the number of processes; "
+        raised = functools.partial(Patch, wrap=_batch_of_one_process, optional=True, after="unsloth.models.llama")
         return [
-            Patch(
-                f"{_TRAINER}.evaluation_loop",
-                _SUPPORTS,
-                self._evaluated_by_batch,
-                "Losses and predictions of an evaluation are those of one process, batch by batch.",
-            ),
-            Patch(
-                "transformers.trainer_callback:CallbackHandler.on_train_begin",
-                _SUPPORTS,
-                self._noticed_beginning,
-                "A training that does not use Trainer.train would be another one on each rank, without a message.",
-            ),
-            Patch(
-                f"{_TRAINER}.hyperparameter_search",
-                _SUPPORTS,
-                _refused_search,
-                "One rank would choose the trials, and the others would wait for it without a limit.",
-            ),
-            *(self._loader_patches() if self.config.keeps_global_batch else []),
-            *(
-                Patch(
-                    target,
-                    "unsloth>=2026.10.7",
-                    functools.partial(_told_world_size, 1),
-                    f"{raised}here the batch of one process is divided among the ranks.",
-                    optional=True,
-                    after="unsloth.models.llama",
-                )
-                for target in _RAISED_BY_UNSLOTH
-            ),
+            Patch(f"{_TRAINER}.evaluation_loop", _SUPPORTS, self._evaluated_by_batch),
+            Patch("transformers.trainer_callback:CallbackHandler.on_train_begin", _SUPPORTS, self._noticed_beginning),
+            Patch(f"{_TRAINER}.hyperparameter_search", _SUPPORTS, _refused_search),
+            *(self._patches_of_loaders() if self.config.keeps_global_batch else []),
+            *(raised(target, "unsloth>=2026.10.7") for target in _RAISED_BY_UNSLOTH),
         ]
 
-    def _loader_patches(self) -> list[Patch]:
+    def _patches_of_loaders(self) -> list[Patch]:
         """Returns patches for steps with the samples of one process."""
+        evaluated = (f"{_TRAINER}.{name}" for name in ("get_eval_dataloader", "get_test_dataloader"))
+        gather = "accelerate.accelerator:Accelerator.gather_for_metrics"
         return [
-            Patch(
-                f"{_TRAINER}.get_train_dataloader",
-                _SUPPORTS,
-                self._loader_of_one_process,
-                "Outside a training its length is that of one process, by which scripts count the steps of a schedule.",
-            ),
-            *(
-                Patch(
-                    f"{_TRAINER}.{name}",
-                    _SUPPORTS,
-                    self._whole_for_readers,
-                    "A script that iterates over it gets the batches of one process; the evaluation loop divides them.",
-                )
-                for name in ("get_eval_dataloader", "get_test_dataloader")
-            ),
-            Patch(
-                "accelerate.accelerator:Accelerator.gather_for_metrics",
-                "accelerate>=1.4",
-                self._alone_over_whole_rows,
-                "In a script's own loop over such a loader each rank has all rows, so nothing is gathered.",
-            ),
-            Patch(
-                "transformers.training_args:TrainingArguments.to_dict",
-                _SUPPORTS,
-                _given_arguments,
-                "Arguments that are built from those of GRPO or RLOO would be divided a second time.",
-            ),
-            *(
-                Patch(
-                    target,
-                    "sentence-transformers>=3",
-                    _keeps_last_batch,
-                    "It drops the last batch on several ranks, which would make fewer steps than one process.",
-                    optional=True,
-                )
-                for target in _DROPS_LAST_BATCH
-            ),
+            Patch(f"{_TRAINER}.get_train_dataloader", _SUPPORTS, self._loader_of_one_process),
+            *(Patch(target, _SUPPORTS, self._whole_for_readers) for target in evaluated),
+            Patch(gather, "accelerate>=1.4", self._alone_over_whole_rows),
+            Patch("transformers.training_args:TrainingArguments.to_dict", _SUPPORTS, _given_arguments),
+            *(Patch(t, "sentence-transformers>=3", _keeps_last_batch, optional=True) for t in _DROPS_LAST_BATCH),
         ]
 
     @functools.cached_property
@@ -183,6 +119,7 @@ class TrainerHooks:
         *args: Any,
         **kw: Any,
     ) -> Any:
+        """Lets DDPTrainer choose the samples of each step and steer DDP around the original loop."""
         arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": args[0] if args else kw.get("trial")}
 
         def bound() -> Any:
@@ -191,10 +128,12 @@ class TrainerHooks:
         return self.run(trainer, bound, arguments)
 
     def _noticed_beginning(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Detects a training that bypasses Trainer.train: every rank would train by itself, without a message."""
         self.notice()
         return original(*args, **kwargs)
 
     def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
+        """Outside a training, gives the loader the length of one process, from which scripts compute a schedule."""
         from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
@@ -203,6 +142,7 @@ class TrainerHooks:
             return original(trainer, *args)
 
     def _whole_for_readers(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any, **kw: Any) -> Any:
+        """Gives a script that iterates over the loader the batches of one process. The evaluation loop divides them."""
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
         is_whole = counts_as_one_process(trainer, self.world_size)
@@ -212,12 +152,14 @@ class TrainerHooks:
     def _alone_over_whole_rows(
         self, original: Callable[..., Any], accelerator: Any, /, input_data: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Gathers nothing in a script's own loop over an evaluation loader, which gives each rank all rows."""
         is_whole = self._loaders.is_whole(accelerator.gradient_state.active_dataloader)
         return input_data if is_whole else original(accelerator, input_data, *args, **kwargs)
 
     def _evaluated_by_batch(
         self, original: Callable[..., Any], trainer: TrainerLike, /, dataloader: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Makes the losses and predictions of an evaluation those of one process, batch by batch."""
         from unsloth_multigpu.train.evaluation import Evaluation
 
         counts = trainer.args.average_tokens_across_devices
@@ -291,12 +233,13 @@ def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, *
         os.environ["WORLD_SIZE"] = before
 
 
-def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
-    """Returns the patch that stops a training which `unsloth-multigpu verify` cannot record.
+def _batch_of_one_process(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    """Keeps Unsloth from multiplying the batch by the number of processes: the ranks divide that of one process."""
+    _told_world_size(1, original, *args, **kwargs)
 
-    Args:
-        is_followed: True if the training is recorded.
-    """
+
+def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
+    """Returns the patch that stops a training which `unsloth-multigpu verify` does not record."""
     error = SetupError(
         "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
         hint="Let the script call it on every way to train(), or take it out: verify then does it.",
@@ -331,6 +274,7 @@ def _refused_unless(
 
 
 def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a search: one rank would choose the trials, and the others would wait for it without a limit."""
     raise SetupError(
         "hyperparameter_search on several ranks: its trials are chosen by one process.",
         hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
@@ -338,6 +282,7 @@ def _refused_search(original: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> None:
+    """Keeps the last batch, which the original drops on several ranks: a run would have fewer steps."""
     is_dropped = self.dataloader_drop_last
     original(self)
     self.dataloader_drop_last = is_dropped
@@ -346,6 +291,7 @@ def _keeps_last_batch(original: Callable[..., None], /, self: ArgumentsLike) -> 
 def _given_arguments(
     original: Callable[..., dict[str, Any]], /, self: ArgumentsLike, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
+    """Returns the values before the division: arguments built from divided ones would be divided a second time."""
     return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
 
 
@@ -368,20 +314,14 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
     args.steps_per_generation = None if asked is None else mine.generation_steps
     setattr(args, _DIVIDED, divided_arguments(one, mine))
     if get_manager().identity.rank == 0:
-        logger.info(
-            "completions per step: %d = %d ranks x %d completions x %d accumulation",
-            batch * accumulation,
-            world_size,
-            mine.batch,
-            mine.accumulation,
-        )
+        shape = f"{world_size} ranks x {mine.batch} completions"
+        logger.info("completions per step: %d = %s x %d accumulation", batch * accumulation, shape, mine.accumulation)
         if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
             logger.warning(
-                "%s: it is a mean over the micro-batches that the ranks compute at once, which are %d x %d completions "
-                "and not %d; other tokens are averaged together than on one GPU",
+                "%s: it is a mean over the micro-batches that the ranks compute at once, %s instead of %d, so other "
+                "tokens are averaged together than on one GPU",
                 " and ".join(parts),
-                world_size,
-                mine.batch,
+                shape,
                 batch,
             )
 

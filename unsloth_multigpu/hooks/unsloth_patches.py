@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.words import in_gib
 
 logger = get_logger(__name__)
 
-_REASON = "A device map that names card 0, or all cards, would put the models of all ranks there."
 _LOADERS = {
     "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.7",
     "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
@@ -27,7 +25,7 @@ _LOADERS = {
 _SPLITTING = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "unsloth_balanced")
 # Maps that leave the choice of the accelerator to the library.
 _AUTOMATIC = (*_SPLITTING, *KINDS)
-_OFF_DEVICE = ("cpu", "meta", "disk")
+_OFF_DEVICE = {"cpu", "meta", "disk"}
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,12 @@ class Placement:
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
-        warns: Warn about a device map that would split the model in one process, and does not here.
         num_ranks: Number of ranks of the run.
         shards: The model is sharded over the ranks, in place of a device map that splits it.
     """
 
     device_type: str
     local_rank: int
-    warns: bool
     rank: int = 0
     num_ranks: int = 1
     shards: bool = False
@@ -52,18 +48,18 @@ class Placement:
     def patches(self) -> list[Patch]:
         """Patches of the functions that load models; none for CPU ranks."""
         loaders = {} if self.device_type == "cpu" else _LOADERS
-        return [Patch(target, supports, self._placed, _REASON, optional=True) for target, supports in loaders.items()]
+        return [Patch(target, supports, self._placed, optional=True) for target, supports in loaders.items()]
 
     def _placed(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Loads the model on the rank's device. A device map of card 0, or of all cards, is for one process."""
         given = kwargs.get("device_map")
-        if given is not None and not self.shards:
-            self._refuse_what_does_not_fit(given, args, kwargs)
         if self.shards and _splits(given):
             kwargs["device_map"] = {"": self.local_rank}
             logger.info("device_map=%r: in its place FSDP2 divides each layer between the ranks", given)
         elif given is not None:
             kwargs["device_map"] = local_device_map(given, self.device_type, self.local_rank)
-        if self.warns and str(given) in _SPLITTING:
+        # In one process such a map splits the model.
+        if self.num_ranks > 1 and self.rank == 0 and not self.shards and str(given) in _SPLITTING:
             logger.warning(
                 "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
                 "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
@@ -71,31 +67,6 @@ class Placement:
             )
         with self._explained():
             return original(*args, **kwargs)
-
-    def _refuse_what_does_not_fit(self, device_map: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses to load weights on the rank's device that it cannot hold.
-
-        Raises:
-            SetupError: They take more than all of its memory.
-        """
-        places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
-        # Unsloth's loaders, which have no class before the name, call that of transformers.
-        is_loader = bool(args) and isinstance(args[0], type)
-        if self.num_ranks == 1 or not is_loader or set(map(str, places)) & set(_OFF_DEVICE):
-            return
-        import torch
-
-        from unsloth_multigpu.shard.stored import least_bytes
-        from unsloth_multigpu.step.out_of_memory import loading_advice
-
-        name = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")
-        has = getattr(torch, self.device_type).mem_get_info(self.local_rank)[1]
-        if name is not None and (needs := least_bytes(name, kwargs)) > has:
-            raise SetupError(
-                f"device_map={device_map!r}: the weights of {name} take {in_gib(needs)} GiB or more, and each rank has "
-                f"one card, of {in_gib(has)} GiB.",
-                hint=loading_advice(self.num_ranks, shards=False),
-            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -111,39 +82,22 @@ class Placement:
         except RuntimeError as error:
             # transformers replaces errors during the conversion of weights by another one without a cause.
             if num_refused(device) > before:
-                hint, place = (
-                    loading_advice(self.num_ranks, shards=self.shards),
-                    f"loading the model ({filled(device)})",
-                )
-                explain(error, rank=self.rank, device=device, place=place, hint=hint)
+                hint = loading_advice(self.num_ranks, shards=self.shards)
+                explain(error, rank=self.rank, device=device, place=f"loading the model ({filled(device)})", hint=hint)
             raise
 
 
 def offload_patches(rank: int) -> list[Patch]:
     """Returns the patch of Unsloth's function that writes trained embeddings to a file.
 
-    Args:
-        rank: The global rank, since nodes may share the folder.
+    `rank` is the global one, since nodes may share the folder.
     """
-    return [
-        Patch(
-            target="unsloth.models._utils:offload_to_disk",
-            supports="unsloth>=2026.10.7",
-            wrap=functools.partial(_offloaded_apart, rank),
-            reason="All ranks would write one file that other ranks have mapped: a bus error, or wrong weights.",
-            needs=("name", "temporary_location"),
-            optional=True,
-        )
-    ]
+    wrap, needs = functools.partial(_offloaded_apart, rank), ("name", "temporary_location")
+    return [Patch("unsloth.models._utils:offload_to_disk", "unsloth>=2026.10.7", wrap, needs=needs, optional=True)]
 
 
 def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
-    """Translates the device map of a one-GPU script to the rank's device.
-
-    Args:
-        device_map: As given to `from_pretrained`.
-        device_type: "cuda" or "xpu".
-        local_rank: Index of the rank's device.
+    """Translates the device map of a one-GPU script, as given to `from_pretrained`, to the rank's device.
 
     Returns:
         `{"": local_rank}` for maps of one accelerator, the map itself if it names the CPU.
@@ -151,12 +105,15 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     Raises:
         ConfigError: The map names another device than the rank's.
     """
-    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
-    if places <= set(_OFF_DEVICE):
+    places = _places(device_map)
+    on_device = places - _OFF_DEVICE
+    if not on_device:
         return device_map
     here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
-    if places <= here | set(_OFF_DEVICE) and len(places - set(_OFF_DEVICE)) == 1:
-        return {"": local_rank} if len(places) == 1 else {k: _moved(v, local_rank) for k, v in device_map.items()}
+    if len(places) == 1 and on_device <= here:
+        return {"": local_rank}
+    if len(on_device) == 1 and on_device <= here:
+        return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
     raise ConfigError(
         f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
         hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
@@ -165,20 +122,19 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
 
 def _splits(device_map: Any) -> bool:
     """True for a map that would split a model over several cards, with no part elsewhere."""
-    if not isinstance(device_map, Mapping):
-        return str(device_map) in _SPLITTING
-    places = set(map(str, device_map.values()))
-    return len(places) > 1 and not places & set(_OFF_DEVICE)
+    places = _places(device_map)
+    return str(device_map) in _SPLITTING or (len(places) > 1 and not places & _OFF_DEVICE)
+
+
+def _places(device_map: Any) -> set[str]:
+    return set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
 
 
 def _offloaded_apart(rank: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Writes one file per rank. In a shared file, which other ranks have mapped, their weights would change."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     # The name as well: for a model in a folder, Unsloth writes into that folder.
     given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
     given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
     return original(*given.args, **given.kwargs)
-
-
-def _moved(place: Any, local_rank: int) -> Any:
-    return place if str(place) in _OFF_DEVICE else local_rank

@@ -1,10 +1,7 @@
-"""Unsloth's settings of torch's CUDA allocator, for ranks.
+"""Unsloth's settings of torch's CUDA allocator, for ranks. Needs no torch.
 
-`import unsloth` sets them before it imports torch. In a rank, `enable_multi_gpu()` runs before that import and opens
-the rank's device, which reads the settings once. Unsloth's would come too late, and a script that just fits on one GPU
-could run out of memory on two.
-
-Needs no torch.
+`import unsloth` sets them before it imports torch. In a rank, `enable_multi_gpu()` has opened the device before, which
+reads the settings once. Without them a script that just fits on one GPU could run out of memory on two.
 """
 
 from __future__ import annotations
@@ -23,10 +20,7 @@ _ROUNDED = f"{_EXPANDABLE},roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
 
 
 def allocator_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that Unsloth would set; empty if it sets none, is not installed, or the user has set one.
-
-    Reads metadata and imports neither torch nor Unsloth.
-    """
+    """Returns the variables that Unsloth would set; empty if it is not installed or sets none, or the user has."""
     torch_version = installed_version("torch")
     if installed_version("unsloth_zoo") is None or torch_version is None:
         return {}

@@ -1,4 +1,4 @@
-"""Finds the rank that failed first, and its error. A pure function of the ranks' events and exit codes."""
+"""Finds the rank that failed first, its error and what to do. A pure function of the ranks' events and exit codes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import signal
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
-from unsloth_multigpu.launch.remedy import find_remedy, last_error
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import signal_name
@@ -43,6 +43,57 @@ _LIKELY = {
         (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL), "a native library crashed, see the stack in the rank's log"
     ),
 }
+
+
+_OF_NCCL = re.compile(r"NCCL|DistBackendError")
+# NCCL's description. It follows a place in torch's sources and NCCL's kind of failure.
+_LAST_ERROR = re.compile(r"^Last error:[ \t]*\n?[ \t]*(\S[^\n]*)", re.MULTILINE)
+_INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes (`ip route get ADDRESS`)"
+
+
+class _Remedy(NamedTuple):
+    """A known failure of NCCL or another library: a regular expression that finds it in an error, and what to do.
+
+    Args:
+        is_own: It occurred on the rank that reports it.
+        is_of_nccl: It is searched for only in errors of NCCL.
+    """
+
+    pattern: str
+    hint: str
+    is_own: bool = True
+    is_of_nccl: bool = True
+
+
+_REMEDIES = (
+    _Remedy(
+        r"/dev/shm\b[^\n]*No space left|No space left[^\n]*/dev/shm",
+        "NCCL needs shared memory, and a Docker container has 64 MiB by default. Start it with --ipc=host or "
+        "--shm-size=8g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm.",
+    ),
+    _Remedy(
+        r"Duplicate GPU",
+        "Two ranks use one GPU, and NCCL allows one rank per GPU. Start no more ranks than GPUs; MIG instances of one "
+        "GPU count as one.",
+    ),
+    _Remedy(
+        r"out of memory",
+        "The GPU has no memory left for NCCL's buffers. See in nvidia-smi which programs use it, and free memory: "
+        "smaller micro-batches (max_tokens_per_micro_batch, per_device_train_batch_size), or shard.",
+    ),
+    _Remedy(r"no socket interface", f"{_INTERFACE}."),
+    _Remedy(r"connect\b[^\n]*timed out", f"{_INTERFACE}, or open the firewall between the nodes.", is_own=False),
+    _Remedy(
+        r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError",
+        "`unsloth-multigpu doctor` tests copies between GPUs. If direct copies fail, set NCCL_P2P_DISABLE=1.",
+    ),
+    _Remedy(
+        r"(?s)\btrl[/\\].*(\b0 active drivers|'NoneType' object has no attribute 'apply')",
+        "Trainers of trl 1.15 call Triton without a GPU, too. For a script without Unsloth: pip install 'trl>=1.16'. "
+        "With Unsloth, import it before trl.",
+        is_of_nccl=False,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -94,8 +145,8 @@ def find_cause(
     if own:
         first_hand = next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0])
         return _from_exceptions_of_all(own, max(num_ranks or 0, len(ranks))) or _from_exception(first_hand)
-    # An exiting process may end after the connection error that it causes on another rank, also by the signal that is
-    # sent to survivors.
+    # An exiting rank may end only after the connection error that it causes on another rank, perhaps by the signal for
+    # the survivors.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     ended = {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0}
     ended |= {r for r in leaving if exit_codes.get(r, 0) in _SENT_TO_SURVIVORS or exit_codes.get(r, 0) >= 0}
@@ -157,7 +208,7 @@ def _error(event: Event) -> str:
 
 
 def _is_communication_error(event: Event) -> bool:
-    remedy = find_remedy(_error(event))
+    remedy = _find_remedy(_error(event))
     # Failures of NCCL itself look like broken connections. Our own error about memory may contain such text, too.
     is_own = "ran out of memory" in _error(event) or (remedy is not None and remedy.is_own)
     return not is_own and bool(_COMMUNICATION_ERROR.search(_error(event)))
@@ -196,7 +247,7 @@ def _from_exceptions_of_all(own: Sequence[Event], num_ranks: int) -> Cause | Non
 def _first_line(error: str) -> str:
     """Shortens an error to one line. The whole text is in the traceback."""
     line = error.strip().split("\n")[0].rstrip(".: ")
-    if "ran out of memory" not in line and (said := last_error(error)):
+    if "ran out of memory" not in line and (said := _last_error(error)):
         line = f"{line.partition(':')[0]}: {said}"
     return textwrap.shorten(_SOURCE_LINE.sub("", line), _MAX_CHARACTERS, placeholder=" ...")
 
@@ -204,7 +255,7 @@ def _first_line(error: str) -> str:
 def _traceback(event: Event) -> str:
     """Returns the traceback, with the hint for a known failure if the error has none."""
     traceback = str(event.facts["traceback"])
-    remedy = None if "Hint: " in _error(event) else find_remedy(traceback + _error(event))
+    remedy = None if "Hint: " in _error(event) else _find_remedy(traceback + _error(event))
     return traceback + ("" if remedy is None else f"Hint: {remedy.hint}\n")
 
 
@@ -230,3 +281,16 @@ def _from_death(rank: int, exit_codes: Mapping[int, int], steps: Mapping[int, in
         likely = "the kernel killed it for lack of memory" if num_memory_kills > 0 else guess
     died = f"rank {rank} was killed by {signal_name(-code)}{where(steps.get(rank, -1))}"
     return Cause(rank, 128 - code, died + (likely and f"; {likely}"))
+
+
+def _find_remedy(error: str) -> _Remedy | None:
+    """Finds a known failure in the text of an error or traceback; None for other errors."""
+    is_of_nccl = bool(_OF_NCCL.search(error))
+    possible = (remedy for remedy in _REMEDIES if is_of_nccl or not remedy.is_of_nccl)
+    return next((remedy for remedy in possible if re.search(remedy.pattern, error, re.IGNORECASE)), None)
+
+
+def _last_error(error: str) -> str | None:
+    """Returns NCCL's description of the failure; None for other errors."""
+    found = _LAST_ERROR.search(error) if _OF_NCCL.search(error) else None
+    return found[1].strip() if found else None

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,23 +85,21 @@ def start_ranks(
         LaunchError: The system cannot start another process.
     """
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    for local_rank in range(num_ranks):
-        rank = place.first_rank + local_rank
-        variables = {**environment, **place.variables(local_rank, num_ranks)}
-        try:
-            processes[rank] = start_process(
-                command, variables, None if local_rank == 0 else log_dir / f"rank_{rank}.log"
-            )
-        except BaseException as error:
-            with Ranks(processes):
-                pass  # Kills those that were started.
-            if not isinstance(error, OSError):
-                raise
-            raise LaunchError(
-                f"rank {rank} could not be started: {error}.",
-                hint="Free memory or end processes on this machine, or start fewer ranks.",
-            ) from error
-    return Ranks(processes)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks(processes))
+        for local_rank in range(num_ranks):
+            rank = place.first_rank + local_rank
+            variables = {**environment, **place.variables(local_rank, num_ranks)}
+            log = None if local_rank == 0 else log_dir / f"rank_{rank}.log"
+            try:
+                processes[rank] = start_process(command, variables, log)
+            except OSError as error:
+                raise LaunchError(
+                    f"rank {rank} could not be started: {error}.",
+                    hint="Free memory or end processes on this machine, or start fewer ranks.",
+                ) from error
+        stack.pop_all()
+    return ranks
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:

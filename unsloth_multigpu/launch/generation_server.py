@@ -46,7 +46,7 @@ _END_LIMIT_S = 10.0
 class GenerationServer:
     """Starts the server when rank 0 asks for it, watches it, and ends it with the ranks of this attempt.
 
-    It cannot start with the ranks, because it loads the model of the Trainer, which the script makes later. Each
+    It cannot start with the ranks, because it loads the model of the Trainer, which the script creates later. Each
     attempt has its own server: the old one has the weights of the failed ranks and a connection to them.
 
     Args:
@@ -78,7 +78,7 @@ class GenerationServer:
 
     @property
     def log(self) -> Path:
-        """Returns the file of the server's output."""
+        """The file of the server's output."""
         return self.log_dir / "generators.log"
 
     @property

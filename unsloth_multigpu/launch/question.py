@@ -23,6 +23,7 @@ from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import write_private
 from unsloth_multigpu.wire.wait import wait_until
 
+_PROMPTS: tuple[tuple[Any, str], ...] = ((builtins, "input"), (getpass, "getpass"))
 # Long, because a person answers. If rank 0 ends meanwhile, the supervisor ends this rank.
 _ANSWER_LIMIT_S = 24 * 3600.0
 # Errors of rank 0 that the other ranks raise, too, so that a script can catch them on all ranks.
@@ -38,33 +39,29 @@ class SharedInput:
 
     def __init__(self, answer: Callable[[str, Callable[[], str]], Any]) -> None:
         self._answer = answer
-        self._before: tuple[Callable[..., str], Callable[..., str]] = (builtins.input, getpass.getpass)
-        self._is_open = False
+        self._before = {name: getattr(owner, name) for owner, name in _PROMPTS}
 
     def open(self) -> None:
         """Replaces `input` and `getpass.getpass`."""
-        if not self._is_open:
-            self._is_open = True
-            self._before = (builtins.input, getpass.getpass)
-            builtins.input, getpass.getpass = self.input, self.getpass
+        for owner, name in _PROMPTS:
+            if (current := getattr(owner, name)) != getattr(self, name):
+                self._before[name] = current
+                setattr(owner, name, getattr(self, name))
 
     def close(self) -> None:
         """Restores both, except where the program has put its own function."""
-        if self._is_open:
-            self._is_open = False
-            if builtins.input == self.input:
-                builtins.input = self._before[0]
-            if getpass.getpass == self.getpass:
-                getpass.getpass = self._before[1]
+        for owner, name in _PROMPTS:
+            if getattr(owner, name) == getattr(self, name):
+                setattr(owner, name, self._before[name])
 
     # `from getpass import getpass` keeps these after `close`: they call the original that was found last.
     def input(self, *args: Any) -> Any:
         """Replaces `input`."""
-        return self._answer(_question("input", args), lambda: self._before[0](*args))
+        return self._answer(_question("input", args), lambda: self._before["input"](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces `getpass.getpass`."""
-        return self._answer(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
+        return self._answer(_question("getpass", args), lambda: self._before["getpass"](*args, **kwargs))
 
 
 def _question(name: str, args: tuple[Any, ...]) -> str:

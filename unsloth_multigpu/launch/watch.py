@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, find_cause, find_early_exit
 from unsloth_multigpu.launch.engine import Ranks
-from unsloth_multigpu.launch.failure import TEARDOWN_LIMIT_S
+from unsloth_multigpu.launch.rank import TEARDOWN_LIMIT_S
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig

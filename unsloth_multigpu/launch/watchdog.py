@@ -9,9 +9,8 @@ from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
 # The limit of a phase is `hang_timeout_s` times its factor.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
-_FACTORS |= {Phase.FILL: 5, Phase.EVALUATE: 5}
-# Between two steps callbacks may generate a sample or wait for a tracker's server.
-_CALLBACKS_FACTOR = 5
+# Callbacks may generate a sample or wait for a tracker's server.
+_FACTORS |= dict.fromkeys((Phase.FILL, Phase.EVALUATE, Phase.CALLBACKS), 5)
 # For loading, saving, compiling, and everything up to the end of the first step.
 LONGEST_FACTOR = 10
 # The limit is at least this factor times the longest work of this run so far: the next micro-batch may be longer, and
@@ -76,8 +75,8 @@ def find_hang(
 
     Args:
         beats: Heartbeats of the living ranks of this node.
-        hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. Longer in a run with
-            work that took a tenth of it or more. A node without a sign of life for longer counts as lost.
+        hang_timeout_s: Limit of one micro-batch, or of loading one step's samples; 0 = no limit. If earlier work took
+            more than a tenth of it, the limit is ten times that work. A node that is silent for longer counts as lost.
         since_s: Time before which nothing counts, because the ranks were not watched or the machine was suspended.
         unheard_s: Seconds since the last sign of life of each other node, by its name.
     """
@@ -117,9 +116,8 @@ def _factor(beat: Heartbeat) -> float:
     # In a collective a rank does no long work itself; the limit of the rank that it waits for counts.
     if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.CALLBACKS):
         return 1
-    if beat.phase == Phase.CALLBACKS or (beat.phase == Phase.UPDATE and _is_between_steps(beat)):
-        return _CALLBACKS_FACTOR
-    return _FACTORS.get(beat.phase, LONGEST_FACTOR)
+    is_in_callback = beat.phase == Phase.UPDATE and _is_between_steps(beat)
+    return _FACTORS.get(Phase.CALLBACKS if is_in_callback else beat.phase, LONGEST_FACTOR)
 
 
 def _is_between_steps(beat: Heartbeat) -> bool:

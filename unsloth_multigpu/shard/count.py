@@ -21,21 +21,17 @@ from torch import nn
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.shard.describe import micro_batch
-from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
+from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.groups import layers_of
 from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
 from unsloth_multigpu.step.generation import draws_completions
 
-# Set by transformers for accelerate, which reads it when weights are loaded.
+# Set by accelerate's plugin, read by transformers when weights are loaded.
 _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 class Rows:
-    """The forecasts of a training, each counted once.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass, before its `train()`.
-        training: The description of its training.
+    """The forecasts of the training of a Trainer before its `train()`, each counted once.
 
     Raises:
         SetupError: Its step cannot be run on fake tensors.
@@ -49,30 +45,23 @@ class Rows:
             )
         self._trainer = trainer
         self._training = training
-        self._counted: dict[tuple[Any, ...], StepBytes] = {}
+        self._counted: dict[tuple[int, int, int | None, int], StepBytes] = {}
 
     def forecast(self, mode: Mode, num_ranks: int) -> MemoryForecast:
         """Returns the memory of one of `num_ranks` ranks."""
         rows, accumulation = self._training.on_ranks(num_ranks)
-        is_sharded, has_several = mode == "sharded", accumulation > 1
+        is_sharded = mode == "sharded"
+        # Gradients exist before the last pass if there are several. DDP's buckets keep them from step to step.
+        num_passes = 2 if accumulation > 1 or (num_ranks > 1 and not is_sharded) else 1
         num_sharing = self._training.num_sharing if num_ranks > 1 else 1
-        # One process frees gradients before each step; DDP's buckets keep them.
-        holds = not is_sharded and num_ranks > 1
-        key = (rows, has_several or holds, num_ranks if is_sharded else 0, num_sharing)
+        key = (rows, num_passes, num_ranks if is_sharded else None, num_sharing)
         if key not in self._counted:
-            self._counted[key] = self._count(
-                rows,
-                num_ranks=num_ranks if is_sharded else None,
-                has_several=has_several,
-                holds_gradients=holds,
-                num_sharing=num_sharing,
-            )
+            self._counted[key] = self._count(*key)
         return forecast_of(self._counted[key], self._training, mode, num_ranks)
 
-    def _count(self, rows: int, **options: Any) -> StepBytes:
+    def _count(self, rows: int, *options: Any) -> StepBytes:
         try:
-            batch = micro_batch(self._trainer, self._training, rows)
-            return count_step(self._trainer, batch, **options)
+            return count_step(self._trainer, micro_batch(self._trainer, self._training, rows), *options)
         except MultiGPUError:
             raise
         except Exception as error:  # From any code of the script or its libraries.
@@ -84,22 +73,15 @@ class Rows:
 
 
 def count_step(
-    trainer: Any,
-    batch: Any,
-    *,
-    num_ranks: int | None,
-    has_several: bool,
-    holds_gradients: bool,
-    num_sharing: int = 1,
+    trainer: Any, batch: Any, num_passes: int, num_ranks: int | None = None, num_sharing: int = 1
 ) -> StepBytes:
     """Runs a step of a Trainer on fake tensors and counts its bytes.
 
     Args:
         trainer: A `transformers.Trainer` or subclass, before its `train()`. Its attributes are restored.
         batch: A micro-batch of a rank, from the script's collator.
+        num_passes: Forward and backward passes, of which the last one is counted.
         num_ranks: Ranks over which `fully_shard` shards the model, as accelerate does; None = not sharded.
-        has_several: A rank's step has several micro-batches.
-        holds_gradients: Gradients exist before the backward pass, as in DDP's buckets.
         num_sharing: Ranks that share each sample, of which this is the first.
     """
     device, is_sharded = trainer.args.device, num_ranks is not None
@@ -121,10 +103,10 @@ def count_step(
         before = StepBytes(counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
         if num_sharing > 1:
             batch = stack.enter_context(_shared(trainer, batch, num_sharing))
-        return _count_passes(trainer, batch, counter, before, 1 + (has_several or holds_gradients))
+        return _count_passes(trainer, batch, counter, before, num_passes)
 
 
-def _count_passes(trainer: Any, batch: Any, counter: FakeByteCounter, before: StepBytes, num_passes: int) -> StepBytes:
+def _count_passes(trainer: Any, batch: Any, counter: ByteCounter, before: StepBytes, num_passes: int) -> StepBytes:
     """Counts the last of `num_passes` forward and backward passes, and the optimizer step."""
     optimizer, model = trainer.create_optimizer(), trainer.model_wrapped
     without_gradients = counter.now
@@ -190,14 +172,11 @@ def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
     """Creates a device mesh of `num_ranks` ranks, of which only this one exists."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    before = os.environ.get(_LOADS_IN_PARTS)
     try:
         with _alone_of(num_ranks):
             yield init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
     finally:
         os.environ.pop(_LOADS_IN_PARTS, None)
-        if before is not None:
-            os.environ[_LOADS_IN_PARTS] = before
 
 
 def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:
@@ -283,5 +262,4 @@ def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn
 
 
 def _num_bytes(tensor: Any) -> int:
-    part = part_of(tensor)
-    return part.numel() * part.element_size()
+    return int(part_of(tensor).nbytes)

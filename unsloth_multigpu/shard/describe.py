@@ -9,44 +9,35 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shard_engine import check_versions
-from unsloth_multigpu.shard.memory import Training
-from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.shard.memory import Training, trains_parts
 
 # Samples among which the longest one is searched.
 _MAX_SAMPLES = 20_000
 _PACKED = ("Params4bit", "Int8Params")
 
 
-def describe(
-    trainer: Any,
-    *,
-    tokens: int | None = None,
-    keeps_batch: bool = True,
-    is_offloaded: bool = False,
-    num_sharing: int = 1,
-) -> Training:
-    """Describes what `trainer.train()` would train.
+def describe(trainer: Any, config: MultiGPUConfig | None = None, tokens: int | None = None) -> Training:
+    """Describes what `trainer.train()` would train with these options, None = the defaults.
 
-    Args:
-        tokens: Tokens of the longest sample; None = that of the data set.
-        keeps_batch: Several ranks share the samples of one process's step.
-        is_offloaded: `shard_offload=True` was given.
-        num_sharing: `sequence_parallel`.
+    `tokens` is the length of the longest sample; None = that of the data set.
     """
+    config = config or MultiGPUConfig()
     args, model = trainer.args, trainer.model
     parameters = [*model.parameters()]
     packed = [p for p in parameters if type(p).__name__ in _PACKED]
     optimizer = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is not None:
         optimizer = type(trainer.optimizer).__name__
-    why, hint = only_whole = _only_whole(optimizer, num_sharing)
+    why, hint = only_whole = _only_whole(optimizer, config.sequence_parallel)
     longest, source = _longest(trainer, tokens)
     notes = [f"micro-batches of {args.per_device_train_batch_size} x {longest or '?'} tokens ({source})"]
     if why:
         notes.append(f"{why}. {hint}")
     return Training(
-        model=_name(model),
+        model=type(base_model(model)).__name__,
         num_parameters=sum(map(_numel, parameters)),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
         num_quantised=sum(map(_numel, packed)),
@@ -56,9 +47,9 @@ def describe(
         rows=args.per_device_train_batch_size,
         tokens=longest,
         accumulation=args.gradient_accumulation_steps,
-        keeps_batch=keeps_batch,
-        offload=is_offloaded,
-        num_sharing=num_sharing,
+        keeps_batch=config.keeps_global_batch,
+        offload=config.shard_offload,
+        num_sharing=config.sequence_parallel,
         only_whole=only_whole,
         notes=tuple(notes),
     )
@@ -147,7 +138,3 @@ def _numel(parameter: Any) -> int:
     """Returns the number of elements before quantization."""
     state = getattr(parameter, "quant_state", None)
     return int(torch.Size(parameter.shape if state is None else state.shape).numel())
-
-
-def _name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__

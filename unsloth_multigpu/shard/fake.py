@@ -24,6 +24,10 @@ _MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl
 class ByteCounter(TorchDispatchMode):
     """Counts each storage of a device once, from the operation that allocates it until it is freed.
 
+    Of fake tensors, integers and masks computed from the batch keep their values, so that code that reads lengths,
+    padding or tokens takes the same branches as with real weights. Choices among missing values, such as the experts
+    of a token, are spread evenly.
+
     Args:
         device: The device. Storages that existed before are not counted.
 
@@ -48,7 +52,7 @@ class ByteCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs)):
             self._leave_out(tensor.untyped_storage())
-        result = self._run(function, args, kwargs or {})
+        result = _run(function, args, kwargs or {})
         if function.namespace == "fsdp":
             self._look_at_resized((args, kwargs))
         for tensor in _tensors(result):
@@ -57,9 +61,6 @@ class ByteCounter(TorchDispatchMode):
                 self._add(tensor.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
-
-    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return function(*args, **kwargs)
 
     def _look_at_resized(self, given: Any) -> None:
         """Updates storages that FSDP2 has resized. Called at its operations, one per parameter group."""
@@ -94,44 +95,36 @@ class ByteCounter(TorchDispatchMode):
         self._resized.pop(key, None)
 
 
-class FakeByteCounter(ByteCounter):
-    """Counts the bytes of operations on fake floating-point tensors.
-
-    Integers and masks computed from the batch keep their values, so that code that reads lengths, padding or tokens
-    takes the same branches as with real weights. Choices among missing values, such as the experts of a token, are
-    spread evenly.
-    """
-
-    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        given = _tensors((args, kwargs))
-        fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
-        if not fakes and (given or _makes_integers(function, kwargs)):
-            with unset_fake_temporarily():
-                return function(*args, **kwargs)
-        if function is _ATEN._local_scalar_dense.default:
-            # Single values are only logged.
-            return False if fakes[0].dtype is torch.bool else 1.0 if fakes[0].dtype.is_floating_point else 1
-        if function.overloadpacket is _ATEN.masked_select:
-            function, args = _ATEN.index.Tensor, (args[0], [args[1]])
-        if function.overloadpacket in _MASKED:
-            args = (args[0], _as_places(args[1]), *args[2:])
-        result = function(*args, **kwargs)
-        if function.overloadpacket not in _CHOICES or not fakes:
-            return result
-        num_choices = _num_choices(function, args, kwargs)
-        return tree_map(lambda value: _spread(value, num_choices), result)
-
-
 @contextmanager
-def fake_memory(device: torch.device) -> Iterator[FakeByteCounter]:
+def fake_memory(device: torch.device) -> Iterator[ByteCounter]:
     """Within the context, new tensors are fake and counted."""
-    with FakeTensorMode(allow_non_fake_inputs=True), FakeByteCounter(device) as counter:
+    with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter(device) as counter:
         yield counter
 
 
 def has_no_values(*arguments: Any) -> bool:
     """True if one of the arguments is or contains a fake tensor."""
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
+
+
+def _run(function: Any, args: Any, kwargs: Any) -> Any:
+    given = _tensors((args, kwargs))
+    fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+    if not fakes and (given or _makes_integers(function, kwargs)):
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+    if function is _ATEN._local_scalar_dense.default:
+        # Single values are only logged.
+        return False if fakes[0].dtype is torch.bool else 1.0 if fakes[0].dtype.is_floating_point else 1
+    if function.overloadpacket is _ATEN.masked_select:
+        function, args = _ATEN.index.Tensor, (args[0], [args[1]])
+    if function.overloadpacket in _MASKED:
+        args = (args[0], _as_places(args[1]), *args[2:])
+    result = function(*args, **kwargs)
+    if function.overloadpacket not in _CHOICES or not fakes:
+        return result
+    num_choices = _num_choices(function, args, kwargs)
+    return tree_map(lambda value: _spread(value, num_choices), result)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -1,11 +1,11 @@
-"""Forecasts the memory per rank of a training, replicated or sharded, and decides which of the two fits. Pure.
+"""Forecasts the memory of a rank from the counted bytes of a step, and decides whether a model is sharded. Pure.
 
 The bytes of a step are counted, see `count`; docs/memory.md lists what is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,8 @@ CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
 MAX_RANKS = 4096
 # The hint of errors of a forecast.
 WITHOUT_FORECAST = "shard='on' or shard='off' needs no forecast."
+# Optimizers of bitsandbytes without "bnb" in their names.
+_OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Training:
     keeps_batch: bool = True
     offload: bool = False
     num_sharing: int = 1
-    only_whole: tuple[str, str] = ("", "")
-    notes: tuple[str, ...] = ()
+    only_whole: Sequence[str] = ("", "")
+    notes: Sequence[str] = ()
 
     def on_ranks(self, num_ranks: int) -> tuple[int, int]:
         """Returns the rows of a micro-batch and the number of micro-batches for each of `num_ranks` ranks."""
@@ -118,7 +120,7 @@ class MemoryForecast:
         gradients: Gradients of the trainable parameters.
         optimizer: Optimizer states.
         activations: The rest at the peak: saved activations, gathered layers, or temporaries of the update.
-        overhead: Name and bytes of memory outside torch's allocator.
+        overhead: Bytes outside torch's allocator, by what uses them.
         host: This rank's bytes in host memory, with `shard_offload`.
     """
 
@@ -128,13 +130,13 @@ class MemoryForecast:
     gradients: int
     optimizer: int
     activations: int
-    overhead: tuple[tuple[str, int], ...]
+    overhead: Mapping[str, int]
     host: int = 0
 
     @property
     def overhead_bytes(self) -> int:
         """The sum of `overhead`."""
-        return sum(num_bytes for _, num_bytes in self.overhead)
+        return sum(self.overhead.values())
 
     @property
     def total(self) -> int:
@@ -153,18 +155,13 @@ def forecast_of(step: StepBytes, training: Training, mode: Mode, num_ranks: int)
         gradients=0 if moves else step.gradients,
         optimizer=0 if moves else step.optimizer,
         activations=max(0, step.peak - step.gradients, 0 if moves else step.update),
-        overhead=(("context", CONTEXT_BYTES), *([("NCCL", NCCL_BYTES)] if num_ranks > 1 else [])),
+        overhead={"context": CONTEXT_BYTES, **({"NCCL": NCCL_BYTES} if num_ranks > 1 else {})},
         host=step.divided + step.gradients + step.optimizer + step.update if moves else 0,
     )
 
 
 def fits(wanted: MemoryForecast, device_bytes: int) -> bool:
-    """True if `RESERVE` of the device stays free.
-
-    Args:
-        wanted: Memory of a rank.
-        device_bytes: Memory of the smallest device.
-    """
+    """True if `RESERVE` of the device stays free."""
     return wanted.total <= usable_bytes(device_bytes)
 
 
@@ -179,10 +176,8 @@ def decide(
     """Chooses DDP if it fits, else sharding.
 
     Args:
-        training: The training of the script.
         forecasts: DDP first; if that does not fit, also sharded on `num_ranks`, and on more ranks up to the first
             number that fits.
-        num_ranks: Ranks of the run.
         device_bytes: Memory of the smallest device.
 
     Returns:
@@ -218,3 +213,16 @@ def would_do(forecasts: Sequence[MemoryForecast], device_bytes: int) -> str:
         return "No number of GPUs of this size up to the samples of a step is enough."
     gpus = f"{found.num_ranks} GPU{'s' if found.num_ranks > 1 else ''} of this size would be enough"
     return f"{gpus}, sharded." if found.mode == "sharded" else f"{gpus}."
+
+
+def trains_parts(optimizer: str, *, with_unsloth: bool) -> bool:
+    """True if an optimizer of `TrainingArguments.optim` can train the shards of FSDP2.
+
+    bitsandbytes' optimizers take plain tensors only, which Unsloth's FSDP2 (2026.10.9) passes to Adam and AdamW.
+    transformers' Adafactor would mix shards with whole rows and columns.
+
+    Args:
+        with_unsloth: Unsloth shards the model.
+    """
+    is_of_bitsandbytes = "bnb" in optimizer or optimizer.startswith("paged_") or optimizer in _OF_BITSANDBYTES
+    return optimizer != "adafactor" and (not is_of_bitsandbytes or (with_unsloth and "adam" in optimizer))

@@ -16,7 +16,7 @@ from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.shard.memory import WITHOUT_FORECAST
 from unsloth_multigpu.versions import installed_version
 
-_TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
+_TRANSFORMERS = "transformers>=4.57,<6"
 # Arguments of from_pretrained that concern the model and not its configuration.
 _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
 # Arguments of `_from_config`, in addition to those of the model's `__init__`.
@@ -26,55 +26,26 @@ _OF_MODEL = ("attn_implementation", "experts_implementation")
 def meta_patches() -> list[Patch]:
     """Returns patches of functions that a script calls before `train()` and that would read or move weights."""
     modeling = "transformers.modeling_utils:PreTrainedModel"
-    moves = [f"{modeling}.{name}" for name in ("cuda", "to")]
+    optional = functools.partial(Patch, optional=True)
+    nothing, yes = functools.partial(_replaced, None), functools.partial(_replaced, True)
     return [
-        Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "Creates the model without weights."),
-        *(Patch(target, _TRANSFORMERS, _unmoved, "Tensors without values cannot be moved.") for target in moves),
-        Patch(
-            f"{modeling}._init_added_embeddings_weights_with_mean",
-            _TRANSFORMERS,
-            functools.partial(_replaced, None),
-            "Draws new rows of an embedding from its values, which are missing.",
-            optional=True,
-        ),
-        Patch(
-            "transformers.training_args:is_torch_bf16_gpu_available",
-            _TRANSFORMERS,
-            functools.partial(_replaced, True),
-            "The training is planned for other devices than this process has.",
-            optional=True,
-        ),
-        Patch(
-            "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
-            "unsloth_zoo>=2026.10.7",
-            functools.partial(_replaced, None),
-            "Finds untrained rows of an embedding by their values, which are missing.",
-            optional=True,
-        ),
-        Patch(
-            "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
-            "bitsandbytes>=0.46",
-            _hands_state,
-            "Its parameter class cannot hold a tensor without values.",
-            optional=True,
-        ),
-        *(
-            Patch(
-                f"triton.runtime.{target}.run",
-                "triton>=3",
-                _skips_without_values,
-                "A kernel writes to its arguments, and tensors without values have no memory.",
-                optional=True,
-            )
-            for target in ("jit:JITFunction", "autotuner:Autotuner")
-        ),
-        Patch(
-            "peft.peft_model:PeftModel.to", _PEFT, _unmoved, "Tensors without values cannot be moved.", optional=True
-        ),
+        Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration),
+        Patch(f"{modeling}.cuda", _TRANSFORMERS, _unmoved),
+        Patch(f"{modeling}.to", _TRANSFORMERS, _unmoved),
+        optional("peft.peft_model:PeftModel.to", "peft>=0.18", _unmoved),
+        # Both read values of an embedding, which are missing: for new rows, and to find untrained ones.
+        optional(f"{modeling}._init_added_embeddings_weights_with_mean", _TRANSFORMERS, nothing),
+        optional("unsloth_zoo.tokenizer_utils:fix_untrained_tokens", "unsloth_zoo>=2026.10.7", nothing),
+        # The training is planned for other devices than this process has.
+        optional("transformers.training_args:is_torch_bf16_gpu_available", _TRANSFORMERS, yes),
+        optional("bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module", "bitsandbytes>=0.46", _hands_state),
+        optional("triton.runtime.jit:JITFunction.run", "triton>=3", _skips_without_values),
+        optional("triton.runtime.autotuner:Autotuner.run", "triton>=3", _skips_without_values),
     ]
 
 
 def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_: Any, **kwargs: Any) -> Any:
+    """Creates the model without weights."""
     if kwargs.get("gguf_file"):
         raise SetupError(f"{name}: the memory of a GGUF file cannot be forecast.", hint=WITHOUT_FORECAST)
     wants_info = kwargs.pop("output_loading_info", False)
@@ -90,14 +61,7 @@ def _from_configuration(original: Callable[..., Any], /, cls: Any, name: Any, *_
 
 
 def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, **kwargs: Any) -> Any:
-    """Creates a model on the meta device, with quantized layers.
-
-    Args:
-        cls: Class of the model.
-        config: A `PretrainedConfig`.
-        dtype: dtype of its parameters.
-        quantizer: transformers' `HfQuantizer`, or None.
-    """
+    """Creates a model on the meta device, with the quantized layers of transformers' `HfQuantizer`, if there is one."""
     import torch
 
     with torch.device("meta"):
@@ -163,7 +127,7 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
 
 
 def _unmoved(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `to` and `cuda`: ignores devices and applies a dtype."""
+    """Applies a dtype and ignores devices: tensors without values cannot be moved."""
     import torch
 
     if not any(p.is_meta for p in self.parameters()):
@@ -178,11 +142,13 @@ def _replaced(result: Any, *_: Any, **__: Any) -> Any:
 
 
 def _hands_state(original: Callable[..., Any], /, module: Any) -> None:
+    """Hands the quantization state on: bitsandbytes' parameter class cannot hold a tensor without values."""
     if getattr(module.weight, "quant_state", None) is None:
         module.weight.quant_state = module.quant_state
 
 
 def _skips_without_values(original: Callable[..., Any], /, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Skips a kernel that would write to tensors without values, which have no memory."""
     from unsloth_multigpu.shard.fake import has_no_values
 
     return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)

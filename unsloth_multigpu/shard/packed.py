@@ -8,7 +8,7 @@ keeps this rank's rows.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,17 +44,12 @@ class Withheld:
 
 
 def keep_rows(weight: Any, storage: torch.dtype, device: torch.device, rank: int, num_ranks: int) -> Any:
-    """Reduces a quantized weight to this rank's rows, in host memory.
+    """Reduces a quantized weight to the rows of one of `num_ranks` ranks, in host memory. Returns the weight.
 
     Args:
         weight: A whole `Params4bit` on any device. Changed in place.
         storage: dtype for the packed values if theirs is an integer dtype, which FSDP2 does not shard.
         device: The rank's device, for the quantization constants.
-        rank: This rank.
-        num_ranks: Ranks that share the model.
-
-    Returns:
-        The weight.
     """
     packed = weight.data
     if not packed.is_floating_point():
@@ -90,12 +85,7 @@ def give_back(layers: Iterable[Any]) -> None:
 
 
 def check_parts(layers: Iterable[Any], rank: int, num_ranks: int) -> None:
-    """Refuses a training in which FSDP2 has assigned other rows to this rank than it has loaded.
-
-    Args:
-        layers: The result of `in_parts`, after the model was sharded.
-        rank: This rank.
-        num_ranks: Ranks that share the model.
+    """Refuses a training in which FSDP2 has assigned other rows of the layers to this rank than it has loaded.
 
     Raises:
         SetupError: A weight was not sharded by rows over all ranks.
@@ -107,8 +97,3 @@ def check_parts(layers: Iterable[Any], rank: int, num_ranks: int) -> None:
                 "4-bit weights were loaded as shards of all ranks, but FSDP2 has sharded them differently.",
                 hint="Leave out ignored modules and a parallelism_config of your own, or set shard='off'.",
             )
-
-
-def on_device(values: Any, device: torch.device) -> Iterator[torch.Tensor]:
-    """Moves transformers' collected tensors, one or a list, to a device."""
-    yield from (value.to(device) for value in (values if isinstance(values, list) else [values]))

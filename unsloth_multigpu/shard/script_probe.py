@@ -1,4 +1,4 @@
-"""Forecasts the memory of a script's training without loading weights, in a child process that ends at `train()`.
+"""Forecasts the memory of a script's training, in a child process that loads no weights and ends at `train()`.
 
 The child runs the user's own command. An environment variable names the tool below. With it `enable_multi_gpu()` starts
 no ranks, models are created on the meta device, and `Trainer.train` counts the first step, writes the forecasts and
@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryForecast, Mode, Training, fits
+from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryForecast, Mode, Training, decide, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
@@ -30,8 +34,10 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal, run_to_end
 from unsloth_multigpu.words import how_ended
 
+logger = get_logger(__name__)
+
 DEFAULT_LIMIT_S = 600.0
-_TERMINATE_LIMIT_S = 10.0
+_END_LIMIT_S = 10.0
 _LOG_LINES = 15
 
 
@@ -47,7 +53,7 @@ class Question:
         is_choice: Stop at the first row that fits.
     """
 
-    rows: tuple[tuple[Mode, int], ...]
+    rows: Sequence[tuple[Mode, int]]
     tokens: int | None = None
     device_bytes: int | None = None
     otherwise_bytes: int | None = None
@@ -59,32 +65,23 @@ class Answer:
     """The forecasts of a script.
 
     Args:
-        training: The training of the script.
         forecasts: Forecasts of the rows; if none fits, also of more ranks, up to the first number that fits.
         devices: Total bytes of each accelerator of this machine.
         device_bytes: Memory of one device; None = not known.
     """
 
     training: Training
-    forecasts: tuple[MemoryForecast, ...]
-    devices: tuple[int, ...] = ()
+    forecasts: Sequence[MemoryForecast]
+    devices: Sequence[int] = ()
     device_bytes: int | None = None
 
 
 def ask(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    question: Question,
-    *,
-    limit_s: float = DEFAULT_LIMIT_S,
+    command: Sequence[str], environment: Mapping[str, str], question: Question, *, limit_s: float = DEFAULT_LIMIT_S
 ) -> Answer:
     """Runs a script up to its first `train()` and returns its forecasts. Its output is not shown.
 
-    Args:
-        command: Command line of the script.
-        environment: All of its variables.
-        question: The forecasts that are wanted.
-        limit_s: Time limit.
+    `environment` has all variables of the script.
 
     Raises:
         SetupError: The script does not reach `train()`, or its step cannot be counted.
@@ -97,34 +94,20 @@ def ask(
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         with log.open("wb") as output:
             code = run_to_end(
-                command,
-                variables,
-                output,
-                marker=str(outcome),
-                limit_s=limit_s,
-                terminate_limit_s=_TERMINATE_LIMIT_S,
+                command, variables, output, marker=str(outcome), limit_s=limit_s, terminate_limit_s=_END_LIMIT_S
             )
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",
                 hint=f"Raise the limit. {WITHOUT_FORECAST}",
             )
-        if not outcome.exists():
+        if code or not outcome.exists():
             raise _no_answer(code, log)
-        return _answer(json.loads(outcome.read_text(encoding="utf-8")))
-
-
-def _answer(values: Mapping[str, Any]) -> Answer:
+        values = json.loads(outcome.read_text(encoding="utf-8"))
     if "error" in values:
         raise SetupError(values["error"], hint=values["hint"])
-    training = values["training"]
-    rows = ({**row, "overhead": tuple(map(tuple, row["overhead"]))} for row in values["forecasts"])
-    return Answer(
-        training=Training(**{**training, **{name: tuple(training[name]) for name in ("only_whole", "notes")}}),
-        forecasts=tuple(MemoryForecast(**row) for row in rows),
-        devices=tuple(values["devices"]),
-        device_bytes=values["device_bytes"],
-    )
+    forecasts = [MemoryForecast(**row) for row in values["forecasts"]]
+    return Answer(Training(**values["training"]), forecasts, values["devices"], values["device_bytes"])
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
@@ -143,34 +126,50 @@ def _no_answer(code: int, log: Path) -> SetupError:
     )
 
 
-class Probe(Tool):
-    """Writes the forecasts of the first training and ends the process.
+def choose_shard(command: Sequence[str], environment: Mapping[str, str], config: MultiGPUConfig, num_ranks: int) -> str:
+    """Decides shard="auto" by a forecast of the script: DDP if it fits the devices of `num_ranks` ranks, else sharding.
 
-    Args:
-        file: Path for the forecasts, as JSON.
-        question: Fields of a `Question`.
+    Returns:
+        The value of `shard`: "on" or "off".
+
+    Raises:
+        SetupError: Neither fits, the memory of the step cannot be counted, or the run has several nodes.
+        RankTimeoutError: The script does not reach `train()` in time.
     """
+    if config.num_nodes != 1:
+        raise SetupError(
+            "shard='auto' is decided on one machine, and this run has several nodes.",
+            hint="Set shard='on' or shard='off'.",
+        )
+    logger.info("shard=auto: runs the script up to train() without weights, to count the memory of its first step")
+    # CPU ranks share the memory of the machine.
+    of_machine = psutil.virtual_memory().total // num_ranks
+    modes: tuple[Mode, ...] = ("ddp", "sharded") if num_ranks > 1 else ("ddp",)
+    rows = tuple((mode, num_ranks) for mode in modes)
+    answer = ask(command, environment, Question(rows, otherwise_bytes=of_machine, is_choice=True))
+    mode, text = decide(answer.training, answer.forecasts, num_ranks, answer.device_bytes or of_machine)
+    logger.info("shard=auto: %s", text)
+    return "on" if mode == "sharded" else "off"
+
+
+class Probe(Tool):
+    """Writes the forecasts of the first training to a JSON file, and ends the process."""
 
     # Nothing of the run is saved.
     is_comparison = True
 
     def __init__(self, file: str, question: Mapping[str, Any]) -> None:
         self._file = Path(file)
-        self._question = Question(**{**question, "rows": tuple((mode, n) for mode, n in question["rows"])})
-        self._keeps_batch = True
-        self._is_offloaded = False
-        self._num_sharing = 1
-        self._is_entered = False
+        self._question = Question(**question)
+        # The script's options.
+        self._config: MultiGPUConfig | None = None
 
     def adjusted(self, config: Any) -> Any:
-        if not self._is_entered:
+        if self._config is None:
             from unsloth_multigpu.shard.meta import meta_patches
 
-            self._is_entered = True
             PatchRegistry(meta_patches()).apply()
-        self._keeps_batch = config.keeps_global_batch
-        self._is_offloaded = config.shard_offload
-        self._num_sharing = config.sequence_parallel
+        self._config = config
         return dataclasses.replace(
             config,
             num_gpus=1,
@@ -192,10 +191,7 @@ class Probe(Tool):
             values = dataclasses.asdict(self._answered(trainer))
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
-        # Renamed when complete, so that a killed process leaves no partial file.
-        partial = self._file.with_suffix(".part")
-        partial.write_text(json.dumps(values), encoding="utf-8")
-        partial.replace(self._file)
+        self._file.write_text(json.dumps(values), encoding="utf-8")
         _leave()
 
     def _answered(self, trainer: TrainerLike) -> Answer:
@@ -203,13 +199,7 @@ class Probe(Tool):
         from unsloth_multigpu.shard.describe import describe
 
         asked, devices = self._question, _devices()
-        training = describe(
-            trainer,
-            tokens=asked.tokens,
-            keeps_batch=self._keeps_batch,
-            is_offloaded=self._is_offloaded,
-            num_sharing=self._num_sharing,
-        )
+        training = describe(trainer, self._config, asked.tokens)
         smallest = min(devices, default=asked.otherwise_bytes)
         device_bytes = asked.device_bytes or smallest
         rows, forecasts = Rows(trainer, training), []
@@ -223,7 +213,7 @@ class Probe(Tool):
                 forecasts.append(rows.forecast(mode, num_ranks))
                 if fits(forecasts[-1], device_bytes):
                     break
-        return Answer(training, tuple(forecasts), devices, device_bytes)
+        return Answer(training, forecasts, devices, device_bytes)
 
 
 def _more_rows(training: Training, num_ranks: int) -> list[tuple[Mode, int]]:

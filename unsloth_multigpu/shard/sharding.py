@@ -19,7 +19,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.shard.groups import check_shared, layers_of
-from unsloth_multigpu.shard.optimizer import trains_parts
+from unsloth_multigpu.shard.memory import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.own_code import hooked
@@ -31,12 +31,7 @@ logger = get_logger(__name__)
 
 
 class Sharding(GradientExchange):
-    """Replaces DDP if the weights are sharded: the engine's reduce-scatter sums the gradients.
-
-    Args:
-        engine: The library that shards the model.
-        steps: Decides how samples are divided after the model is sharded.
-    """
+    """Replaces DDP if the weights are sharded: the engine's reduce-scatter sums the gradients."""
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine, steps: StepFeed) -> None:
         super().__init__(trainer, manager)
@@ -114,15 +109,10 @@ class Sharding(GradientExchange):
             # Stays after the training: gathered weights are other tensors than the ones that are saved.
             model.register_forward_hook(_reshard_without_gradient)
         self._check_optimizer(model)
-        self._steps.decide()
-        if self._manager.identity.rank > 0:
-            return
+        self._steps.decide()  # How samples are divided, now that the model is sharded.
         parameters = list(model.parameters())
-        whole = sum(p.numel() * p.element_size() for p in parameters)
-        mine = sum(part_of(p).numel() * p.element_size() for p in parameters)
-        logger.info(
-            "sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, 100 * mine / whole
-        )
+        percent = 100 * sum(part_of(p).nbytes for p in parameters) / sum(p.nbytes for p in parameters)
+        logger.info("sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, percent)
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Reshards: a forward pass without a backward pass, as in an evaluation, leaves weights gathered."""
@@ -132,11 +122,7 @@ class Sharding(GradientExchange):
         reshard(self._trainer.model)
 
     def _check_named_optimizer(self) -> None:
-        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it.
-
-        Raises:
-            SetupError: The optimizer cannot train shards.
-        """
+        """Refuses an optimizer that cannot train shards: torch's error in the first step would not name it."""
         named = self._trainer.args.optim
         name = str(getattr(named, "value", named))
         if self._trainer.optimizer is None and not trains_parts(name, with_unsloth=self._engine is Engine.UNSLOTH):
