@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
-from unsloth_multigpu.tools.chaos.inject import read_records
+from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, read_records
 
 
 def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:

@@ -18,11 +18,11 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import client_device as device
 from unsloth_multigpu.federated import client_worker as worker
+from unsloth_multigpu.federated import placement as device
 from unsloth_multigpu.federated import pool
-from unsloth_multigpu.federated.client_device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
+from unsloth_multigpu.federated.placement import SlotDevice, choose_devices, slot_environment
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
 
@@ -171,7 +171,7 @@ class FakeProcess:
 @pytest.fixture
 def make_grid(tmp_path, monkeypatch):
     """A grid whose slots are fake processes."""
-    monkeypatch.setattr("unsloth_multigpu.federated.slot.Child", FakeProcess)
+    monkeypatch.setattr("unsloth_multigpu.federated.pool.Child", FakeProcess)
     monkeypatch.setattr(FakeProcess, "started", ())
     grids = []
 

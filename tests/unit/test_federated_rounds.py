@@ -117,10 +117,10 @@ def make_training(
         new_strategy=lambda: strategy, description=describe(strategy), options=SimpleNamespace(**read)
     )
     folder, resume = (None, None) if output_dir is None else (str(output_dir), "auto")
-    options = FitOptions(num_rounds, config, folder, resume, min_success, 5.0)
-    start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
     grid = grid or LocalGrid()
-    return Training(given, grid, grid.num_clients, options, start=start)
+    options = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
+    start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
+    return Training(given, grid, options, start)
 
 
 def run(*args, **options):

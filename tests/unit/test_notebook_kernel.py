@@ -17,7 +17,7 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
 from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
+from unsloth_multigpu.notebook.kernel_start import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.worker import Worker

@@ -61,7 +61,7 @@ ALLOWED = {
     # Where files of the hub lie on this machine. Reads no network.
     "shard/stored.py": {"huggingface_hub.try_to_load_from_cache", "huggingface_hub.errors.HFValidationError"},
     # A pair of connected sockets without a name, and the connections that a group has made.
-    "wire/child.py": {"multiprocessing.Pipe"},
+    "wire/child.py": {"multiprocessing.Pipe", "multiprocessing.connection*"},
     "federated/client_worker.py": {
         "multiprocessing.connection*",
         "cloudpickle.loads",
@@ -75,11 +75,10 @@ ALLOWED = {
         "socket.SOL_SOCKET",
         "socket.SO_SNDTIMEO",
     },
-    "notebook/worker.py": {"multiprocessing.connection*"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps"},
-    "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
+    "federated/pool.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
     "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }

@@ -20,6 +20,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
+from unsloth_multigpu.checkpoint.manifest import flush_folder
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
 from unsloth_multigpu.federated.round_report import RoundReport, round_from_dict
@@ -127,11 +128,7 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, output_dir / name)
-    descriptor = os.open(output_dir, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folder(output_dir)
     kept = {f"round-{number}.pt" for number in range(saved.server_round - _NUM_KEPT + 1, saved.server_round + 1)}
     for path in rounds_in(output_dir):
         if path.name not in kept:

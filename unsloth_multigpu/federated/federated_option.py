@@ -86,12 +86,14 @@ class ServerOptions:
 class FitOptions:
     """Arguments of `FederatedServer.fit`. Raises ConfigError if one is invalid."""
 
+    num_clients: Annotated[int, Option(least=1, hint="Change num_clients.")]
     num_rounds: Annotated[int, Option(least=1)] = 3
     config: Annotated[Mapping[str, Any] | None, Option(check=_take_config)] = None
     output_dir: Annotated[str | None, Option(shown="the name of a folder")] = None
     resume: Annotated[str | None, Option(words=("auto",))] = None
     min_success: Annotated[float, Option(check=_take_share)] = 0.0
     round_timeout_s: Annotated[float, Option(least=1e-3)] = 3600.0
+    server_evaluate: Annotated[Any, Option(check=called_as("server_evaluate(model, server_round)"))] = None
 
     def __post_init__(self) -> None:
         take_values(self)

@@ -15,10 +15,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated.client_device import SlotDevice
-from unsloth_multigpu.federated.pool import SlotPool
+from unsloth_multigpu.federated.placement import SlotDevice
+from unsloth_multigpu.federated.pool import Slot, SlotPool, Task
 from unsloth_multigpu.federated.round_report import ClientRecord
-from unsloth_multigpu.federated.slot import Slot, Task
 from unsloth_multigpu.wire.folder import exclusive_log_dir
 
 # The node id of Flower's SuperLink.

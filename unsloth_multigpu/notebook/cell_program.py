@@ -71,8 +71,7 @@ class CellProgram(Program):
         """Sets up this process as a rank."""
         from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
-        from unsloth_multigpu.notebook.parts import lose_all
-        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process, lose_all
 
         config = session.config
         # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
@@ -137,7 +136,6 @@ class CellProgram(Program):
             DivergenceError: A model differs between ranks. The group is open.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
-        from unsloth_multigpu.notebook.parts import rejoin
 
         # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
@@ -151,6 +149,8 @@ class CellProgram(Program):
         open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
+        from unsloth_multigpu.notebook.recovery import rejoin
+
         rejoin()
         session.renew_manager()
         self._num_begun, self._num_finished = order["num_trainings"]

@@ -21,12 +21,12 @@ class RankVariables:
 
     Args:
         values: Values while the ranks live.
-        before: Values before, None for a variable that was not set. Left out = the present values.
+        before: Values before, None for a variable that was not set.
     """
 
-    def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None] | None = None) -> None:
+    def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None]) -> None:
         self._values = dict(values)
-        self.before = {name: os.environ.get(name) for name in values} if before is None else dict(before)
+        self.before = dict(before)
 
     @contextmanager
     def in_effect(self) -> Iterator[None]:

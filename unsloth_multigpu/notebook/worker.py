@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import queue
@@ -14,7 +13,6 @@ import threading
 import traceback
 import types
 from collections.abc import Coroutine, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
@@ -29,6 +27,7 @@ from unsloth_multigpu.notebook.worker_process import Channel
 from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.wire.child import connect_to_parent
 from unsloth_multigpu.wire.context import RunContext
 
 _TRACEBACK_CHARACTERS = 8000
@@ -75,19 +74,14 @@ class Worker:
 
     def _listen(self) -> None:
         try:
-            self._take_messages()
+            while (messages := self.channel.receive()) is not None:
+                for message in messages:
+                    self._handle(message)
+            os._exit(0)  # The kernel is gone.
         finally:
             # Reached only after an error. A worker that does not listen would block every cell.
             traceback.print_exc()
             os._exit(1)
-
-    def _take_messages(self) -> None:
-        while True:
-            messages = self.channel.receive()
-            if messages is None:
-                os._exit(0)  # The kernel is gone.
-            for message in messages:
-                self._handle(message)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -202,25 +196,19 @@ def _traceback(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Runs this process as a worker. `sys.argv[1]` is the file descriptor of its end of the channel."""
+    """Runs this process as a worker."""
     from unsloth_multigpu.launch.rank import die_with_supervisor
 
-    descriptor = int(sys.argv[1])
     kernel_pid = RunContext.read(os.environ).supervisor_pid
     assert kernel_pid is not None
     die_with_supervisor(kernel_pid)
-    os.set_inheritable(descriptor, False)
-    faulthandler.enable()
-    for stream in (sys.stdout, sys.stderr):
-        # The kernel reads the log as UTF-8, whatever the locale is.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    channel = Channel(connect_to_parent())
     settings = json.loads(os.environ[ENV_NOTEBOOK])
     os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
     # Only rank 0 draws plots and writes to W&B.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
     sys.path[:] = settings["path"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    channel = Channel(Connection(descriptor))
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
     shell = make_worker_shell(settings["profile"], receiver, program)

@@ -154,6 +154,11 @@ class BenchOptions(Arguments):
         """Rows of the data set: one epoch of whole steps."""
         return self.num_samples_per_step * (self.steps + self.num_warmup)
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.rows()))
+
     def rows(self) -> list[list[int]]:
         """Returns rows of token ids, equal on every rank of every arm."""
         draw = random.Random(self.seed)

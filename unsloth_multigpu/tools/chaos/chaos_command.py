@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,20 +16,15 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.tools.chaos.chaos_result import (
-    ROUNDING,
-    FaultRow,
-    RunTrace,
-    compare_samples,
-    compare_weights,
-    show,
-)
-from unsloth_multigpu.tools.chaos.chaos_run import Ended, Scene
+from unsloth_multigpu.tools.chaos.chaos_run import Ended, RunTrace, Scene, compare_samples, compare_weights
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration, last_lines
+
+# Largest difference of a weight, relative to the largest weight, that fp32 rounding explains.
+ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,50 @@ class Options(Arguments):
 # balance="off", because the planner's measurements differ between runs, and weights would differ by rounding. The limit
 # for hangs is short to save time.
 DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
+
+
+@dataclass
+class FaultRow:
+    """One fault and its result.
+
+    Args:
+        told: The launcher's message.
+        ended_s: Seconds from the fault until the last process was gone; None if the run was restarted or continued.
+        code: Exit code of the run with the fault.
+        from_step: The finished step from which the training resumed; None if it was not restarted.
+        new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
+        lost, repeated: Samples that are missing or repeated, compared with the run without faults.
+        difference: See `compare_weights`.
+        reasons: Deviations from the expected result.
+        note: Why the fault could not be injected.
+    """
+
+    fault: str
+    told: str = ""
+    ended_s: float | None = None
+    code: int | None = None
+    num_orphans: int = 0
+    from_step: int | None = None
+    new_step_s: float | None = None
+    lost: int | None = None
+    repeated: int | None = None
+    difference: float | None = None
+    reasons: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def cells(self) -> dict[str, str]:
+        """Returns the row of the table by column."""
+        cells = {
+            "fault": self.fault,
+            "ended after s": "-" if self.ended_s is None else f"{self.ended_s:.1f}",
+            "exit code": "none" if self.code is None else str(self.code),
+            "orphans": str(self.num_orphans),
+            "resumed from step": "-" if self.from_step is None else str(self.from_step),
+            "new step after s": "-" if self.new_step_s is None else f"{self.new_step_s:.1f}",
+            "samples lost / repeated": "-" if self.lost is None else f"{self.lost} / {self.repeated}",
+            "weights": {None: "-", 0.0: "equal"}.get(self.difference, f"off by {self.difference or 0:.1e}"),
+        }
+        return {**dict.fromkeys(cells, "-"), "fault": self.fault} if self.note else cells
 
 
 @dataclass(frozen=True)
@@ -125,11 +164,6 @@ class Judge:
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs `program` once without faults and once with each, and prints the results.
-
-    Args:
-        own: Options of the command.
-        given: Options of a run; None = not given.
-        program: The script and its arguments, or `-m`, a module and its arguments.
 
     Returns:
         0 if every run ended or continued as it should, else 1; the script's own exit code if it fails without a fault.
@@ -212,8 +246,17 @@ def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
         screen.json(result)
         return 1 if bad else 0
-    show(rows, screen)
+    _show(rows, screen)
     screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
     result_line = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or continued as it should."
     screen.line(result_line, "bold red" if bad else "bold green")
     return 1 if bad else 0
+
+
+def _show(rows: Sequence[FaultRow], screen: Screen) -> None:
+    """Prints the table, and below it the messages, which are too long for a column."""
+    cells = [row.cells() for row in rows]
+    screen.table(list(cells[0]), [list(row.values()) for row in cells], num_left=1)
+    for row in rows:
+        screen.line(f"{row.fault}: {row.note or row.told.removesuffix(' The other ranks were stopped.') or '-'}")
+    screen.line()

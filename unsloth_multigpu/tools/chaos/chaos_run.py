@@ -1,4 +1,4 @@
-"""Runs the user's script once for `unsloth-multigpu chaos`, and counts the processes that it leaves behind."""
+"""One run of the script for `unsloth-multigpu chaos`: the processes that it leaves behind, and its records."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.options import variable
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
+from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, read_records
 from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill
 
 _POLL_S = 0.05
@@ -122,3 +124,72 @@ class Scene:
             program[0] = os.path.abspath(program[0])
         own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
         return [sys.executable, *own, *program]
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """Records of all ranks of a row, over all starts.
+
+    Args:
+        records: Records with their ranks, oldest first.
+    """
+
+    records: Sequence[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunTrace:
+        """Reads the files of all ranks."""
+        ranks = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rank_*.jsonl")]
+        found = [{**record, "rank": rank} for rank in ranks for record in read_records(folder, rank)]
+        return cls(sorted(found, key=lambda r: float(r["time_s"])))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Returns the records of one event."""
+        return [record for record in self.records if record["event"] == event]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the first training."""
+        return max((r["step"] for r in self.of("step") if r["training"] == 0), default=0)
+
+    def first_step_s(self, since_s: float) -> float | None:
+        """Returns the end of the first step of processes that began to train after `since_s`; None without one."""
+        before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
+        return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
+
+    def samples(self) -> dict[tuple[int, int], Counter[str]]:
+        """Returns the samples of each (training, step) over all ranks. Of a repeated step, the last time counts."""
+        latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
+        steps: dict[tuple[int, int], Counter[str]] = {}
+        for (training, step, _), samples in latest.items():
+            steps.setdefault((training, step), Counter()).update(samples)
+        return steps
+
+
+def compare_samples(whole: RunTrace, other: RunTrace) -> tuple[int, int]:
+    """Returns the numbers of missing and of repeated samples, compared step by step with the run without faults."""
+    expected, found = whole.samples(), other.samples()
+    keys = expected.keys() | found.keys()
+    lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
+    return lost, sum((found.get(k, Counter()) - expected.get(k, Counter())).total() for k in keys)
+
+
+def compare_weights(whole: Path, other: Path) -> float | None:
+    """Returns the largest difference of a weight, relative to the largest weight; None if weights are missing.
+
+    Args:
+        whole: Folder of the records of the run without faults.
+        other: Folder of the records of another run.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    worst = 0.0
+    for path in sorted(whole.glob("weights_*.safetensors")):
+        ours, theirs = (load_file(f) if f.exists() else {} for f in (path, other / path.name))
+        if ours.keys() != theirs.keys():
+            return None
+        for name, value in ours.items():
+            difference = (value.double() - theirs[name].double()).abs().max()
+            worst = max(worst, float((difference / value.double().abs().max().clamp(min=1e-30)).nan_to_num(torch.inf)))
+    return worst

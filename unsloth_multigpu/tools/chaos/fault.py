@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.wire.context import ToolRequest
@@ -113,3 +116,10 @@ class ChaosRequest:
         """Returns the environment variables of this request."""
         values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults], "work": self.work}
         return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()
+
+
+def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Returns the records of a rank, oldest first, without an incomplete last line."""
+    path = folder / f"rank_{rank}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
