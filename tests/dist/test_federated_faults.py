@@ -109,7 +109,7 @@ def rounds(folder, told):
         alive = send("alive", message_to(0), message_to(1))
         os.kill(pid(alive.replies[0]), signal.SIGKILL)
         # All of its threads: the first one may have ended long before.
-        wait_until(grid.pool.slots[0]._process[0].has_ended, 60, "its end")
+        wait_until(grid.slots[0]._process.has_ended, 60, "its end")
         send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(folder / "logs")

@@ -13,9 +13,8 @@ from unsloth_multigpu import start
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import bench_command as bench
-from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment
+from unsloth_multigpu.tools.bench.arm import ARMS, Arm, BenchOptions, arm_environment
 from unsloth_multigpu.tools.bench.bench_command import run_arm
-from unsloth_multigpu.tools.bench.bench_option import BenchOptions
 from unsloth_multigpu.tools.bench.bench_result import Spread, result_row, summarize
 
 COLD = BenchOptions(warmup=0)

@@ -21,9 +21,9 @@ from flwr.serverapp.strategy import (
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated.checkpoint import rounds_in
-from unsloth_multigpu.federated.federated_option import FitOptions
 from unsloth_multigpu.federated.flower_strategy import describe, make_strategy
 from unsloth_multigpu.federated.round_report import ClientRecord
+from unsloth_multigpu.federated.server import FitOptions
 from unsloth_multigpu.federated.training import Start, Training
 
 START = {

@@ -17,7 +17,7 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import training
-from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
+from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import Training
 from unsloth_multigpu.wire.identity import RankIdentity
 

@@ -78,7 +78,7 @@ ALLOWED = {
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps"},
-    "federated/pool.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
+    "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
     "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }

@@ -12,7 +12,7 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.federated_option import check
+from unsloth_multigpu.federated.server import check
 
 # Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")

@@ -28,7 +28,6 @@ from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, we
 from unsloth_multigpu.federated.apps import make_client_app, to_metrics
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
-from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
 from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
@@ -48,6 +47,7 @@ from unsloth_multigpu.federated.round_report import (
     device_reports,
     write_rounds,
 )
+from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.wire.identity import read_identity

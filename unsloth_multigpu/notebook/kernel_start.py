@@ -91,13 +91,7 @@ def open_notebook(
 
 
 def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_workers: bool) -> None:
-    """Refuses a kernel that cannot become rank 0. Imports nothing.
-
-    Args:
-        config: The run's options.
-        num_ranks: Ranks, including this one.
-        replay: The workers run the earlier cells too.
-        had_workers: This kernel was rank 0 before.
+    """Refuses a kernel that cannot become rank 0. Imports nothing. The arguments are those of `open_notebook`.
 
     Raises:
         ConfigError: Options that notebooks do not support.
@@ -186,9 +180,6 @@ class Notebook:
     """The ranks of one kernel, until `disable_multi_gpu` or until a worker dies.
 
     Args:
-        config: The run's options.
-        num_ranks: Ranks, including this one.
-        shell: `get_ipython()`.
         stack: Resources that are opened here are added to it. The caller closes it.
     """
 

@@ -1,4 +1,4 @@
-"""The worker process: runs every cell of the kernel in an IPython shell of its own."""
+"""A worker process: runs every cell of the kernel in an IPython shell of its own."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ import types
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.profiledir import ProfileDir
+from traitlets.config import Config
+
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches
+from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches, read_ranks
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.notebook.worker_process import Channel
-from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.child import connect_to_parent
@@ -177,6 +180,100 @@ class Worker:
         return None
 
 
+class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
+    """The IPython shell of a worker. Rank 0 runs commands and magics for it, and its output goes to a log.
+
+    A subclass, so that no attribute has to be set on an object of another library.
+
+    Args:
+        receiver: Waits for rank 0.
+        program: The program of this process.
+        options: Arguments of IPython's class.
+
+    Attributes:
+        multi_gpu_program: `program`; `find_worker_program` finds it here.
+        shown_error: Last error shown by the shell that the result of the cell does not have.
+    """
+
+    def __init__(self, receiver: Receiver, program: WorkerProgram, **options: Any) -> None:
+        self._receiver = receiver
+        self.multi_gpu_program = program
+        self.shown_error: BaseException | None = None
+        super().__init__(**options)
+        self.set_hook("show_in_pager", _print_page)
+        self.events.register("post_execute", _close_figures)
+        self.register_magic_function(self._rank, "cell", "rank")
+        self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
+        self.user_ns.update(exit=_stay, quit=_stay)
+
+    def _rank(self, line: str, cell: str) -> None:
+        ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
+        if int(os.environ["RANK"]) in ranks:
+            with self._receiver.detached(is_apart=0 not in ranks):
+                self.run_cell(cell)  # `showtraceback` records its error.
+
+    def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
+        """Writes an error to the log, and records one that IPython does not return."""
+        # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell.
+        # Errors shown elsewhere did not end the cell: a `_repr_html_` that failed, an error that the cell has caught.
+        of_ipython = super()
+        codes = {getattr(of_ipython, name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
+        num_inside = sum(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
+        if exc_tuple is None and num_inside > 1:
+            self.shown_error = sys.exc_info()[1]
+        if isinstance(sys.exc_info()[1], ReplayedLineError):
+            sys.stdout.write("Rank 0 has left this cell here.\n")
+            return
+        traceback.print_exc()  # IPython's takes seconds for a deep stack. The kernel shows the error to the user.
+
+    showsyntaxerror = showindentationerror = showtraceback
+
+    def enable_matplotlib(self, gui: str | None = None) -> tuple[str | None, str]:
+        """Selects "agg", because rank 0 draws and shows plots."""
+        return gui, "agg"
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Does nothing: there is no window."""
+
+    def ask_exit(self) -> None:
+        """Does nothing: a worker ends with the kernel."""
+
+
+def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) -> WorkerShell:
+    """Creates the shell of this process. `profile` is the kernel's, which has the values of `%store`."""
+    settings = Config()
+    settings.HistoryManager.enabled = False
+    # IPython keeps each traceback as text; other modes take seconds for one traceback.
+    settings.InteractiveShell.xmode = "Minimal"
+    options = {"config": settings, "profile_dir": ProfileDir.find_profile_dir(profile)}
+    shell: WorkerShell = WorkerShell.instance(receiver, program, user_module=sys.modules["__main__"], **options)
+    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
+    return shell
+
+
+def main() -> None:
+    """Runs this process as a worker."""
+    from unsloth_multigpu.launch.rank import die_with_supervisor
+
+    kernel_pid = RunContext.read(os.environ).supervisor_pid
+    assert kernel_pid is not None
+    die_with_supervisor(kernel_pid)
+    channel = Channel(connect_to_parent())
+    settings = json.loads(os.environ[ENV_NOTEBOOK])
+    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
+    # Only rank 0 draws plots and writes to W&B.
+    os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    receiver = Receiver(channel.send)
+    program = WorkerProgram(receiver)
+    shell = make_worker_shell(settings["profile"], receiver, program)
+    SharedInput(receiver.make).open()
+    sys.breakpointhook = lambda *_args, **_kwargs: None
+    PatchRegistry(notebook_patches(receiver.make)).apply()
+    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
+        Worker(channel, receiver, program, shell).run()
+
+
 def _claim_device() -> None:
     """Makes "cuda" mean this rank's GPU in replayed cells, as in later cells."""
     import torch
@@ -195,25 +292,15 @@ def _traceback(error: BaseException) -> str:
     return text[-_TRACEBACK_CHARACTERS:]
 
 
-def main() -> None:
-    """Runs this process as a worker."""
-    from unsloth_multigpu.launch.rank import die_with_supervisor
+def _print_page(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:
+    sys.stdout.write(f"{text.get('text/plain', '') if isinstance(text, dict) else text}\n")
 
-    kernel_pid = RunContext.read(os.environ).supervisor_pid
-    assert kernel_pid is not None
-    die_with_supervisor(kernel_pid)
-    channel = Channel(connect_to_parent())
-    settings = json.loads(os.environ[ENV_NOTEBOOK])
-    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
-    # Only rank 0 draws plots and writes to W&B.
-    os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
-    sys.path[:] = settings["path"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    receiver = Receiver(channel.send)
-    program = WorkerProgram(receiver)
-    shell = make_worker_shell(settings["profile"], receiver, program)
-    SharedInput(receiver.make).open()
-    sys.breakpointhook = lambda *_args, **_kwargs: None
-    PatchRegistry(notebook_patches(receiver.make)).apply()
-    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
-        Worker(channel, receiver, program, shell).run()
+
+def _close_figures() -> None:
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close("all")  # The front end does so with the figures that it has shown.
+
+
+def _stay(keep_kernel: bool = False) -> None:
+    """Replaces `exit` and `quit`."""

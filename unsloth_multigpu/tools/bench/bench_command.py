@@ -17,8 +17,14 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import LaunchError, SetupError
-from unsloth_multigpu.tools.bench.arm import ARMS, Arm, arm_environment, choose_names
-from unsloth_multigpu.tools.bench.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
+from unsloth_multigpu.tools.bench.arm import (
+    ARMS,
+    NUM_WARMUP_ON_DEVICE,
+    Arm,
+    BenchOptions,
+    arm_environment,
+    choose_names,
+)
 from unsloth_multigpu.tools.bench.bench_result import Record, conditions, show_results, summarize
 from unsloth_multigpu.tools.bench.bench_worker import made_model
 from unsloth_multigpu.tools.script_program import run_recorded

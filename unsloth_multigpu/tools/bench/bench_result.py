@@ -22,8 +22,7 @@ from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.options import ENV_PREFIX
-from unsloth_multigpu.tools.bench.arm import ARMS, BASELINES, REFERENCE
-from unsloth_multigpu.tools.bench.bench_option import BenchOptions
+from unsloth_multigpu.tools.bench.arm import ARMS, BASELINES, REFERENCE, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
 Record = Mapping[str, Any]

@@ -19,8 +19,7 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.tools.bench.arm import ARMS, Arm
-from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.arm import ARMS, HEAD_SIZE, UNSLOTH, Arm, BenchOptions
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
