@@ -74,8 +74,15 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path):
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
 
 
+class Planted(Arm):
+    """An arm whose process is another one."""
+
+    def command(self, options):
+        return self.training["command"]
+
+
 def failing(command):
-    return Arm("one_process", "planted", has_one_process=True, launcher=lambda num_ranks: command)
+    return Planted("one_process", "planted", has_one_process=True, training={"command": command})
 
 
 def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsys):

@@ -38,6 +38,8 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
         sharer: On rank 0 sends the results, on other ranks waits for them.
         variables: Hidden from the programs that are started.
     """
+    from IPython.core.error import UsageError
+
     make, user = sharer.make, _UserFrame()
     expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
@@ -60,7 +62,8 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
             return like_ipython(make(f"x = !{command}", lambda: getoutput(command, split=split)))
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
-        refuse_history(name)
+        if name in HISTORY_MAGICS:
+            raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
         if not is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
 
@@ -119,14 +122,6 @@ def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
     if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
         raise UsageError(f"%%rank: {text.strip()!r}; expected 0 .. {num_ranks - 1}, a list such as 0,1, or all.")
     return frozenset(map(int, parts))
-
-
-def refuse_history(name: str) -> None:
-    """Raises for a magic that would run different code on each rank."""
-    from IPython.core.error import UsageError
-
-    if name in HISTORY_MAGICS:
-        raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
 
 
 def _environment(name: str, variables: RankVariables) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import log_header
@@ -51,7 +50,8 @@ class RankMagics:
         self._source = source
         workers = self._kernel.workers
         self._shown = {worker.rank for worker in workers} if self._shows_all else set()
-        self._offsets = {worker.rank: _size_of(worker.log) for worker in workers}
+        # A cell may have removed a log.
+        self._offsets = {w.rank: w.log.stat().st_size if w.log.exists() else 0 for w in workers}
 
     def end(self, cell_number: int) -> None:
         """Called when the cell has ended on all ranks: shows the output of workers."""
@@ -100,14 +100,6 @@ class RankMagics:
             ("log", ["-", *(str(worker.log) for worker in self._kernel.workers)]),
         ]
         return "\n".join(lines_of(columns))
-
-
-def _size_of(log: Path) -> int:
-    """Returns the size of a log; 0 if a cell has removed it."""
-    try:
-        return log.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def prefix_output(text: str, header: str, rank: int) -> str:

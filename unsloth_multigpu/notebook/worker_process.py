@@ -19,7 +19,7 @@ from unsloth_multigpu.wire.child import Child
 
 # A worker that reads no message for this long is killed: its thread always reads, unless native code holds the GIL.
 _SEND_LIMIT_S = 30.0
-# With the sys.path of the kernel: it may have this package, and no current folder, whose files may have names of modules.
+# With the sys.path of the kernel, which may have this package, and has no current folder with names of modules.
 _PROGRAM = f"""import json, os, sys
 sys.path[:] = json.loads(os.environ["{ENV_NOTEBOOK}"])["path"]
 from unsloth_multigpu.notebook.worker import main

@@ -9,7 +9,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -183,16 +183,6 @@ WORKER = "unsloth_multigpu.tools.bench.bench_worker"
 REFERENCE, TORCHRUN, DDP = BASELINES = ("one_process", "torchrun", "ddp")
 
 
-def _python(num_ranks: int) -> list[str]:
-    return [sys.executable, "-m", WORKER]
-
-
-def _torchrun(num_ranks: int) -> list[str]:
-    # With an address, because torch would resolve this machine's name, which not every network can.
-    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", WORKER]
-
-
 @dataclass(frozen=True)
 class Arm:
     """One way to train the same model on the same samples.
@@ -202,7 +192,6 @@ class Arm:
         text: Short description.
         line: Arguments of `enable_multi_gpu()`; None = the script does not call it.
         has_one_process: Only one process trains.
-        launcher: Returns the command for a number of ranks, without the file of settings.
         training: Additional `TrainingArguments`.
         note: A remark for the comparison.
     """
@@ -211,7 +200,6 @@ class Arm:
     text: str
     line: Mapping[str, Any] | None = None
     has_one_process: bool = False
-    launcher: Callable[[int], list[str]] = _python
     training: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -244,59 +232,47 @@ class Arm:
 
     def command(self, options: BenchOptions) -> list[str]:
         """Returns the command, without the file of settings."""
+        command = [sys.executable, "-m", WORKER]
         # Our launcher refuses more ranks than GPUs; ranks of torchrun may share one.
-        is_shared = options.is_card_shared and self.line is not None and not self.has_one_process
-        return (_torchrun if is_shared else self.launcher)(options.ranks)
+        if self.has_one_process or (self.line is not None and not options.is_card_shared):
+            return command
+        # With an address, because torch would resolve this machine's name, which not every network can.
+        address = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(options.ranks)]
+        return [*command[:2], "torch.distributed.run", *address, *command[1:]]
 
 
-def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
+def _strategy(name: str, text: str, options: str = "", note: str = "") -> Arm:
     # balance="off", so that each micro-batch has the same rows as without enable_multi_gpu().
-    return Arm(name, text, {"balance": "off", **options}, has_one_process, note=note)
+    return Arm(name, text, {"balance": "off", "strategy": name + options}, note=note)
 
 
-_MEETINGS = "ranks synchronize every 4 steps"
+_EVERY = (":every_steps=4", "ranks synchronize every 4 steps")
+_STEERED = {"on_nan": "skip", "balance": "off"}
+_REBALANCED = {"train_sampling_strategy": "batch_rebalance"}
+_OURS_NOTE = (
+    "DDP does not search for unused parameters, unlike in a Trainer without enable_multi_gpu(); the first step is not "
+    "compared with one process"
+)
+_LEGACY_NOTE = "sends gradients to the CPU and back, and weights to the replicas"
+_LEGACY = {"balance": "off", "enable_ddp": False}
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm(REFERENCE, "Trainer, one process", has_one_process=True),
-        Arm(
-            "ours",
-            "one line: enable_multi_gpu()",
-            {"balance": "auto"},
-            note="DDP does not search for unused parameters, unlike in a Trainer without enable_multi_gpu(); the first "
-            "step is not compared with one process",
-        ),
+        Arm("ours", "one line: enable_multi_gpu()", {"balance": "auto"}, note=_OURS_NOTE),
         Arm("ours_off", 'one line, balance="off"', {"balance": "off"}),
-        Arm(TORCHRUN, "torchrun + Trainer", launcher=_torchrun),
-        Arm(
-            "rebalance",
-            "torchrun + batch_rebalance",
-            launcher=_torchrun,
-            training={"train_sampling_strategy": "batch_rebalance"},
-        ),
+        Arm(TORCHRUN, "torchrun + Trainer"),
+        Arm("rebalance", "torchrun + batch_rebalance", training=_REBALANCED),
         Arm("ours_one", 'one line, one process, balance="tokens"', {"balance": "tokens"}, True),
         Arm("line_one", "one line, one process: its overhead", {}, True),
         # In one process enable_multi_gpu() changes nothing unless an option such as on_nan needs it.
-        Arm(
-            "guarded_one",
-            "one line, one process, steered like a rank",
-            {"on_nan": "skip", "balance": "off"},
-            True,
-        ),
-        _strategy(
-            "legacy",
-            "one process, a replica per device, one after the other",
-            has_one_process=True,
-            note="sends gradients to the CPU and back, and weights to the replicas",
-            enable_ddp=False,
-        ),
-        _strategy(DDP, "all-reduce during backward", strategy="ddp"),
-        _strategy("allreduce", "all-reduce in buckets, after backward", strategy="allreduce"),
-        _strategy("parameter_server", "rank 0 steps and sends its weights", strategy="parameter_server"),
-        _strategy(
-            "local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, strategy="local_sgd:every_steps=4"
-        ),
-        _strategy("diloco", "local_sgd with an outer Nesterov step", note=_MEETINGS, strategy="diloco:every_steps=4"),
+        Arm("guarded_one", "one line, one process, steered like a rank", _STEERED, True),
+        Arm("legacy", "one process, a replica per device, one after the other", _LEGACY, True, note=_LEGACY_NOTE),
+        _strategy(DDP, "all-reduce during backward"),
+        _strategy("allreduce", "all-reduce in buckets, after backward"),
+        _strategy("parameter_server", "rank 0 steps and sends its weights"),
+        _strategy("local_sgd", "ranks step alone, weights are averaged", *_EVERY),
+        _strategy("diloco", "local_sgd with an outer Nesterov step", *_EVERY),
     )
 }
 

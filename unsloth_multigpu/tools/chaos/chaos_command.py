@@ -23,7 +23,7 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration, last_lines
 
-# Largest difference of a weight, relative to the largest weight, that fp32 rounding explains.
+# Largest relative difference of a tensor that fp32 rounding explains.
 ROUNDING = 1e-5
 
 
@@ -99,14 +99,14 @@ class Judge:
     Args:
         folder: The command's private folder.
         scene: The run without faults.
-        whole: Its records.
+        reference: Its records.
         cold_s: Seconds from its start to its first step.
         options: Options of every run.
     """
 
     folder: Path
     scene: Scene
-    whole: RunTrace
+    reference: RunTrace
     cold_s: float
     options: Mapping[str, Any]
 
@@ -137,8 +137,8 @@ class Judge:
             row.new_step_s = None if first_s is None else first_s - again.start_s
         if row.new_step_s is not None:
             row.from_step = int(trace.of("begin")[-1]["step"])
-        row.lost, row.repeated = compare_samples(self.whole, trace)
-        row.difference = compare_weights(self.scene.records, scene.records)
+        row.lost, row.repeated = compare_samples(self.reference, trace)
+        row.difference = compare_weights(self.reference, trace)
         if row.lost or row.repeated:
             row.reasons.append(f"{row.lost} samples lost, {row.repeated} repeated")
         if row.difference is None or row.difference > ROUNDING:
@@ -156,7 +156,7 @@ class Judge:
             row.new_step_s = step_s - fault["time_s"]
             return
         row.ended_s = ended.end_s - fault["time_s"]
-        grace_s = self.whole.of("begin")[0]["config"]["grace_s"]
+        grace_s = self.reference.of("begin")[0]["config"]["grace_s"]
         bound_s = limit_s(fault["kind"], hang_timeout_s=self.options["hang_timeout_s"], grace_s=grace_s)
         if bound_s is not None and row.ended_s > bound_s:
             row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
@@ -184,7 +184,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
-        scene = Scene(folder / "whole", program, environment, own.limit_s)
+        scene = Scene(folder / "reference", program, environment, own.limit_s)
         progress.say(f"the run without faults, at most {scene.limit_s:g} s, to estimate the time of the others")
         progress.show("the run without faults")
         ended = scene.run((), run_options)
@@ -194,19 +194,19 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             Screen(sys.stderr).line(said)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
         judge = _prepare(folder, scene, ended, run_options)
-        rows = _try_all(named or all_faults(judge.whole.num_steps, num_ranks), judge, ended, progress)
+        rows = _try_all(named or all_faults(judge.reference.num_steps, num_ranks), judge, ended, progress)
     return _report(rows, judge, as_json=own.json)
 
 
 def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
-    whole = RunTrace.read(scene.records)
-    first_s = whole.first_step_s(ended.start_s)
+    reference = RunTrace.read(scene.records)
+    first_s = reference.first_step_s(ended.start_s)
     if first_s is None:
         raise SetupError(
             "The script ended without a training that chaos could record.",
             hint="It must call train() of a transformers Trainer on every rank.",
         )
-    begun = whole.of("begin")[0]
+    begun = reference.of("begin")[0]
     for name, value in run_options.items():
         if begun["config"][name] != value:
             raise ConfigError(
@@ -218,7 +218,7 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
             f"The script saves to {begun['output_dir']}, where runs would find each other's checkpoints.",
             hint="Its Trainer must take the folder from TrainingArguments; or write {run} in the script's arguments.",
         )
-    return Judge(folder, scene, whole, first_s - ended.start_s, run_options)
+    return Judge(folder, scene, reference, first_s - ended.start_s, run_options)
 
 
 def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:

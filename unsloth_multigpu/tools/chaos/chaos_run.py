@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -166,30 +167,24 @@ class RunTrace:
         return steps
 
 
-def compare_samples(whole: RunTrace, other: RunTrace) -> tuple[int, int]:
+def compare_samples(reference: RunTrace, other: RunTrace) -> tuple[int, int]:
     """Returns the numbers of missing and of repeated samples, compared step by step with the run without faults."""
-    expected, found = whole.samples(), other.samples()
+    expected, found = reference.samples(), other.samples()
     keys = expected.keys() | found.keys()
     lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
     return lost, sum((found.get(k, Counter()) - expected.get(k, Counter())).total() for k in keys)
 
 
-def compare_weights(whole: Path, other: Path) -> float | None:
-    """Returns the largest difference of a weight, relative to the largest weight; None if weights are missing.
+def compare_weights(reference: RunTrace, other: RunTrace) -> float | None:
+    """Returns the largest relative difference of a trained tensor; None if some are missing."""
+    from unsloth_multigpu.step.sketch import difference
 
-    Args:
-        whole: Folder of the records of the run without faults.
-        other: Folder of the records of another run.
-    """
-    import torch
-    from safetensors.torch import load_file
-
+    expected, found = ({r["training"]: r["weights"] for r in t.of("end") if r["rank"] == 0} for t in (reference, other))
     worst = 0.0
-    for path in sorted(whole.glob("weights_*.safetensors")):
-        ours, theirs = (load_file(f) if f.exists() else {} for f in (path, other / path.name))
-        if ours.keys() != theirs.keys():
+    for training, weights in expected.items():
+        others = found.get(training, {})
+        if others.keys() != weights.keys():
             return None
-        for name, value in ours.items():
-            difference = (value.double() - theirs[name].double()).abs().max()
-            worst = max(worst, float((difference / value.double().abs().max().clamp(min=1e-30)).nan_to_num(torch.inf)))
+        off = [difference([own], [others[name]], [name]).off for name, own in weights.items()]
+        worst = max([worst, *(math.inf if math.isnan(value) else value for value in off)])
     return worst

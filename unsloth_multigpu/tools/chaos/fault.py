@@ -14,11 +14,9 @@ from unsloth_multigpu.wire.context import ToolRequest
 _PHASES = ("train", "save", "evaluate")
 # Rank that means all ranks.
 ALL_RANKS = -1
-_DEATHS, _HANGS, _ERRORS = (
-    ("kill", "kill_supervisor", "corrupt"),
-    ("stop", "loop"),
-    ("raise", "exit", "memory", "nan", "disk_full"),
-)
+_ERRORS = ("raise", "exit", "memory", "nan", "disk_full")
+_DEATHS = ("kill", "kill_supervisor", "corrupt")
+_HANGS = ("stop", "loop")
 KINDS = (*_ERRORS, *_DEATHS, *_HANGS, "sigterm")
 # Ranks of each kind in `all_faults`, as rank or rank:phase. The other kinds are injected on the highest rank.
 _PLACES: dict[str, tuple[str, ...]] = {
@@ -103,7 +101,7 @@ class ChaosRequest:
     """Settings of `unsloth-multigpu chaos` for a run.
 
     Args:
-        folder: Folder for `rank_N.jsonl` of each rank, and the final weights of each training.
+        folder: Folder for `rank_N.jsonl` of each rank.
         faults: The faults to inject.
         work: Folder for the script's checkpoints and logs; None = the script's own.
     """

@@ -18,13 +18,14 @@ from typing import Any
 import psutil
 import torch
 
-from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
 from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.tools.first_steps import trained_weights
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 
@@ -175,16 +176,8 @@ class Injector(Part):
         self.write("step", step=int(state.global_step), samples=samples)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        from safetensors.torch import save_file
-
-        model = self.trainer.model
-        if self._rank == 0 or has_shards(model):  # Gathering shards needs all ranks.
-            reshard(model)
-            trained = ((name, whole_of(p.detach())) for name, p in model.named_parameters() if p.requires_grad)
-            weights = {name: value.cpu().clone().contiguous() for name, value in trained}
-        if self._rank == 0:
-            save_file(weights, self._folder / f"weights_{self._training}.safetensors")
-        self.write("end", step=int(state.global_step))
+        weights = {name: sketch_of(value) for name, value in trained_weights(self.trainer.model, self._rank)}
+        self.write("end", step=int(state.global_step), weights=weights)
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
