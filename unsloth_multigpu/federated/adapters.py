@@ -49,11 +49,7 @@ def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Copies tensors to Flower's arrays.
-
-    Raises:
-        FederatedError: A tensor has an infinite or NaN value.
-    """
+    """Copies tensors to Flower's arrays. Raises FederatedError for a value that is infinite or NaN."""
     broken = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
     if broken:
         raise FederatedError(
@@ -67,8 +63,7 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
 def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> None:
     """Writes each array to the tensor of its name.
 
-    Raises:
-        FederatedError: Names or shapes differ. Nothing was written.
+    Raises FederatedError if names or shapes differ. Nothing was written then.
     """
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     there = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -162,13 +157,10 @@ def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> 
 def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_config: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` for PEFT, without a model.
 
-    Args:
-        arrays: The global state and `frozen_factors`. Other trained tensors (biases, norms) are written, too; PEFT
-            loads them into the base model.
-        adapter_config: The result of `describe_adapter`.
+    `arrays` are the global state and `frozen_factors`; `adapter_config` is the result of `describe_adapter`. Other
+    trained tensors (biases, norms) are written, too; PEFT loads them into the base model.
 
-    Raises:
-        FederatedError: A or B is missing; PEFT would initialize it again during loading.
+    Raises FederatedError if A or B is missing: PEFT would initialize it again during loading.
     """
     from safetensors.torch import save_file
 

@@ -121,8 +121,7 @@ class ClientModel:
     def prepare(self, arrays: ArrayRecord, device: torch.device) -> nn.Module:
         """Returns the model, reset and with the global state.
 
-        Raises:
-            FederatedError: Its tensors differ from the server's in names or shapes.
+        Raises FederatedError if its tensors differ from the server's in names or shapes.
         """
         built = self.build(device)
         built.reset()
@@ -197,8 +196,7 @@ class BuiltModel:
     def current(self) -> dict[str, torch.Tensor]:
         """Returns the exchanged tensors that the model has now.
 
-        Raises:
-            FederatedError: A tensor is missing or has another shape.
+        Raises FederatedError if a tensor is missing or has another shape.
         """
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, shape in self._shapes.items():

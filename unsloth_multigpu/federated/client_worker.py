@@ -40,10 +40,7 @@ def main() -> None:
 
 
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
-    """Runs one client.
-
-    Args:
-        kind: Type of the slot's device.
+    """Runs one client on the slot's device of this kind.
 
     Returns:
         ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device

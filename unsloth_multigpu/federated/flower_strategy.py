@@ -26,9 +26,8 @@ _WITH_MODS = (
 def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
     """Returns a new strategy for a name, or the instance itself.
 
-    Raises:
-        ConfigError: An invalid strategy or settings, or one whose clients must clip their updates: without clipping,
-            the noise does not hide a client's data.
+    Raises ConfigError for an invalid strategy or settings, and for a strategy whose clients must clip their updates:
+    without clipping, the noise does not hide a client's data.
     """
     check(isinstance(settings, Mapping | None), "strategy_kwargs", settings, "a dict")
     if isinstance(strategy, str):
@@ -99,8 +98,7 @@ def layers_of(strategy: Strategy) -> Iterator[Strategy]:
 def check_strategy(strategy: Strategy, num_clients: int) -> None:
     """Checks that the strategy can work with this number of clients.
 
-    Raises:
-        ConfigError: It would wait for more clients than there are, or overrides `start`.
+    Raises ConfigError if it would wait for more clients than there are, or overrides `start`.
     """
     for layer in layers_of(strategy):
         kind = type(layer).__name__

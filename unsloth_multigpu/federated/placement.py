@@ -63,10 +63,7 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     Args:
         num_slots: Number of slots that share the machine's cores.
         seed: PYTHONHASHSEED, equal in all slots.
-        environment: Variables of this process.
-
-    Raises:
-        SetupError: `environment` does not show the device.
+        environment: Variables of this process. SetupError is raised if it does not show the device.
     """
     defaults = {"OMP_NUM_THREADS": str(threads_of_each(num_slots)), "PYTHONHASHSEED": str(seed)}
     given = {name: value for name, value in environment.items() if value or name not in defaults}

@@ -99,9 +99,8 @@ class Slot:
     def start(self, app: bytes, environment: Mapping[str, str]) -> None:
         """Starts a process unless one lives, and waits until it is ready.
 
-        Raises:
-            SlotEnded: It has ended, for example because its device does not work.
-            SetupError: It cannot load the app.
+        Raises SlotEnded if it has ended, for example because its device does not work; SetupError if it cannot load the
+        app.
         """
         if self._process is not None:
             if not self._process.has_ended():
@@ -119,8 +118,7 @@ class Slot:
     def call(self, *fields: Any) -> tuple[Any, ...]:
         """Sends a message to the process and waits for its answer.
 
-        Raises:
-            SlotEnded: The process has ended, or was killed because it is unusable.
+        Raises SlotEnded if the process has ended, or was killed because it is unusable.
         """
         assert self._process is not None
         child = self._process

@@ -146,19 +146,13 @@ class FederatedServer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the global trainable tensors and persistent buffers on the CPU.
-
-        Raises:
-            SetupError: Called before `fit`.
-        """
+        """Returns the global trainable tensors and persistent buffers on the CPU. Raises SetupError before `fit`."""
         return tensors_of(self._last().arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the result of `fit`: a PEFT adapter, or model.safetensors with the trained tensors of a plain model.
 
-        Raises:
-            SetupError: Called before `fit`.
-            OSError: The disk is full or fails.
+        Raises SetupError before `fit`, and OSError if the disk is full or fails.
         """
         save_model(self._last(), Path(folder))
 
@@ -220,11 +214,7 @@ class Training:
     """Flower's loop of rounds, made reproducible: the same clients in every run, and replies in the clients' order.
 
     Random generators are seeded while clients are selected, and not while results are aggregated: noise of differential
-    privacy from a known seed would hide nothing.
-
-    Args:
-        grid: The slots of the clients.
-        start: The initial state from an earlier training of the same server, if there is one.
+    privacy from a known seed would hide nothing. `start` is that of an earlier training of the same server.
 
     Attributes:
         arrays: The global arrays now.
@@ -247,14 +237,7 @@ class Training:
         self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
     def run(self) -> FederatedResult:
-        """Trains all rounds, or those after a saved round.
-
-        Raises:
-            ConfigError: An option does not fit the model or the folder.
-            ResumeError: The saved round belongs to another training.
-            FederatedError: A round failed.
-            OSError: A round cannot be saved.
-        """
+        """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
         begin_s, options = time.monotonic(), self._options
         folder = None if options.output_dir is None else Path(options.output_dir)
         with nullcontext() if folder is None else open_folder(folder, options.resume) as newest:
@@ -394,8 +377,7 @@ class Training:
 def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
     """Lets a client on each slot build its model, seeded, and returns the first description.
 
-    Raises:
-        FederatedError: No client could build its model.
+    Raises FederatedError if no client could build its model.
     """
     asked = grid.get_node_ids()[: len(grid.devices_of_slots)]
     messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]

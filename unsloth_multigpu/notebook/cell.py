@@ -71,11 +71,11 @@ def log_header(cell_number: int, source: str) -> str:
 
 
 def split_at(source: str, line: int, transform: Callable[[str], str] = lambda body: body) -> tuple[str, str]:
-    """Splits a cell before the top-level statement that contains `line`.
+    """Splits a cell before the top-level statement that contains `line`, which is counted from 1.
 
     Args:
-        source: Python code, after IPython's transformation.
-        line: Counted from 1; within the body if the whole cell is a cell magic such as %%time.
+        source: Python code, after IPython's transformation. If the whole cell is a cell magic such as %%time, `line` is
+            a line of its body.
         transform: IPython's transformation of the body of a cell magic.
 
     Raises:

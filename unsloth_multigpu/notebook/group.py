@@ -67,11 +67,8 @@ def close_group() -> None:
 def abort_group(pids: Sequence[int]) -> None:
     """Makes a collective in which another thread waits raise an error. The group is not usable afterwards.
 
-    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks does. Listening
-    sockets are left alone: shutting one down ends the process.
-
-    Args:
-        pids: Process ids of all ranks.
+    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks, `pids`, does.
+    Listening sockets are left alone: shutting one down ends the process.
     """
     if not dist.is_initialized():
         return

@@ -45,12 +45,9 @@ class Action(enum.Enum):
 
 
 def next_actions(cell: Cell, now_s: float, pending: Collection[int]) -> list[Action]:
-    """Returns the actions that are due now.
+    """Returns the actions that are due at `now_s`, on the clock of the cell's times.
 
-    Args:
-        cell: Its state at `now_s`.
-        now_s: The time, on the clock of the cell's times.
-        pending: Ranks of the living workers that have not ended the cell.
+    `pending` are the ranks of the living workers that have not ended the cell.
     """
     times_s = _end_own_part(cell) if cell.main == "runs" else _end_workers_part(cell, now_s, pending)
     if cell.stop_s is not None and pending and not cell.makes_group:

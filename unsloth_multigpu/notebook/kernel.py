@@ -148,9 +148,7 @@ class Kernel:
     def wait_until_ready(self, limit_s: float) -> None:
         """Waits until every worker accepts messages.
 
-        Raises:
-            DistributedError: A worker has ended.
-            LaunchError: A worker needs longer than `limit_s`.
+        Raises DistributedError if a worker has ended, LaunchError if one needs longer than `limit_s`.
         """
         self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
 
@@ -175,11 +173,7 @@ class Kernel:
             self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
-        """Runs code on the workers only.
-
-        Raises:
-            DistributedError: It failed on a worker.
-        """
+        """Runs code on the workers only. Raises DistributedError if it failed on a worker."""
         cell_number = self._next_cell_number()
         self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
         self._wait_for(lambda worker: cell_number in worker.ended, "running an earlier cell again", limit_s)
@@ -230,8 +224,7 @@ class Kernel:
     def finish(self, error: BaseException | None) -> BaseException | None:
         """Ends the cell on all ranks, after it has ended in the kernel with `error`.
 
-        Returns:
-            The error to show instead of `error`; None = show `error`.
+        Returns the error to show instead of `error`; None = show `error`.
         """
         cell = self.cell
         assert cell is not None

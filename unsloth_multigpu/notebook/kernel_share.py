@@ -33,10 +33,8 @@ _ASKS = "Asks the user only on rank 0; the other ranks read the token from its f
 def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVariables) -> Iterator[None]:
     """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
-    Args:
-        shell: `get_ipython()`.
-        sharer: On rank 0 sends the results, on other ranks waits for them.
-        variables: Hidden from the programs that are started.
+    `sharer` sends the results on rank 0, and waits for them on other ranks. `variables` are hidden from the programs
+    that are started.
     """
     from IPython.core.error import UsageError
 
@@ -96,11 +94,7 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
 
 
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
-    """Returns the patches of functions that ask the user.
-
-    Args:
-        make: `Publisher.make` or `Receiver.make`.
-    """
+    """Returns the patches of functions that ask the user. `make` is `Publisher.make` or `Receiver.make`."""
     return [
         Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
         for target in _LOGINS
@@ -154,11 +148,7 @@ class _UserFrame:
             self._frame.reset(token)
 
     def depth(self, depth: int) -> int:
-        """Returns the `depth` for IPython's `var_expand`. Called by its replacement.
-
-        Args:
-            depth: The argument of the replacement.
-        """
+        """Returns the `depth` for IPython's `var_expand`, given that of its replacement, which calls this."""
         frame, above = self._frame.get(), sys._getframe(1)
         if frame is None:
             return depth + 1

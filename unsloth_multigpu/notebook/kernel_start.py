@@ -156,8 +156,7 @@ def _check_devices(num_ranks: int) -> None:
 def line_of_cell(shell: Any) -> int:
     """Returns the current line of the running cell.
 
-    Raises:
-        SetupError: The call does not come from a cell, so workers could not run the rest of it.
+    Raises SetupError if the call does not come from a cell, so that workers could not run the rest of it.
     """
     found = []
     frame: FrameType | None = sys._getframe()
@@ -179,8 +178,7 @@ def line_of_cell(shell: Any) -> int:
 class Notebook:
     """The ranks of one kernel, until `disable_multi_gpu` or until a worker dies.
 
-    Args:
-        stack: Resources that are opened here are added to it. The caller closes it.
+    Resources that are opened here are added to `stack`, which the caller closes.
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
@@ -239,9 +237,8 @@ class Notebook:
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
 
-        Raises:
-            DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
-            DistributedError: The ranks cannot open a new process group; this kernel is alone now.
+        Raises DivergenceError if ranks have different models, so that they cannot get rank 0's weights. Raises
+        DistributedError if the ranks cannot open a new process group: this kernel is alone then.
         """
         trainings = self.program.trainings
         is_cut = trainings is not None and trainings.is_cut

@@ -19,14 +19,7 @@ _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: o
 
 
 class RankMagics:
-    """The magics in the kernel.
-
-    Args:
-        shell: `get_ipython()`.
-        kernel: The kernel's workers and current cell.
-        publisher: Is detached in a cell that only some ranks run.
-        run: The run of this notebook.
-    """
+    """The magics in the kernel. In a cell that only some ranks run, `publisher` is detached."""
 
     def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run: Run) -> None:
         self._shell = shell
@@ -105,10 +98,7 @@ class RankMagics:
 def prefix_output(text: str, header: str, rank: int) -> str:
     """Returns a worker's output in a cell with the rank before each line.
 
-    Args:
-        text: Its log since the begin of the cell.
-        header: The `log_header` of the cell, which is left out.
-        rank: The worker's rank.
+    `text` is its log since the begin of the cell. `header`, the `log_header` of the cell, is left out.
     """
     before, _, after = text.rpartition(header)
     # Of a progress bar, keep the last state.

@@ -17,11 +17,7 @@ _HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</p
 
 
 class Panel:
-    """Shows the table during a training. At its end the last state stays.
-
-    Args:
-        run: The run of this notebook.
-    """
+    """Shows the table of a run during a training. At its end the last state stays."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -29,11 +25,7 @@ class Panel:
         self._thread: threading.Thread | None = None
 
     def begin(self, is_in_cell: Callable[[], bool]) -> None:
-        """Called when a training begins.
-
-        Args:
-            is_in_cell: Returns False once the running cell has ended.
-        """
+        """Called when a training begins. `is_in_cell` returns False once the running cell has ended."""
         self.end()
         self._stop.clear()
         # The context of the main thread assigns the output to this cell.

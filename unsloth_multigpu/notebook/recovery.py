@@ -58,11 +58,9 @@ class Trainings:
         return any(trainer.is_in_train for trainer in self._living().values())
 
     def note(self, number: int, loop: Loop) -> None:
-        """Records a Trainer before its training.
+        """Records a Trainer before the training of this number in the session.
 
-        Args:
-            number: Number of the training in this session.
-            loop: The loop that steers it. It does not refer to the Trainer after `let_go`.
+        `loop` steers it, and does not refer to the Trainer after `let_go`.
         """
         trainer = loop.trainer
         self._noted = {n: noted for n, noted in self._noted.items() if noted[0]() not in (None, trainer)}

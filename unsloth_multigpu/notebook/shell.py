@@ -31,11 +31,9 @@ class KernelShell:
     """Hooks into a shell, by public functions of IPython only.
 
     Args:
-        shell: `get_ipython()`.
         kernel: Runs the cells on the other ranks.
         after_cell: Called between two cells.
         variables: Hidden from programs that cells start.
-        run: The run of this notebook.
 
     Attributes:
         publisher: Sends values that only rank 0 computes.

@@ -73,11 +73,7 @@ class Publisher:
 
     @contextmanager
     def detached(self, *, is_apart: bool = False) -> Iterator[None]:
-        """Within the context nothing is sent, because not all ranks run this code.
-
-        Args:
-            is_apart: No other rank runs it.
-        """
+        """Within the context nothing is sent: not all ranks run this code, and with `is_apart` no other rank does."""
         if self._kernel.current is not None:
             self._enter_cell(self._kernel.current)
         before, self.is_apart = self.is_apart, is_apart or self.is_apart
@@ -141,11 +137,7 @@ class Receiver:
 
     @contextmanager
     def detached(self, *, is_apart: bool) -> Iterator[None]:
-        """Within the context this rank computes values itself.
-
-        Args:
-            is_apart: Rank 0 does not run this code.
-        """
+        """Within the context this rank computes values itself. `is_apart`: rank 0 does not run this code."""
         self.is_detached, self.is_apart = True, is_apart
         try:
             yield

@@ -43,11 +43,7 @@ class LeftCell(BaseException):
 class Worker:
     """One rank above 0. The main thread runs cells, and a second thread receives messages of the kernel.
 
-    Args:
-        channel: Channel to the kernel.
-        receiver: Waits for values of rank 0, and has the number of the current cell.
-        program: Opens process groups.
-        shell: Runs the cells.
+    `receiver` waits for values of rank 0, and has the number of the current cell.
     """
 
     def __init__(self, channel: Channel, receiver: Receiver, program: WorkerProgram, shell: WorkerShell) -> None:
@@ -185,13 +181,8 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
 
     A subclass, so that no attribute has to be set on an object of another library.
 
-    Args:
-        receiver: Waits for rank 0.
-        program: The program of this process.
-        options: Arguments of IPython's class.
-
     Attributes:
-        multi_gpu_program: `program`; `find_worker_program` finds it here.
+        multi_gpu_program: The program of this process; `find_worker_program` finds it here.
         shown_error: Last error shown by the shell that the result of the cell does not have.
     """
 

@@ -29,11 +29,6 @@ main()"""
 class WorkerProcess(Child):
     """Starts the process of a rank above 0, and keeps its messages.
 
-    Args:
-        rank: Its rank.
-        log: File for its output.
-        environment: All of its variables.
-
     Attributes:
         is_ready: It accepts cells.
         ended: Its message about the end of a cell, by the number of the cell. Only the latest are kept.
@@ -86,11 +81,8 @@ def died(worker: WorkerProcess) -> DistributedError:
 class Channel:
     """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
 
-    Any thread may send; one thread receives.
-
-    Args:
-        end: The connection, which the channel closes.
-        send_limit_s: How long sending may wait for the reader; None = no limit.
+    Any thread may send; one thread receives. The channel closes the connection. Sending may wait `send_limit_s` for the
+    reader; None = no limit.
     """
 
     def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:
@@ -105,9 +97,8 @@ class Channel:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message: its kind, and fields that JSON can hold.
 
-        Raises:
-            BlockingIOError: The other side does not read. The message may be cut off, which ends the pair.
-            OSError: The other side is gone.
+        Raises BlockingIOError if the other side does not read: the message may be cut off, which ends the pair. Raises
+        OSError if the other side is gone.
         """
         with self._lock:
             self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())

@@ -30,8 +30,7 @@ _MODULUS = 65521
 def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float]:
     """All-reduces a tensor of 32-bit integers several times. Collective.
 
-    Returns:
-        The largest number of wrong elements of this rank in a round, and the median seconds of a round.
+    Returns the largest number of wrong elements of this rank in a round, and the median seconds of a round.
     """
     import torch
     import torch.distributed as dist

@@ -13,13 +13,11 @@ from unsloth_multigpu.wire.digest import digest_hex
 
 
 def fingerprints(inputs: Any) -> Counter[str]:
-    """Counts the samples of a micro-batch by their hash.
+    """Counts the samples of a micro-batch, the inputs of `Trainer.training_step`, by their hash.
 
-    Args:
-        inputs: The inputs of `Trainer.training_step`: usually a mapping with `input_ids` of shape (rows, length), else
-            the first tensor counts. Without `attention_mask`, a row is split where its `position_ids` begin again
-            (padding-free and packed batches). Other `*input_ids` count only without `input_ids`: KTO adds one to a row
-            that need not belong to it.
+    Usually it is a mapping with `input_ids` of shape (rows, length), else the first tensor counts. Without
+    `attention_mask`, a row is split where its `position_ids` begin again (padding-free and packed batches). Other
+    `*input_ids` count only without `input_ids`: KTO adds one to a row that need not belong to it.
     """
     if not isinstance(inputs, Mapping):  # Trainers that generate completions get rows of the data set.
         return Counter(_hash([repr(row).encode()]) for row in inputs)

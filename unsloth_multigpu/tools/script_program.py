@@ -27,10 +27,9 @@ _NUM_LINES = 40
 
 
 def command_of(program: Sequence[str]) -> list[str]:
-    """Returns the command that starts a program as `unsloth-multigpu run` does.
+    """Returns the command that starts a program, as `unsloth-multigpu run` does.
 
-    Args:
-        program: The script and its arguments, or `-m`, a module and its arguments.
+    `program` is the script and its arguments, or `-m`, a module and its arguments.
     """
     # An absolute path, because the script may change its working folder before it starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
@@ -137,11 +136,7 @@ def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
 
 
 def parse_numbers(name: str, text: str) -> list[int]:
-    """Parses numbers of GPUs such as "1,2,8". Returns them in ascending order.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses numbers of GPUs such as "1,2,8", or raises ConfigError. Returns them in ascending order."""
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise ConfigError(
             f"{name}={text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."

@@ -284,11 +284,7 @@ _OF_LAUNCHERS = (
 
 
 def choose_names(text: str) -> list[str]:
-    """Splits names of arms at commas.
-
-    Raises:
-        ConfigError: An unknown name, or one given twice.
-    """
+    """Splits names of arms at commas. Raises ConfigError for an unknown name, or one given twice."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in ARMS:
@@ -301,8 +297,7 @@ def choose_names(text: str) -> list[str]:
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of an arm: those of this process without those of launchers, and one thread per rank.
 
-    Args:
-        folder: Folder for temporary files and caches, so that the user's are not used.
+    `folder` is for temporary files and caches, so that the user's are not used.
     """
     variables = {
         name: value

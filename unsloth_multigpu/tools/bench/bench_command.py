@@ -60,8 +60,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 def on_device(options: BenchOptions) -> BenchOptions:
     """Resolves device="auto", and sets whether ranks share a GPU.
 
-    Raises:
-        SetupError: This machine does not have the requested devices.
+    Raises SetupError if this machine does not have the requested devices.
     """
     from unsloth_multigpu.start import visible_accelerators
 
@@ -86,8 +85,7 @@ def on_device(options: BenchOptions) -> BenchOptions:
 def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, list[list[Record]]], LaunchError | None]:
     """Runs every arm in every round.
 
-    Returns:
-        `records[arm][round][rank]` of the complete rounds, and the error that ended the last round, or None.
+    Returns `records[arm][round][rank]` of the complete rounds, and the error that ended the last round, or None.
     """
     names = options.arms.split(",")
     records: dict[str, list[list[Record]]] = {name: [] for name in names}
@@ -113,13 +111,9 @@ def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, lis
 
 
 def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[Record]:
-    """Trains once and returns the records of its ranks, rank 0 first.
+    """Trains once in an empty folder, and returns the records of the ranks, rank 0 first.
 
-    Args:
-        folder: An empty folder for the run.
-
-    Raises:
-        LaunchError: The run failed, or did not end within `options.timeout_s`. The message has its last lines.
+    Raises LaunchError, with the last lines of the output, if the run failed or took longer than `options.timeout_s`.
     """
     file, limit_s = folder / "settings.json", options.timeout_s
     file.write_text(json.dumps({"arm": arm.name, "options": dataclasses.asdict(options)}), encoding="utf-8")

@@ -117,8 +117,7 @@ def measure_run(ranks: Sequence[Record], options: BenchOptions) -> dict[str, flo
 def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
     """Returns the fraction of the ranks' time spent waiting for the slowest: sum(max - mean) / sum(max) over steps.
 
-    Args:
-        compute_s: `compute_s[step][rank]` in seconds.
+    `compute_s[step][rank]` are seconds.
     """
     slowest = sum(max(ranks) for ranks in compute_s)
     return sum(max(ranks) - sum(ranks) / len(ranks) for ranks in compute_s) / slowest

@@ -174,8 +174,7 @@ def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
     """Creates the model that Unsloth loads, and removes it at the end. Yields the options with its folder.
 
-    Raises:
-        SetupError: Unsloth is not installed, or does not support the options on this machine.
+    Raises SetupError if Unsloth is not installed, or does not support the options on this machine.
     """
     if options.library != UNSLOTH:
         yield options
@@ -235,12 +234,7 @@ def load_model(options: BenchOptions) -> tuple[Any, Any]:
 def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options: BenchOptions, rows: Any) -> Any:
     """Creates TRL's SFTTrainer, which Unsloth has replaced, with its own collator.
 
-    Args:
-        values: Arguments of `TrainingArguments`.
-        rows: A data set of tokens.
-
-    Raises:
-        SetupError: Unsloth has overridden padding_free.
+    `values` are those of `training_values`. Raises SetupError if Unsloth has overridden padding_free.
     """
     from trl import SFTConfig, SFTTrainer
 

@@ -36,12 +36,7 @@ class _MicroBatch(NamedTuple):
 
 
 class Meter:
-    """Measures one model by hooks. Created before any other hook is registered.
-
-    Args:
-        model: The model of the Trainer.
-        is_cuda: It computes on a GPU.
-    """
+    """Measures one model on a GPU or the CPU by hooks. Created before any other hook is registered."""
 
     def __init__(self, model: torch.nn.Module, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda

@@ -76,12 +76,7 @@ class Scene:
         return self.folder / "work"
 
     def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
-        """Runs the script to its end.
-
-        Args:
-            faults: The faults to inject.
-            options: Options of `enable_multi_gpu` for this run.
-        """
+        """Runs the script to its end, with faults to inject and options of `enable_multi_gpu`."""
         for place in (self.records, self.work):
             place.mkdir(parents=True, exist_ok=True)
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
@@ -129,11 +124,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """Records of all ranks of a row, over all starts.
-
-    Args:
-        records: Records with their ranks, oldest first.
-    """
+    """Records of all ranks, with their ranks, over all starts of a row, oldest first."""
 
     records: Sequence[dict[str, Any]]
 

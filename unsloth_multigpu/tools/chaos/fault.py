@@ -72,11 +72,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses `kind@rank:step` or `kind@rank:step:phase`; rank may be `all`.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses `kind@rank:step` or `kind@rank:step:phase`, with rank `all` for every rank. Raises ConfigError."""
     kind, _, place = text.strip().partition("@")
     rank, _, when = place.partition(":")
     step, _, phase = when.partition(":")

@@ -72,14 +72,7 @@ class Chaos(Tool):
 
 
 class Injector(Part):
-    """Injects the faults of one training of one rank.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: The faults.
-        session: The session of this rank.
-        steps: The feed of the training. Its filler micro-batches do not count as samples.
-    """
+    """Injects the faults of one training of one rank, and records its samples without those of filler micro-batches."""
 
     place = "faults"
 

@@ -84,11 +84,7 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Checks this machine and prints each section of the result when it is known.
-
-    Returns:
-        0, or 1 if a check failed.
-    """
+    """Checks this machine and prints each section of the result when it is known. Returns 1 if a check failed."""
     MultiGPUConfig.resolve({})  # Raises for an invalid variable before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()

@@ -57,8 +57,7 @@ def all_patches() -> list[Patch]:
 def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
     """Applies the patches and imports their targets, as a rank of a user's script does.
 
-    Args:
-        libraries: Imported first, in this order, if they are installed.
+    The libraries are imported first, in this order, if they are installed.
 
     Returns:
         `imports`, the error of each library, "" = none; and `num_patches`.
@@ -81,8 +80,7 @@ def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES)
 def check_instance_seams() -> int:
     """Checks the instance seams by the classes of their owners. Returns their number.
 
-    Raises:
-        PatchError: The first method that has other parameters.
+    Raises PatchError for the first method that has other parameters.
     """
     from accelerate import Accelerator
     from transformers import PreTrainedModel, Trainer

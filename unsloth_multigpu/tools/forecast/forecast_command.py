@@ -62,10 +62,7 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Measures `program` on one rank, and prints the forecast.
-
-    Returns:
-        0.
+    """Measures `program` on one rank, and prints the forecast. Returns 0.
 
     Raises:
         ConfigError: An invalid option.

@@ -26,11 +26,7 @@ _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20,
 
 
 def parse_memory(name: str, text: str) -> int:
-    """Parses a size such as "24GiB", "80GB" or "24" (GiB). Returns bytes.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses a size such as "24GiB", "80GB" or "24" (GiB), or raises ConfigError. Returns bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ConfigError(

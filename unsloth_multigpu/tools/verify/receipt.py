@@ -25,11 +25,7 @@ Values = Mapping[str, Any]
 
 
 def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's record of a run with the samples of all ranks.
-
-    Args:
-        records: Records of all ranks, rank 0's first.
-    """
+    """Returns rank 0's record of a run with the samples of all ranks. The first of `records` is rank 0's."""
     first = records[0]
     for step in first["steps"]:
         same_step = [s for record in records for s in record["steps"] if s["step"] == step["step"]]
@@ -59,9 +55,8 @@ def make_receipt(program: Sequence[str], one: Values, many: Values) -> dict[str,
 def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
     """Returns bounds for relative differences by rounding: of the loss, the gradient norm, and a tensor's update.
 
-    Args:
-        rounding: Relative effect of rounding on a gradient, see `rounding_bound`.
-        optimizer: `TrainingArguments.optim`.
+    `rounding` is the relative effect of rounding on a gradient, see `rounding_bound`; `optimizer` is
+    `TrainingArguments.optim`.
     """
     # Measured with tiny models on 2 and 3 ranks: in fp32 gradient norms differ by 7e-7, updates of LoRA weights by
     # 1.3e-4 (the first steps of Adam are signs of gradients) and of all weights by 7e-5, with learning rates from 1e-3
@@ -73,14 +68,9 @@ def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
 
 
 def compare(one: Values, many: Values) -> dict[str, Any]:
-    """Compares steps and final weights of both runs.
+    """Compares steps and final weights of the run in one process and of that on several ranks.
 
-    Args:
-        one: The one-process run.
-        many: The run of several ranks.
-
-    Returns:
-        A part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
+    Returns a part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
     """
     facts, other_facts = one["facts"], many["facts"]
     bounds = bounds_for(max(facts["rounding"], other_facts["rounding"]), other_facts["optimizer"])
@@ -184,10 +174,7 @@ def _missing(steps: Sequence[Values], weights: Sequence[Values]) -> Iterator[str
 def show(screen: Screen, receipt: Values, num_threads: str | None = None) -> None:
     """Prints a line per step, the weights, legitimate differences, the speed-up and the verdict.
 
-    Args:
-        screen: The output.
-        receipt: The result of the comparison.
-        num_threads: CPU threads of each process; None on a GPU.
+    `num_threads` are the CPU threads of each process; None on a GPU.
     """
     facts, bounds, steps = receipt["runs"]["many"], receipt["bounds"], receipt["steps"]
     ranks = f"{facts['world_size']} ranks"

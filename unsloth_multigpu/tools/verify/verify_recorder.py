@@ -49,11 +49,7 @@ class Verify(FirstSteps):
         return self.alone(config, verify_every=1, **compared)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        """Returns itself.
-
-        Raises:
-            SetupError: The training uses FSDP 1 or DeepSpeed.
-        """
+        """Returns itself. Raises SetupError if the training uses FSDP 1 or DeepSpeed."""
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
                 "verify does not support FSDP 1 and DeepSpeed, and the script uses one of them.",
@@ -169,8 +165,7 @@ class Verify(FirstSteps):
 def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:
     """Finds reasons in the options why one process and several ranks may legitimately differ.
 
-    Yields:
-        A name; the reason; how to avoid it.
+    Yields a name, the reason, and how to avoid it.
     """
     if not config.keeps_global_batch:
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
