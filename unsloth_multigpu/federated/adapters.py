@@ -13,13 +13,7 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.aggregation import (
-    find_pairs,
-    not_projectable,
-    partner_of,
-    to_array,
-    to_tensor,
-)
+from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, partner_of, to_array, to_tensor
 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -167,8 +161,7 @@ def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_confi
     described = json.loads(adapter_config)
     if missing := sorted({partner for name in arrays if (partner := partner_of(name))} - arrays.keys()):
         raise FederatedError(
-            f"{missing[0]} is not among the tensors of the adapter to be saved.",
-            hint="Pass frozen factors, too.",
+            f"{missing[0]} is not among the tensors of the adapter to be saved.", hint="Pass frozen factors, too."
         )
     mark = f".{described['name']}"
     kept = {_name_on_disk(name, mark): value.contiguous() for name, value in arrays.items()}

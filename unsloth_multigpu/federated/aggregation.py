@@ -59,11 +59,7 @@ class LoraAggregate(NamedTuple):
 
 
 def aggregate_lora(
-    replies: Sequence[ArrayRecord],
-    weights: Sequence[float],
-    averaged: ArrayRecord,
-    *,
-    mode: str,
+    replies: Sequence[ArrayRecord], weights: Sequence[float], averaged: ArrayRecord, *, mode: str
 ) -> LoraAggregate:
     """Replaces A and B in `averaged`, the strategy's result over all tensors, from the clients' replies.
 

@@ -16,12 +16,7 @@ from torch import nn
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.adapters import (
-    is_quantized,
-    to_arrays,
-    travelling_tensors,
-    write_arrays,
-)
+from unsloth_multigpu.federated.adapters import is_quantized, to_arrays, travelling_tensors, write_arrays
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
 

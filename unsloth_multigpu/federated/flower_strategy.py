@@ -17,10 +17,7 @@ from unsloth_multigpu.federated.server import check
 # Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 # Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
-_WITH_MODS = (
-    flower.DifferentialPrivacyClientSideFixedClipping,
-    flower.DifferentialPrivacyClientSideAdaptiveClipping,
-)
+_WITH_MODS = (flower.DifferentialPrivacyClientSideFixedClipping, flower.DifferentialPrivacyClientSideAdaptiveClipping)
 
 
 def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
@@ -58,9 +55,8 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
         name: Name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter.
         settings: Arguments of that class. `min_*_nodes` are 1 if they are left out.
 
-    Raises:
-        ConfigError: An unknown strategy; unknown, missing or invalid arguments; "fedprox" without `proximal_mu`, which
-            would be FedAvg.
+    Raises ConfigError for an unknown strategy; for unknown, missing or invalid arguments; and for "fedprox" without
+    `proximal_mu`, which would be FedAvg.
     """
     classes = {key.lower(): getattr(flower, key) for key in flower.__all__}
     kinds = {n: k for n, k in classes.items() if issubclass(k, Strategy) and not inspect.isabstract(k)}

@@ -29,14 +29,11 @@ class SlotDevice:
 
 
 def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[SlotDevice]:
-    """Returns the devices for clients, each once. Opens none of them.
+    """Returns the devices for clients, each once. Opens none of them. Raises SetupError if fewer are visible.
 
     Args:
         num_gpus: Number of visible devices to use; None = all. Without a visible device, number of CPU slots; None = 1.
         device: The device to use without `auto_gpu`, as torch names it; None = the first visible one, else the CPU.
-
-    Raises:
-        SetupError: More devices than are visible.
     """
     kind, num_visible = visible_accelerators()
     if kind not in KINDS:  # No variable can hide all devices but one.

@@ -60,13 +60,8 @@ def open_notebook(
 ) -> Session:
     """Makes this kernel rank 0 of `num_ranks`, and runs the rest of the current cell on all ranks.
 
-    Args:
-        config: The run's options.
-        num_ranks: Ranks, including this one.
-        console: Where logs go.
-        shell: `get_ipython()`.
-        replay: The workers run the earlier cells too, although a model was loaded in them.
-        had_workers: This kernel was rank 0 before.
+    With `replay` the workers run the earlier cells too, although a model was loaded in them. With `had_workers` this
+    kernel was rank 0 before.
 
     Raises:
         SetupError: The kernel has objects that were made for one process.

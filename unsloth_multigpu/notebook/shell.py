@@ -40,12 +40,7 @@ class KernelShell:
     """
 
     def __init__(
-        self,
-        shell: Any,
-        kernel: Kernel,
-        after_cell: Callable[[], None],
-        variables: RankVariables,
-        run: Run,
+        self, shell: Any, kernel: Kernel, after_cell: Callable[[], None], variables: RankVariables, run: Run
     ) -> None:
         self._shell = shell
         self._kernel = kernel

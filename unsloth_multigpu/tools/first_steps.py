@@ -112,8 +112,7 @@ class FirstSteps(Part, Tool):
     def check_variables(self, others: list[str]) -> None:
         if others:  # Otherwise the training would not end after the requested steps.
             raise SetupError(
-                f"{others[0]} is set, which {self.name} does not support.",
-                hint=f"Unset it for {self.name}.",
+                f"{others[0]} is set, which {self.name} does not support.", hint=f"Unset it for {self.name}."
             )
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
