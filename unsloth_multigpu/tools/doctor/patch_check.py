@@ -54,10 +54,8 @@ def all_patches() -> list[Patch]:
     ]
 
 
-def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
+def try_patches(patches: Sequence[Patch]) -> dict[str, Any]:
     """Applies the patches and imports their targets, as a rank of a user's script does.
-
-    The libraries are imported first, in this order, if they are installed.
 
     Returns:
         `imports`, the error of each library, "" = none; and `num_patches`.
@@ -67,7 +65,7 @@ def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES)
     """
     registry = PatchRegistry(patches)
     registry.apply()
-    imports = {name: _import(name) for name in libraries if installed_version(name) is not None}
+    imports = {name: _import(name) for name in _LIBRARIES if installed_version(name) is not None}
     required = {patch.target.partition(":")[0] for patch in patches if not patch.optional}
     waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
     for name in dict.fromkeys(waiting):
