@@ -24,6 +24,6 @@ def faults_in(folder: Path, *faults: Fault) -> dict[str, str]:
 
 
 def records(folder: Path, rank: int, event: str = "") -> list[dict]:
-    """What a rank wrote down, oldest first: events "begin", "planted", "step" and "end", with `time_s` on the clock of
+    """What a rank wrote down, oldest first: events "begin", "injected", "step" and "end", with `time_s` on the clock of
     `time.monotonic`."""
     return [record for record in read_records(folder, rank) if event in ("", record["event"])]

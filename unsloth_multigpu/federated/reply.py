@@ -17,7 +17,7 @@ Kind = Literal["train", "evaluate"]
 CHANGED = "changed-weights"
 
 
-def judge(
+def check_replies(
     replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
     """Returns the replies for the strategy, including errors, in the order of the clients; and one line per failure.

@@ -39,7 +39,7 @@ from unsloth_multigpu.federated.flower_strategy import (
 )
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.placement import choose_devices
-from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
+from unsloth_multigpu.federated.reply import Kind, check_replies, like, weight_of
 from unsloth_multigpu.federated.round_report import (
     FederatedReport,
     FederatedResult,
@@ -331,7 +331,7 @@ class Training:
         with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
-        judged, failures = judge(
+        checked, failures = check_replies(
             self._grid.send_and_receive(messages, timeout=self._options.round_timeout_s),
             kind,
             number,
@@ -339,7 +339,7 @@ class Training:
             weight_key=weight_key(self._strategy),
         )
         self._failures += failures
-        return judged
+        return checked
 
     def _evaluated(self, number: int) -> dict[str, Any]:
         """Returns the metrics of the user's `server_evaluate`."""

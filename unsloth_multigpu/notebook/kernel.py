@@ -62,7 +62,7 @@ class Cell:
 
     def enter(self, main: Main) -> None:
         """Sets the state of the kernel's main thread."""
-        if self.main != "unwinds":  # After an error, the begin of the traceback counts.
+        if self.main != "unwinds":  # After an error, the start of the traceback counts.
             self.main_since_s = time.monotonic()
         self.main = main
 

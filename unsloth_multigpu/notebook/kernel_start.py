@@ -35,7 +35,7 @@ from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-from unsloth_multigpu.notebook.worker_process import WorkerProcess
+from unsloth_multigpu.notebook.worker_process import ALONE, WorkerProcess
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
@@ -261,8 +261,7 @@ class Notebook:
         self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not open a new process group after the cell ({type(failed).__name__}: {failed}).",
-            hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart "
-            "the kernel to train on all ranks.",
+            hint=ALONE,
         )
         error.__cause__ = failed
         return error

@@ -27,7 +27,7 @@ class RankMagics:
         self._publisher = publisher
         self._run = run
         self._shows_all = False
-        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its begin.
+        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its start.
         self._source = ""
         self._shown: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -98,7 +98,7 @@ class RankMagics:
 def prefix_output(text: str, header: str, rank: int) -> str:
     """Returns a worker's output in a cell with the rank before each line.
 
-    `text` is its log since the begin of the cell. `header`, the `log_header` of the cell, is left out.
+    `text` is its log since the start of the cell. `header`, the `log_header` of the cell, is left out.
     """
     before, _, after = text.rpartition(header)
     # Of a progress bar, keep the last state.

@@ -24,6 +24,11 @@ _PROGRAM = f"""import json, os, sys
 sys.path[:] = json.loads(os.environ["{ENV_NOTEBOOK}"])["path"]
 from unsloth_multigpu.notebook.worker import main
 main()"""
+# The hint of errors after which there are no workers.
+ALONE = (
+    "This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the kernel to "
+    "train on all ranks."
+)
 
 
 class WorkerProcess(Child):
@@ -71,11 +76,7 @@ class WorkerProcess(Child):
 
 def died(worker: WorkerProcess) -> DistributedError:
     """Returns the error about a worker that has ended."""
-    return DistributedError(
-        worker.describe_death(),
-        hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the "
-        "kernel to train on all ranks.",
-    )
+    return DistributedError(worker.describe_death(), hint=ALONE)
 
 
 class Channel:

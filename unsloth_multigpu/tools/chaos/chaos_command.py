@@ -16,7 +16,7 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.tools.chaos.chaos_run import Ended, RunTrace, Scene, compare_samples, compare_weights
+from unsloth_multigpu.tools.chaos.chaos_run import Ended, RunTrace, ScriptRuns, compare_samples, compare_weights
 from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.wire.folder import private_dir
@@ -98,28 +98,28 @@ class Judge:
 
     Args:
         folder: The command's private folder.
-        scene: The run without faults.
+        runs: The run without faults.
         reference: Its records.
         cold_s: Seconds from its start to its first step.
         options: Options of every run.
     """
 
     folder: Path
-    scene: Scene
+    runs: ScriptRuns
     reference: RunTrace
     cold_s: float
     options: Mapping[str, Any]
 
     def try_out(self, fault: Fault) -> FaultRow:
         """Runs the script with a fault, resumes it without, and evaluates the result."""
-        limit_of_runs_s = self.scene.limit_s * (1 + int(self.options["max_restarts"]))
-        scene = replace(self.scene, folder=self.folder / "fault", limit_s=limit_of_runs_s)
-        shutil.rmtree(scene.folder, ignore_errors=True)
+        limit_of_runs_s = self.runs.limit_s * (1 + int(self.options["max_restarts"]))
+        runs = replace(self.runs, folder=self.folder / "fault", limit_s=limit_of_runs_s)
+        shutil.rmtree(runs.folder, ignore_errors=True)
         options = {**self.options, "resume": "auto"}
-        ended = scene.run((fault,), options)
-        trace = RunTrace.read(scene.records)
+        ended = runs.run((fault,), options)
+        trace = RunTrace.read(runs.records)
         row = FaultRow(str(fault), ended.told, None, ended.code, ended.num_orphans)
-        if not trace.of("planted"):
+        if not trace.of("injected"):
             if ended.code == 0:
                 row.note = "not injected: the training has no such phase after that step"
             else:
@@ -127,8 +127,8 @@ class Judge:
             return row
         self._judge_end(row, ended, trace)
         if ended.code != 0:
-            again = scene.run((), options)
-            trace = RunTrace.read(scene.records)
+            again = runs.run((), options)
+            trace = RunTrace.read(runs.records)
             row.num_orphans += again.num_orphans
             if again.code != 0:
                 row.reasons.append(f"started again, it ended with {again.code}\n{last_lines(again.output)}")
@@ -147,10 +147,10 @@ class Judge:
 
     def _judge_end(self, row: FaultRow, ended: Ended, trace: RunTrace) -> None:
         if ended.code is None:
-            row.reasons.append(f"did not end within {self.scene.limit_s:g} s\n{last_lines(ended.output)}")
+            row.reasons.append(f"did not end within {self.runs.limit_s:g} s\n{last_lines(ended.output)}")
         if row.num_orphans:
             row.reasons.append(f"{row.num_orphans} processes were left behind")
-        fault = trace.of("planted")[0]
+        fault = trace.of("injected")[0]
         step_s = trace.first_step_s(fault["time_s"])
         if step_s is not None:  # The ranks have started again.
             row.new_step_s = step_s - fault["time_s"]
@@ -184,22 +184,22 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
-        scene = Scene(folder / "reference", program, environment, own.limit_s)
-        progress.say(f"the run without faults, at most {scene.limit_s:g} s, to estimate the time of the others")
+        runs = ScriptRuns(folder / "reference", program, environment, own.limit_s)
+        progress.say(f"the run without faults, at most {runs.limit_s:g} s, to estimate the time of the others")
         progress.show("the run without faults")
-        ended = scene.run((), run_options)
+        ended = runs.run((), run_options)
         progress.clear()
         if ended.code != 0:
             said = f"{last_lines(ended.output)}\nchaos: without a fault the run ended with {ended.code}."
             Screen(sys.stderr).line(said)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
-        judge = _prepare(folder, scene, ended, run_options)
+        judge = _prepare(folder, runs, ended, run_options)
         rows = _try_all(named or all_faults(judge.reference.num_steps, num_ranks), judge, ended, progress)
     return _report(rows, judge, as_json=own.json)
 
 
-def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
-    reference = RunTrace.read(scene.records)
+def _prepare(folder: Path, runs: ScriptRuns, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
+    reference = RunTrace.read(runs.records)
     first_s = reference.first_step_s(ended.start_s)
     if first_s is None:
         raise SetupError(
@@ -213,12 +213,12 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
                 f"chaos sets {name}={value!r}, but the script's enable_multi_gpu() sets {begun['config'][name]!r}.",
                 hint="Leave it out of the script's call for chaos.",
             )
-    if not Path(begun["output_dir"]).is_relative_to(scene.work.resolve()):
+    if not Path(begun["output_dir"]).is_relative_to(runs.work.resolve()):
         raise ConfigError(
             f"The script saves to {begun['output_dir']}, where runs would find each other's checkpoints.",
             hint="Its Trainer must take the folder from TrainingArguments; or write {run} in the script's arguments.",
         )
-    return Judge(folder, scene, reference, first_s - ended.start_s, run_options)
+    return Judge(folder, runs, reference, first_s - ended.start_s, run_options)
 
 
 def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
@@ -242,7 +242,7 @@ def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
     bad = [row.fault for row in rows if row.reasons]
     screen = Screen()
     if as_json:
-        facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
+        facts = {"schema_version": 1, "command": list(judge.runs.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
         screen.json(result)
         return 1 if bad else 0

@@ -50,7 +50,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ScriptRuns:
     """The runs of one row of the table.
 
     Args:

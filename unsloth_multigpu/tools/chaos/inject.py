@@ -87,7 +87,7 @@ class Injector(Part):
         mine = [f for f in request.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is injected in one training.
         written = read_records(self._folder, self._rank)
-        done = [r["fault"] for r in written if r["event"] == "planted" and r["attempt"] == self._attempt]
+        done = [r["fault"] for r in written if r["event"] == "injected" and r["attempt"] == self._attempt]
         self._faults = [fault for fault in mine if str(fault) not in done]
         self._training = sum(r["event"] == "begin" and r["pid"] == os.getpid() for r in written)
         self._samples: Counter[str] = Counter()
@@ -141,7 +141,7 @@ class Injector(Part):
             can_act = fault.kind != "corrupt" or newest_checkpoint(self.trainer.args.output_dir) is not None
             if is_here and step >= fault.step and can_act:
                 self._faults.remove(fault)
-                self.write("planted", fault=str(fault), kind=fault.kind, step=step)
+                self.write("injected", fault=str(fault), kind=fault.kind, step=step)
                 return fault
         return None
 
@@ -180,7 +180,7 @@ def newest_checkpoint(output_dir: str) -> Path | None:
 
 
 def _raise(_: Injector) -> None:
-    raise RuntimeError("planted by unsloth-multigpu chaos")
+    raise RuntimeError("injected by unsloth-multigpu chaos")
 
 
 def _loop(_: Injector) -> None:
