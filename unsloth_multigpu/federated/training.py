@@ -154,7 +154,18 @@ class FederatedServer:
 
         Raises SetupError before `fit`, and OSError if the disk is full or fails.
         """
-        save_model(self._last(), Path(folder))
+        from safetensors.torch import save_file
+
+        training, folder = self._last(), Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        start, arrays, tensors = training.start, training.arrays, tensors_of(training.arrays)
+        if not start.adapter_config:
+            save_file(tensors, folder / "model.safetensors")
+            return
+        # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
+        same = [name for name in start.buffers if arrays[name] == start.arrays.get(name)]
+        state = {name: value for name, value in tensors.items() if name not in same}
+        save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
 
     def close(self) -> None:
         """Ends the clients' processes. The result stays; another `fit` starts them again."""
@@ -397,22 +408,6 @@ def tensors_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
     """Copies arrays to contiguous tensors, which safetensors needs."""
     contiguous = torch.contiguous_format
     return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
-
-
-def save_model(training: Training, folder: Path) -> None:
-    """Writes a PEFT adapter or model.safetensors. Raises OSError if the disk is full or fails."""
-    from safetensors.torch import save_file
-
-    start = training.start
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(training.arrays)
-    if not start.adapter_config:
-        save_file(tensors, folder / "model.safetensors")
-        return
-    # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
-    same = [name for name in start.buffers if training.arrays[name] == start.arrays.get(name)]
-    state = {name: value for name, value in tensors.items() if name not in same}
-    save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
 
 
 def _no_projection(reason: str) -> ConfigError:
