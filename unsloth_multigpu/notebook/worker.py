@@ -127,14 +127,19 @@ class Worker:
         from unsloth_multigpu.launch.pulse import last_collective
 
         self._is_asked = False
+        error: BaseException | None = None
         try:
             try:
                 self.receiver.cell_number = order["cell_number"]
-                error = self._run_cell(order) if order["kind"] == "cell" else self._open_group(order)
+                if order["kind"] == "cell":
+                    error = self._run_cell(order)
+                else:
+                    self._program.join_group(order)
             finally:
                 self.receiver.cell_number = 0
-        except (KeyboardInterrupt, LeftCell) as asked:  # Raised while IPython was beginning or ending the cell.
-            error = asked
+        # Also raised while IPython was beginning or ending the cell.
+        except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt, LeftCell) as raised:
+            error = raised
         self.receiver.cell_number = 0
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -167,13 +172,6 @@ class Worker:
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
         # Rank 0's call of enable_multi_gpu() failed there, too.
         return None if is_replay and isinstance(error, ReplayedLineError) else error
-
-    def _open_group(self, order: Mapping[str, Any]) -> BaseException | None:
-        try:
-            self._program.join_group(order)
-        except (RuntimeError, OSError, MultiGPUError) as error:
-            return error
-        return None
 
 
 class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
