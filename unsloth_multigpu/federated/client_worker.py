@@ -42,9 +42,8 @@ def main() -> None:
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
     """Runs one client on the slot's device of this kind.
 
-    Returns:
-        ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
-        does not work any more.
+    Returns ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
+    does not work any more.
     """
     device = None if kind == "cpu" else getattr(torch, kind)
     try:

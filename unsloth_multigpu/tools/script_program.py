@@ -43,8 +43,8 @@ def run_recorded(
 
     They are identified by the last two parts of the folder's path, which must occur in `environment` only.
 
-    Returns:
-        Exit code, None = it took longer than `limit_s`; if it is 0 the records, rank 0 first; the end of the output.
+    Returns the exit code, None = it took longer than `limit_s`; if it is 0 the records, rank 0 first; the end of the
+    output.
     """
     log = folder / "output.log"
     # Not by the whole path, because requests contain it as JSON, which escapes characters other than ASCII.

@@ -35,14 +35,9 @@ Options = BenchOptions
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Runs every arm in every round, and prints the result of the complete rounds.
+    """Runs every arm in every round, and prints the result of the complete rounds. Returns 1 if an arm failed.
 
-    Returns:
-        0, or 1 if an arm failed.
-
-    Raises:
-        ConfigError: An option has an invalid value.
-        SetupError: This machine does not have the requested devices.
+    Raises ConfigError for an invalid option, SetupError if this machine does not have the requested devices.
     """
     names = choose_names(own.arms)
     options = dataclasses.replace(on_device(own), arms=",".join(names))

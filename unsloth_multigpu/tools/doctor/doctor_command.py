@@ -111,8 +111,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:
     """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one by one.
 
-    Yields:
-        The name of the next check ("" at the end), and the rows of a section as soon as they are known.
+    Yields the name of the next check ("" at the end), and the rows of a section as soon as they are known.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))

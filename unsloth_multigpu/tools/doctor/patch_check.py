@@ -57,11 +57,8 @@ def all_patches() -> list[Patch]:
 def try_patches(patches: Sequence[Patch]) -> dict[str, Any]:
     """Applies the patches and imports their targets, as a rank of a user's script does.
 
-    Returns:
-        `imports`, the error of each library, "" = none; and `num_patches`.
-
-    Raises:
-        MultiGPUError: The first patch that cannot be applied.
+    Returns `imports`, the error of each library, "" = none; and `num_patches`. Raises the error of the first patch that
+    cannot be applied.
     """
     registry = PatchRegistry(patches)
     registry.apply()
