@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
@@ -20,10 +20,6 @@ from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 # Methods that do nothing in such a run, which must not write to the user's folders or accounts.
 _SAVERS = (
@@ -176,19 +172,6 @@ class FirstSteps(Part, Tool):
         control.should_save = control.should_evaluate = False
         if self._step() >= self.request.num_steps:
             control.should_training_stop = True
-
-
-def trained_weights(model: nn.Module, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and values of the trainable weights on rank 0. Collective if they are sharded."""
-    from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
-
-    reshard(model)
-    if rank == 0 or has_shards(model):
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                whole = whole_of(parameter.detach())
-                if rank == 0:
-                    yield name, whole
 
 
 def _is_tracker(callback: Any) -> bool:

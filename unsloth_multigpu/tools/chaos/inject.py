@@ -24,8 +24,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
-from unsloth_multigpu.tools.fingerprint import fingerprints
-from unsloth_multigpu.tools.first_steps import trained_weights
+from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 
