@@ -18,7 +18,7 @@ from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def exchanged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the trainable parameters, then the persistent buffers, not copied, in the model's order.
 
     A tied weight occurs once, under its first name. In a quantized model only running statistics count as buffers,
@@ -30,10 +30,10 @@ def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             f"The model of model_builder ({type(model).__name__}) has no trainable parameter.",
             hint="Return a model with requires_grad=True somewhere, for example with a LoRA adapter.",
         )
-    return trainable | travelling_buffers(model)
+    return trainable | exchanged_buffers(model)
 
 
-def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def exchanged_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the persistent buffers that training may change."""
     buffers = dict(model.named_buffers())
     if is_quantized(model):
@@ -112,10 +112,10 @@ def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape if packed is None else packed.shape)
 
 
-def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+def variants(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> list[str]:
     """Returns reasons why an adapter does not add a plain B A, from names, shapes and PEFT's layers."""
-    reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
-    for name in find_pairs(travelling):
+    reasons = not_projectable({name: tuple(value.shape) for name, value in exchanged.items()})
+    for name in find_pairs(exchanged):
         layer, adapter = lora_layer(model, name)
         if kind := getattr(layer, "lora_variant", {}).get(adapter):
             reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
@@ -142,9 +142,9 @@ def describe_adapter(model: nn.Module) -> str:
     return json.dumps({"name": names[0], "config": config | {"inference_mode": True}})
 
 
-def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def frozen_factors(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns frozen factors A or B whose partner is trained. They are not exchanged, but saved with the adapter."""
-    partners = {partner_of(name) for name in travelling} - travelling.keys()
+    partners = {partner_of(name) for name in exchanged} - exchanged.keys()
     return {name: value for name, value in model.named_parameters() if name in partners}
 
 
