@@ -57,10 +57,8 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
 def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of a slot's process, which show it one device and no launcher.
 
-    Args:
-        num_slots: Number of slots that share the machine's cores.
-        seed: PYTHONHASHSEED, equal in all slots.
-        environment: Variables of this process. SetupError is raised if it does not show the device.
+    `num_slots` slots share the machine's cores; `seed` is PYTHONHASHSEED, equal in all of them. Raises SetupError if
+    `environment`, that of this process, does not show the device.
     """
     defaults = {"OMP_NUM_THREADS": str(threads_of_each(num_slots)), "PYTHONHASHSEED": str(seed)}
     given = {name: value for name, value in environment.items() if value or name not in defaults}

@@ -40,11 +40,8 @@ _ERROR_CHARACTERS = 2000
 def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool:
     """True for a magic that only rank 0 runs.
 
-    Args:
-        kind: "line" or "cell".
-        name: Its name without per cent signs.
-        line: The rest of the line.
-        module: The module that defines its function; None = the shell does not have it.
+    `kind` is "line" or "cell", `name` has no per cent signs, `line` is the rest of the line, and `module` defines the
+    magic's function; None = the shell does not have it.
     """
     if module is None or f"{module}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True

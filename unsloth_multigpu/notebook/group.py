@@ -29,15 +29,10 @@ Address = tuple[str, int]
 
 
 def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -> None:
-    """Opens the default process group of this generation. Collective.
+    """Opens the default process group of this generation, a number that grows by one with each group. Collective.
 
-    The store is a file in the run's private folder: no port is open, and no other user can join.
-
-    Args:
-        run_dir: The run's private folder.
-        generation: Number of this group, which grows by one with each group.
-        backend: "gloo", "nccl", "xccl".
-        timeout_s: Limit of one collective, in seconds.
+    The store is a file in the run's private folder: no port is open, and no other user can join. `timeout_s` limits one
+    collective.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if kind_of(backend) is not None:

@@ -85,9 +85,8 @@ class Cell:
 class Kernel:
     """The workers and the current cell. The main thread begins and ends cells, `Monitor` watches them.
 
-    Args:
-        workers: The ranks above 0, in order.
-        last_collective: Returns the number of the last collective that this process has begun.
+    `workers` are the ranks above 0, in order. `last_collective` returns the number of the last collective that this
+    process has begun.
 
     Attributes:
         changed: Notified by the monitor when a worker has sent a message or has ended.
@@ -196,11 +195,8 @@ class Kernel:
     ) -> Cell:
         """Begins a cell on all workers. `finish` ends it.
 
-        Args:
-            source: The cell as the user wrote it.
-            random_state: State for the workers' random generators.
-            task: asyncio task of an async cell.
-            execution_count: The cell's number in the notebook.
+        `source` is the cell as the user wrote it, `random_state` that for the workers' generators, `task` the asyncio task
+        of an async cell, and `execution_count` the cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})

@@ -91,16 +91,12 @@ class Trainings:
         self._wrappers.clear()
 
     def send_weights(self, manager: DDPManager, *, is_broken: bool) -> None:
-        """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective.
+        """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective in the new group.
 
         Sharded weights stay as they are, unless ranks may have been interrupted a step apart: then the model is lost.
+        `is_broken`: the ranks did not all leave the last cell at the same point.
 
-        Args:
-            manager: Manager of the new group.
-            is_broken: The ranks did not all leave the last cell at the same point.
-
-        Raises:
-            DivergenceError: On all ranks: names, shapes or types of a model's tensors differ between ranks.
+        Raises DivergenceError on all ranks if names, shapes or types of a model's tensors differ between ranks.
         """
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()

@@ -30,10 +30,7 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 class KernelShell:
     """Hooks into a shell, by public functions of IPython only.
 
-    Args:
-        kernel: Runs the cells on the other ranks.
-        after_cell: Called between two cells.
-        variables: Hidden from programs that cells start.
+    `after_cell` is called between two cells. `variables` are hidden from programs that cells start.
 
     Attributes:
         publisher: Sends values that only rank 0 computes.

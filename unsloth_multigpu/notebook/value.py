@@ -93,10 +93,8 @@ class Publisher:
 class Receiver:
     """On a rank above 0: waits for the values that rank 0 computes in the current cell.
 
-    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`.
-
-    Args:
-        send: Sends a message to the kernel: its kind and fields.
+    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`. `send` sends a
+    message to the kernel.
 
     Attributes:
         cell_number: Number of the current cell; 0 = none.

@@ -62,18 +62,10 @@ def run_recorded(
 def run_first_steps(
     name: str, program: Sequence[str], request: StepsRequest, device: str, variables: Mapping[str, str], limit_s: float
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """Runs the first steps of a program with the recorder class in `<name>_recorder`.
+    """Runs the first steps of a program with the recorder class in `<name>_recorder`, `name` being that of the command.
 
-    Args:
-        name: Name of the command.
-        program: See `command_of`.
-        request: The settings. Its folder is created here.
-        device: "cpu" hides accelerators from the run.
-        variables: Options of the run, and other variables.
-        limit_s: Time limit in seconds.
-
-    Returns:
-        Exit code as in a shell; the record of each rank, rank 0 first; the last lines of the output.
+    Creates the folder of the request. device="cpu" hides accelerators from the run; `variables` are the options of the
+    run, and others. Returns the exit code as in a shell; the record of each rank, rank 0 first; the end of the output.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
