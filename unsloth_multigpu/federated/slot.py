@@ -77,9 +77,7 @@ class Task:
 class Slot:
     """Starts and ends the slot's processes, one after the other. One thread uses it; any thread may call `kill`.
 
-    Args:
-        device: The only device that its processes see.
-        log_dir: Folder of slot_N.log.
+    Its processes see only its device; `log_dir` has their output, slot_N.log.
 
     Attributes:
         is_retired: A process has failed to start, and no other one will be started.

@@ -195,8 +195,8 @@ class Kernel:
     ) -> Cell:
         """Begins a cell on all workers. `finish` ends it.
 
-        `source` is the cell as the user wrote it, `random_state` that for the workers' generators, `task` the asyncio task
-        of an async cell, and `execution_count` the cell's number in the notebook.
+        `source` is the cell as the user wrote it, `random_state` that for the workers' generators, `task` the asyncio
+        task of an async cell, and `execution_count` the cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})

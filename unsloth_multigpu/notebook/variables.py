@@ -15,13 +15,10 @@ DEVICE_VARIABLES = (
 
 
 class RankVariables:
-    """Environment variables that are visible only to this process.
+    """Environment variables that are visible only to this process while the ranks live.
 
-    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
-
-    Args:
-        values: Values while the ranks live.
-        before: Values before, None for a variable that was not set.
+    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others. `before`
+    has the earlier values, None for a variable that was not set.
     """
 
     def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None]) -> None:
