@@ -51,8 +51,8 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
 def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     """Creates Flower's strategy of a name such as "fedavg", "fedprox", "fedadam" or "krum".
 
-    It is the name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter. `settings` are the arguments
-    of that class. `min_*_nodes` are 1 if they are left out.
+    It is the name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter. `settings` are the
+    arguments of that class. `min_*_nodes` are 1 if they are left out.
 
     Raises ConfigError for an unknown strategy; for unknown, missing or invalid arguments; and for "fedprox" without
     `proximal_mu`, which would be FedAvg.

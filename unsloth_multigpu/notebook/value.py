@@ -149,8 +149,8 @@ class Receiver:
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
         """Waits until rank 0 has computed the value, without a limit.
 
-        The code uses the value if `is_value`. Otherwise, as for `%pip`, it is skipped in a replayed cell, because rank 0 has
-        done it already.
+        The code uses the value if `is_value`. Otherwise, as for `%pip`, it is skipped in a replayed cell, because
+        rank 0 has done it already.
 
         Raises:
             DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
