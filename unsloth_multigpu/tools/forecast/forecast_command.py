@@ -28,7 +28,6 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
-SCHEMA_VERSION = 3
 # Minimum of timed steps, so that one slow step does not decide.
 _FEWEST_STEPS = 3
 # A note is printed if the fitted costs differ by more from the measured ones.
@@ -85,7 +84,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     refused = [n for n in own.gpus if n > num_samples]
     if own.json:
         values = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 3,
             "command": list(program),
             **{name: record[name] for name in ("trainer", "device", "num_trained", "misfit")},
             "notes": _notes(record),

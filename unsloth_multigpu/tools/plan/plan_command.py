@@ -17,7 +17,6 @@ from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Questio
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB, in_gib
 
-SCHEMA_VERSION = 2
 # The script of `--model`, and its defaults: tokens of a sample, rank of the adapters, bits of a weight.
 _MODEL_SCRIPT = "unsloth_multigpu.tools.plan.model_script"
 _TOKENS, _LORA, _BITS = 2048, 16, "16"
@@ -181,7 +180,7 @@ def _values(answer: Answer, numbers: Sequence[int]) -> dict[str, Any]:
         for row in _asked(answer, numbers)
     ]
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "model": training.pop("model"),
         "notes": list(training.pop("notes")),
         "training": training,

@@ -16,7 +16,6 @@ from unsloth_multigpu.step.comparison import times_in_words
 from unsloth_multigpu.step.rounding import FINE
 from unsloth_multigpu.step.sketch import difference
 
-SCHEMA_VERSION = 3
 # Facts that must be equal in both runs.
 _SAME_FACTS = ("device", "rounding", "optimizer", "trainer")
 _NOTHING = "nothing could be compared"
@@ -40,7 +39,7 @@ def make_receipt(program: Sequence[str], one: Values, many: Values) -> dict[str,
     times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
     one_s, ranks_s = (statistics.median(column) for column in zip(*times, strict=True)) if times else (None, None)
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 3,
         "command": list(program),
         "compared": "Compared: the beginning of the script's first train(). The rest of the script was not run.",
         "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
