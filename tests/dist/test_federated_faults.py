@@ -24,8 +24,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from tests.helpers.federated import app, message_to
 from tests.helpers.run import ROOT, orphans, start, wait_until
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.client_device import SlotDevice
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
+from unsloth_multigpu.federated.placement import SlotDevice
 from unsloth_multigpu.wire.process import is_alive
 
 pytestmark = pytest.mark.thorough
@@ -109,7 +109,7 @@ def rounds(folder, told):
         alive = send("alive", message_to(0), message_to(1))
         os.kill(pid(alive.replies[0]), signal.SIGKILL)
         # All of its threads: the first one may have ended long before.
-        wait_until(grid.pool.slots[0]._process[0].has_ended, 60, "its end")
+        wait_until(grid.slots[0]._process.has_ended, 60, "its end")
         send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(folder / "logs")
@@ -193,7 +193,7 @@ def test_client_whose_process_is_killed_runs_once_more(rounds):
     assert "was ended by SIGKILL" in out.error.reason
     assert [(r.client_id, r.attempts) for r in rounds["killed"].records] == [(0, 2), (1, 2), (2, 1)]
     told = rounds["killed"].told
-    assert "in the middle of client 0 (round 1, train) on slot 0, cpu:0, which is run once more" in told
+    assert "It was running client 0 (round 1, train) on slot 0, cpu:0, which is run once more" in told
     assert "client 1 (round 1, train) on slot" in told
     assert "about to end" in told  # From the log.
 
@@ -250,7 +250,7 @@ import os
 import time
 from flwr.clientapp import ClientApp
 from tests.helpers.federated import message_to, train
-from unsloth_multigpu.federated.client_device import SlotDevice
+from unsloth_multigpu.federated.placement import SlotDevice
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 
 CALLS = 0

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.run import BARE, LIGHT, ROOT, finish, orphans, run_python, start, wait_until
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.step.comparison import times_in_words
-from unsloth_multigpu.tools.verify.page import show
+from unsloth_multigpu.tools.verify.receipt import show
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
 VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]

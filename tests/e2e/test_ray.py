@@ -37,7 +37,7 @@ def test_workers_of_ray_train_as_one_process_also_after_one_was_killed(tmp_path:
     one = run_python([EXAMPLE, "--workers", "0", "--folder", "one"], tmp_path, ENV)
     assert one.code == 0, one.err
 
-    assert len(records(faults, 1, "planted")) == 1
+    assert len(records(faults, 1, "injected")) == 1
     begins = [record["step"] for record in records(faults, 0, "begin")]
     assert len(begins) == 2, said
     assert begins[1] >= 2  # From the checkpoint that Ray has kept, and not from the start.

@@ -14,8 +14,7 @@ from typing import Any
 
 from tests.gpu.step import PARTS
 from tests.helpers.pages import markdown_table
-from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread
-from unsloth_multigpu.tools.bench.bench_table import result_row
+from unsloth_multigpu.tools.bench.bench_result import ArmResult, Spread, result_row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin; written by python -m tests.gpu.page -->", "<!-- gpu: end -->"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
-from unsloth_multigpu.tools.chaos.inject import read_records
+from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, read_records
 
 
 def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:
@@ -25,6 +24,6 @@ def faults_in(folder: Path, *faults: Fault) -> dict[str, str]:
 
 
 def records(folder: Path, rank: int, event: str = "") -> list[dict]:
-    """What a rank wrote down, oldest first: events "begin", "planted", "step" and "end", with `time_s` on the clock of
+    """What a rank wrote down, oldest first: events "begin", "injected", "step" and "end", with `time_s` on the clock of
     `time.monotonic`."""
     return [record for record in read_records(folder, rank) if event in ("", record["event"])]

@@ -21,7 +21,6 @@ from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import doctor_command as doctor
-from unsloth_multigpu.tools.doctor import findings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -287,7 +286,7 @@ def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
 def test_wrong_copy_fails_its_row_and_only_that():
     pair = {"source": 0, "target": 1, "num_bytes": 2**26, "gb_per_s": 1.5, "has_peer_access": True}
     pairs = [{**pair, "num_wrong_bytes": 0}, {**pair, "source": 1, "target": 0, "num_wrong_bytes": 3}]
-    good, bad = findings.copy_rows({"kind": "cuda", "copies": pairs})
+    good, bad = doctor.copy_rows({"kind": "cuda", "copies": pairs})
     assert (good.state, good.name) == ("ok", "cuda:0 -> cuda:1")
     assert (bad.state, bad.name) == ("FAIL", "cuda:1 -> cuda:0")
     assert bad.text.startswith(f"3 of {2**26} bytes arrived wrong")
@@ -308,7 +307,7 @@ def test_wrong_copy_fails_its_row_and_only_that():
 def test_version_outside_its_range_fails(monkeypatch, name, version, state):
     before = versions.installed_version
     monkeypatch.setattr(versions, "installed_version", lambda n: version if n == name else before(n))
-    (row,) = [row for row in findings.version_rows() if row.name == name]
+    (row,) = [row for row in doctor.version_rows() if row.name == name]
     assert row.state == state
     assert row.facts["installed"] == version
     assert bool(row.hint) == (state == "FAIL" or version == "2.99.0+cu130")
@@ -318,22 +317,22 @@ def test_version_outside_its_range_fails(monkeypatch, name, version, state):
 def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     seen = {"kind": "cpu", "devices": [], "line": "", "refused": "", "hint": ""}
-    monkeypatch.setattr(findings, "_nvidia_driver", lambda: ("570.1", 2))
-    row = findings.device_rows(seen)[0]
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: ("570.1", 2))
+    row = doctor.device_rows(seen)[0]
     assert row.state == "FAIL"
     assert row.text.startswith("nvidia-smi lists 2, torch")
-    monkeypatch.setattr(findings, "_nvidia_driver", lambda: (None, 0))
-    assert findings.device_rows(seen)[0].state == "note"
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: (None, 0))
+    assert doctor.device_rows(seen)[0].state == "note"
 
 
 def test_last_line_says_what_failed_and_what_the_line_would_do():
-    fine = findings.CheckRow("devices", "line", "ok", "2 ranks on 2 x Tesla T4 (14.7 GiB each)")
+    fine = doctor.CheckRow("devices", "line", "ok", "2 ranks on 2 x Tesla T4 (14.7 GiB each)")
     sentence = "With enable_multi_gpu(): 2 ranks on 2 x Tesla T4 (14.7 GiB each)."
     assert doctor.verdict([fine]) == sentence
-    failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
+    failed = doctor.CheckRow("versions", "peft", "FAIL", "", "Install it.")
     told = "NOT READY: 1 of 2 checks failed: peft (versions)."
     assert doctor.verdict([failed, fine]) == f"{told} After that is fixed: {sentence}"
-    refused = findings.CheckRow("devices", "line", "FAIL", "enable_multi_gpu() would raise: num_gpus=4", "Set it to 2.")
+    refused = doctor.CheckRow("devices", "line", "FAIL", "enable_multi_gpu() would raise: num_gpus=4", "Set it to 2.")
     assert doctor.verdict([refused]) == "NOT READY: 1 of 1 checks failed: line (devices)."
 
 

@@ -13,12 +13,12 @@ from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     describe_adapter,
+    exchanged_tensors,
     frozen_factors,
     is_quantized,
     layout_of,
     save_adapter,
     to_arrays,
-    travelling_tensors,
     variants,
     write_arrays,
 )
@@ -50,7 +50,7 @@ def with_lora(base, **options):
 
 
 def state_of(model):
-    return to_arrays(travelling_tensors(model))
+    return to_arrays(exchanged_tensors(model))
 
 
 def logits(model):
@@ -68,7 +68,7 @@ def test_half_precision_travels_as_float32_and_comes_back():
         for parameter in model.parameters():
             parameter.zero_()
     assert float(to_tensor(arrays["0.weight"]).abs().sum()) > 0  # A copy, not the model's own memory.
-    write_arrays(travelling_tensors(model), arrays)
+    write_arrays(exchanged_tensors(model), arrays)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
 
@@ -124,20 +124,20 @@ def test_frozen_a_is_told_for_the_disk(base, tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             parameter.requires_grad_(False)
-    travelling = travelling_tensors(model)
-    frozen = frozen_factors(model, travelling)
-    assert len(frozen) == len(travelling) == 4
+    exchanged = exchanged_tensors(model)
+    frozen = frozen_factors(model, exchanged)
+    assert len(frozen) == len(exchanged) == 4
     assert all("lora_A" in name for name in frozen)
     described = describe_adapter(model)
     with pytest.raises(FederatedError, match="lora_A"):
-        save_adapter(tmp_path, travelling, described)
-    save_adapter(tmp_path, {name: v.detach() for name, v in (travelling | frozen).items()}, described)
+        save_adapter(tmp_path, exchanged, described)
+    save_adapter(tmp_path, {name: v.detach() for name, v in (exchanged | frozen).items()}, described)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))), logits(model))
 
 
 def test_what_is_no_plain_lora_is_named(base):
     def reasons(model):
-        return variants(model, travelling_tensors(model))
+        return variants(model, exchanged_tensors(model))
 
     assert reasons(with_lora(base)) == []
     assert "lora_magnitude_vector" in reasons(with_lora(base, use_dora=True))[0]

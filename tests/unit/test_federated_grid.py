@@ -18,11 +18,11 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import client_device as device
 from unsloth_multigpu.federated import client_worker as worker
+from unsloth_multigpu.federated import placement as device
 from unsloth_multigpu.federated import pool
-from unsloth_multigpu.federated.client_device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
+from unsloth_multigpu.federated.placement import SlotDevice, choose_devices, slot_environment
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
 
@@ -224,7 +224,7 @@ def test_slot_that_does_not_start_leaves_its_clients_to_the_others(make_grid, mo
 def test_balanced_goes_by_measured_seconds(make_grid):
     grid = make_grid(3, [ONE], placement="balanced")
     send(grid, 0, 1, 2)
-    grid.pool._seconds.update({("train", 0): 1.0, ("train", 1): 8.0, ("evaluate", 2): 99.0, ("train", 2): 3.0})
+    grid._seconds.update({("train", 0): 1.0, ("train", 1): 8.0, ("evaluate", 2): 99.0, ("train", 2): 3.0})
     _, records = send(grid, 0, 1, 2)
     assert [r.client_id for r in sorted(records, key=lambda r: r.begin_s)] == [1, 2, 0]
 

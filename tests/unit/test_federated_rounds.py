@@ -21,9 +21,9 @@ from flwr.serverapp.strategy import (
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated.checkpoint import rounds_in
-from unsloth_multigpu.federated.federated_option import FitOptions
 from unsloth_multigpu.federated.flower_strategy import describe, make_strategy
 from unsloth_multigpu.federated.round_report import ClientRecord
+from unsloth_multigpu.federated.server import FitOptions
 from unsloth_multigpu.federated.training import Start, Training
 
 START = {
@@ -117,10 +117,10 @@ def make_training(
         new_strategy=lambda: strategy, description=describe(strategy), options=SimpleNamespace(**read)
     )
     folder, resume = (None, None) if output_dir is None else (str(output_dir), "auto")
-    options = FitOptions(num_rounds, config, folder, resume, min_success, 5.0)
-    start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
     grid = grid or LocalGrid()
-    return Training(given, grid, grid.num_clients, options, start=start)
+    options = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
+    start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
+    return Training(given, grid, options, start)
 
 
 def run(*args, **options):

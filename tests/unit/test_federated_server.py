@@ -17,7 +17,7 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import training
-from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions
+from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.federated.training import Training
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -46,8 +46,7 @@ def make_plan(model_builder=build, train_fn=train, **options):
 
 
 def run(plan, num_clients=2, **options):
-    given = {name: options.pop(name) for name in ("server_evaluate",) if name in options}
-    trained = Training(plan, AppGrid(plan.client_app, num_clients), num_clients, FitOptions(**options), **given)
+    trained = Training(plan, AppGrid(plan.client_app, num_clients), FitOptions(num_clients, **options))
     return trained.run(), trained
 
 

@@ -12,7 +12,7 @@ from tests.gpu import kit
 from tests.gpu.place import place_ranks
 from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, steps_of
 from unsloth_multigpu.cli import main
-from unsloth_multigpu.tools.bench.bench_option import BenchOptions
+from unsloth_multigpu.tools.bench.arm import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
 

@@ -17,7 +17,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
 from unsloth_multigpu.tools.chaos.chaos_command import Options
-from unsloth_multigpu.tools.chaos.chaos_run import Scene
+from unsloth_multigpu.tools.chaos.chaos_run import ScriptRuns
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
@@ -62,11 +62,11 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, ran
         trainer.step()
         trainer.step()
         if is_met:
-            with pytest.raises(RuntimeError, match="planted by unsloth-multigpu chaos"):
+            with pytest.raises(RuntimeError, match="injected by unsloth-multigpu chaos"):
                 trainer.step()
         # Once: what the script makes of it is its own.
         trainer.step()
-    planted = records(tmp_path, rank, "planted")
+    planted = records(tmp_path, rank, "injected")
     assert [r["step"] for r in planted] == ([3] if is_met else [])
     assert all(0 <= time.monotonic() - r["time_s"] < 60 for r in planted)
     before = set(vars(trainer))
@@ -167,9 +167,9 @@ def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypa
         "print('unsloth_multigpu: rank 1 died. The other ranks were stopped.')\n"
         "sys.exit(3)\n"
     )
-    scene = Scene(tmp_path / "run", [str(script), "{run}"], dict(os.environ), 60.0)
-    ended = scene.run((), {"num_gpus": 2})
+    runs = ScriptRuns(tmp_path / "run", [str(script), "{run}"], dict(os.environ), 60.0)
+    ended = runs.run((), {"num_gpus": 2})
     assert (ended.code, ended.num_orphans) == (3, 1)
     assert ended.told == "rank 1 died. The other ranks were stopped."
-    pid = int((scene.work / "pid").read_text())
+    pid = int((runs.work / "pid").read_text())
     wait_until(lambda: not is_alive(pid), 60, "end of the child")

@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+import json
 import linecache
 import os
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
@@ -17,12 +19,12 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
 from unsloth_multigpu.notebook import worker_process as process
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
+from unsloth_multigpu.notebook.kernel_start import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.notebook.worker_process import Channel
-from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
 PROGRAM = """
@@ -78,6 +80,19 @@ def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
     worker.end(5.0)
     assert worker.exit_code == 0
     assert "hello from the worker" in worker.describe_death()
+
+
+def test_worker_finds_this_package_where_the_kernel_has_found_it(tmp_path):
+    here = tmp_path / "added in a cell" / "unsloth_multigpu" / "notebook"
+    here.mkdir(parents=True)
+    (here / "worker.py").write_text("def main():\n    print('found')\n")
+    (tmp_path / "unsloth_multigpu.py").write_text("raise SystemExit('a file of the current folder')\n")
+    environment = {**os.environ, ENV_NOTEBOOK: json.dumps({"path": [str(tmp_path / "added in a cell")]})}
+    command = [sys.executable, "-c", process._PROGRAM]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
 def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):

@@ -60,7 +60,7 @@ class Rank0:
         self.shell = InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
         self.kernel = WrittenKernel()
         self.shown = []
-        variables = RankVariables({"RANK": "0"})
+        variables = RankVariables({"RANK": "0"}, {"RANK": None})
         self.in_effect = variables.in_effect()
         self.steering = KernelShell(self.shell, self.kernel, lambda: None, variables, None)
         self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])

@@ -23,10 +23,8 @@ from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.verify import page as table
-from unsloth_multigpu.tools.verify import run_comparison as comparison
-from unsloth_multigpu.tools.verify import verify_command as command
-from unsloth_multigpu.tools.verify import verify_recorder as receipt
+from unsloth_multigpu.tools.verify import receipt
+from unsloth_multigpu.tools.verify import verify_recorder as recorder
 from unsloth_multigpu.tools.verify.verify_recorder import Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
@@ -71,7 +69,7 @@ EQUAL = {"is_exact": True, "not_compared": "", "difference": 8e-8, "bound": 1e-5
 
 def updates_of(**tensors):
     """As a recorder leaves them."""
-    return {name: (sketch_of(tensor), receipt._moved(tensor)) for name, tensor in tensors.items()}
+    return {name: (sketch_of(tensor), recorder._moved(tensor)) for name, tensor in tensors.items()}
 
 
 UPDATES = updates_of(w=torch.ones(4))
@@ -89,17 +87,17 @@ def run_of(steps=STEPS, updates=UPDATES, compared=None, sources=(), **facts):
 
 
 def judged(steps, compared=None):
-    return comparison.compare(run_of(), run_of(steps, compared=compared))
+    return receipt.compare(run_of(), run_of(steps, compared=compared))
 
 
 def judged_alike(steps, updates=UPDATES):
     """The verdict over two runs that have left the same."""
-    return comparison.compare(run_of(steps, updates), run_of(steps, updates))
+    return receipt.compare(run_of(steps, updates), run_of(steps, updates))
 
 
 def page_of(one, many):
     stream = io.StringIO()
-    table.show(Screen(stream), command._receipt(["train.py"], one, many))
+    receipt.show(Screen(stream), receipt.make_receipt(["train.py"], one, many))
     return stream.getvalue().removesuffix("\n")
 
 
@@ -108,7 +106,7 @@ def test_equal_runs_agree():
     assert found["agree"]
     assert found["steps"][0]["num_samples"] == [3, 3]
     # A loss near zero is not compared with itself, and steps that overflow may come before one that does not.
-    assert comparison.compare(run_of([(1e-9, 0.5, {"a": 1})]), run_of([(-3e-9, 0.5, {"a": 1})]))["agree"]
+    assert receipt.compare(run_of([(1e-9, 0.5, {"a": 1})]), run_of([(-3e-9, 0.5, {"a": 1})]))["agree"]
     assert judged_alike([OVERFLOW, *STEPS])["agree"]
 
 
@@ -172,12 +170,12 @@ def test_gradients_from_the_same_weights_are_judged_by_the_ranks_own_comparison(
 @pytest.mark.parametrize("name", ["device", "rounding", "optimizer", "trainer"])
 def test_runs_of_two_kinds_disagree(name):
     one, other = (1e-5, 2e-5) if name == "rounding" else ("1", "2")
-    (reason,) = comparison.compare(run_of(**{name: one}), run_of(**{name: other}))["reasons"]
+    (reason,) = receipt.compare(run_of(**{name: one}), run_of(**{name: other}))["reasons"]
     assert reason.startswith(f"{name}: ")
 
 
 def compared_updates(one, many):
-    return comparison.compare(run_of(updates=updates_of(**one)), run_of(updates=updates_of(**many)))
+    return receipt.compare(run_of(updates=updates_of(**one)), run_of(updates=updates_of(**many)))
 
 
 def test_updates_are_compared_tensor_by_tensor():

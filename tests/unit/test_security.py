@@ -59,7 +59,7 @@ ALLOWED = {
     # The health page of the server that it has started, on loopback.
     "launch/generation_server.py": {"http.client", "http.HTTPStatus", "socket.create_server", "socket"},
     # A pair of connected sockets without a name, and the connections that a group has made.
-    "wire/child.py": {"multiprocessing.Pipe"},
+    "wire/child.py": {"multiprocessing.Pipe", "multiprocessing.connection*"},
     "federated/client_worker.py": {
         "multiprocessing.connection*",
         "cloudpickle.loads",
@@ -73,7 +73,6 @@ ALLOWED = {
         "socket.SOL_SOCKET",
         "socket.SO_SNDTIMEO",
     },
-    "notebook/worker.py": {"multiprocessing.connection*"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps"},

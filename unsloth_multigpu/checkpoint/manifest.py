@@ -76,7 +76,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
     """
     files = {path.relative_to(folder).as_posix(): _measured(path, must_flush=True) for path in _files_in(folder)}
     for inner in {path.parent for path in _files_in(folder)} | {folder}:
-        _flush_folder(inner)
+        flush_folder(inner)
     body = {"format": _FORMAT, **dataclasses.asdict(dataclasses.replace(manifest, files=files))}
     part = folder / f".{MANIFEST}"
     with part.open("w", encoding="ascii") as file:
@@ -84,7 +84,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, folder / MANIFEST)
-    _flush_folder(folder)
+    flush_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -146,7 +146,7 @@ def put_in_place(part: Path, final: Path) -> None:
     if final.exists():
         os.rename(final, older)
     os.rename(part, final)
-    _flush_folder(final.parent)
+    flush_folder(final.parent)
     shutil.rmtree(older, ignore_errors=True)
     with suppress(OSError):  # Not empty: its lock is held, or another save failed there.
         part.parent.rmdir()
@@ -242,7 +242,7 @@ def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:
     return size, crc
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Flushes a folder's entries to the disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

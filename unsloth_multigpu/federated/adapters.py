@@ -13,18 +13,12 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.aggregation import (
-    find_pairs,
-    not_projectable,
-    partner_of,
-    to_array,
-    to_tensor,
-)
+from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, partner_of, to_array, to_tensor
 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def exchanged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the trainable parameters, then the persistent buffers, not copied, in the model's order.
 
     A tied weight occurs once, under its first name. In a quantized model only running statistics count as buffers,
@@ -36,10 +30,10 @@ def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             f"The model of model_builder ({type(model).__name__}) has no trainable parameter.",
             hint="Return a model with requires_grad=True somewhere, for example with a LoRA adapter.",
         )
-    return trainable | travelling_buffers(model)
+    return trainable | exchanged_buffers(model)
 
 
-def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def exchanged_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the persistent buffers that training may change."""
     buffers = dict(model.named_buffers())
     if is_quantized(model):
@@ -49,11 +43,7 @@ def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
-    """Copies tensors to Flower's arrays.
-
-    Raises:
-        FederatedError: A tensor has an infinite or NaN value.
-    """
+    """Copies tensors to Flower's arrays. Raises FederatedError for a value that is infinite or NaN."""
     broken = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
     if broken:
         raise FederatedError(
@@ -67,8 +57,7 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
 def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> None:
     """Writes each array to the tensor of its name.
 
-    Raises:
-        FederatedError: Names or shapes differ. Nothing was written.
+    Raises FederatedError if names or shapes differ. Nothing was written then.
     """
     here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     there = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -123,10 +112,10 @@ def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape if packed is None else packed.shape)
 
 
-def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+def variants(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> list[str]:
     """Returns reasons why an adapter does not add a plain B A, from names, shapes and PEFT's layers."""
-    reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
-    for name in find_pairs(travelling):
+    reasons = not_projectable({name: tuple(value.shape) for name, value in exchanged.items()})
+    for name in find_pairs(exchanged):
         layer, adapter = lora_layer(model, name)
         if kind := getattr(layer, "lora_variant", {}).get(adapter):
             reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
@@ -153,30 +142,26 @@ def describe_adapter(model: nn.Module) -> str:
     return json.dumps({"name": names[0], "config": config | {"inference_mode": True}})
 
 
-def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def frozen_factors(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns frozen factors A or B whose partner is trained. They are not exchanged, but saved with the adapter."""
-    partners = {partner_of(name) for name in travelling} - travelling.keys()
+    partners = {partner_of(name) for name in exchanged} - exchanged.keys()
     return {name: value for name, value in model.named_parameters() if name in partners}
 
 
 def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_config: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` for PEFT, without a model.
 
-    Args:
-        arrays: The global state and `frozen_factors`. Other trained tensors (biases, norms) are written, too; PEFT
-            loads them into the base model.
-        adapter_config: The result of `describe_adapter`.
+    `arrays` are the global state and `frozen_factors`; `adapter_config` is the result of `describe_adapter`. Other
+    trained tensors (biases, norms) are written, too; PEFT loads them into the base model.
 
-    Raises:
-        FederatedError: A or B is missing; PEFT would initialize it again during loading.
+    Raises FederatedError if A or B is missing: PEFT would initialize it again during loading.
     """
     from safetensors.torch import save_file
 
     described = json.loads(adapter_config)
     if missing := sorted({partner for name in arrays if (partner := partner_of(name))} - arrays.keys()):
         raise FederatedError(
-            f"{missing[0]} is not among the tensors of the adapter to be saved.",
-            hint="Pass frozen factors, too.",
+            f"{missing[0]} is not among the tensors of the adapter to be saved.", hint="Pass frozen factors, too."
         )
     mark = f".{described['name']}"
     kept = {_name_on_disk(name, mark): value.contiguous() for name, value in arrays.items()}

@@ -59,22 +59,13 @@ class LoraAggregate(NamedTuple):
 
 
 def aggregate_lora(
-    replies: Sequence[ArrayRecord],
-    weights: Sequence[float],
-    averaged: ArrayRecord,
-    *,
-    mode: str,
+    replies: Sequence[ArrayRecord], weights: Sequence[float], averaged: ArrayRecord, *, mode: str
 ) -> LoraAggregate:
-    """Replaces A and B in the strategy's result.
+    """Replaces A and B in `averaged`, the strategy's result over all tensors, from the clients' replies.
 
-    Args:
-        replies: The clients' arrays, in a reproducible order.
-        weights: Numbers of examples.
-        averaged: The strategy's result over all tensors. "mean" returns it and measures its difference.
-        mode: "mean" or "project", which requires that `not_projectable` has no objection.
+    "mean" returns that result and measures its difference. "project" requires that `not_projectable` has no objection.
 
-    Raises:
-        FederatedError: The weights sum to 0.
+    Raises FederatedError if the weights, the numbers of examples, sum to 0.
     """
     pairs = find_pairs(averaged)
     if mode == "mean":
@@ -97,10 +88,7 @@ def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights
 
     Args:
         pairs: (A, B) of each client, of shapes (rank, in) and (out, rank).
-        weights: One per client, not negative; need not sum to 1.
-
-    Raises:
-        FederatedError: The weights sum to 0.
+        weights: One per client, not negative; need not sum to 1, but not to 0.
     """
     parts = _normalized(weights, len(pairs))
     pairs = [(a.double(), b.double()) for a, b in pairs]

@@ -15,10 +15,10 @@ from torch import nn
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.adapters import (
     describe_adapter,
+    exchanged_buffers,
     frozen_factors,
     layout_of,
     to_arrays,
-    travelling_buffers,
     variants,
 )
 from unsloth_multigpu.federated.client import ClientModel, FederatedClient, client_seed, seeded, visible_device
@@ -101,11 +101,11 @@ class _MessageHandler:
     def describe(self, message: Message, context: Context) -> Message:
         """Replies with the exchanged tensors of a newly built model, and the facts for `training.Start`."""
         built = self.model.build(visible_device())
-        model, tensors = built.model, built.travelling
+        model, tensors = built.model, built.exchanged
         facts: dict[str, Any] = {
             "layout": layout_of(model),
             "adapter-config": describe_adapter(model),
-            "buffers": list(travelling_buffers(model)),
+            "buffers": list(exchanged_buffers(model)),
             "not-projectable": variants(model, tensors),
         }
         frozen = to_arrays(frozen_factors(model, tensors))

@@ -20,6 +20,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
+from unsloth_multigpu.checkpoint.manifest import flush_folder
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
 from unsloth_multigpu.federated.round_report import RoundReport, round_from_dict
@@ -69,12 +70,10 @@ class SavedRound:
 def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     """Creates and locks the folder, if its file system has locks, and finds the round from which to resume.
 
-    Yields:
-        The file of that round; None = from the beginning.
+    Yields the file of that round; None = from the beginning.
 
-    Raises:
-        ConfigError: There are rounds and `resume` is not set, another running training uses the folder, or it cannot be
-            written.
+    Raises ConfigError if there are rounds and `resume` is not set, if another running training uses the folder, or if
+    it cannot be written.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -127,11 +126,7 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, output_dir / name)
-    descriptor = os.open(output_dir, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folder(output_dir)
     kept = {f"round-{number}.pt" for number in range(saved.server_round - _NUM_KEPT + 1, saved.server_round + 1)}
     for path in rounds_in(output_dir):
         if path.name not in kept:
@@ -139,11 +134,7 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
 
 
 def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRound:
-    """Reads a round.
-
-    Args:
-        facts: Settings of the training that resumes.
-        num_rounds: Its total number of rounds.
+    """Reads a round of the training that resumes, with these settings and total number of rounds.
 
     Raises:
         ResumeError: A setting differs.
@@ -185,8 +176,7 @@ def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
 def pack(value: Any) -> Any:
     """Converts a value to plain data: other types than numbers, texts, lists and dicts become (kind, content).
 
-    Raises:
-        TypeError: A type that cannot be stored.
+    Raises TypeError for a type that cannot be stored.
     """
     import numpy as np
 

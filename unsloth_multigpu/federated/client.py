@@ -16,12 +16,7 @@ from torch import nn
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.adapters import (
-    is_quantized,
-    to_arrays,
-    travelling_tensors,
-    write_arrays,
-)
+from unsloth_multigpu.federated.adapters import exchanged_tensors, is_quantized, to_arrays, write_arrays
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
 
@@ -121,12 +116,11 @@ class ClientModel:
     def prepare(self, arrays: ArrayRecord, device: torch.device) -> nn.Module:
         """Returns the model, reset and with the global state.
 
-        Raises:
-            FederatedError: Its tensors differ from the server's in names or shapes.
+        Raises FederatedError if its tensors differ from the server's in names or shapes.
         """
         built = self.build(device)
         built.reset()
-        write_arrays(built.travelling, arrays)
+        write_arrays(built.exchanged, arrays)
         if not built.marks:
             built.marks = built.marked()
         return built.model
@@ -137,8 +131,7 @@ class ClientModel:
         Integers and bools become float64, because some strategies subtract or scale arrays or add noise in place.
         """
         tensors = self._built.current() if self._built else {}
-        is_float = {name: value.is_floating_point() or value.is_complex() for name, value in tensors.items()}
-        return to_arrays({name: value if is_float[name] else value.double() for name, value in tensors.items()})
+        return to_arrays({n: v if v.is_floating_point() or v.is_complex() else v.double() for n, v in tensors.items()})
 
     def release(self) -> list[str]:
         """Frees what a client left. Returns tensors that `reset` cannot restore; then the model will be built again."""
@@ -161,9 +154,9 @@ class BuiltModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.travelling = travelling_tensors(model)
+        self.exchanged = exchanged_tensors(model)
         self.marks: dict[str, tuple[Any, ...]] = {}
-        self._shapes = {name: tuple(value.shape) for name, value in self.travelling.items()}
+        self._shapes = {name: tuple(value.shape) for name, value in self.exchanged.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
         values = [value for _, kept in self._attributes for value in kept.values()]
@@ -174,7 +167,7 @@ class BuiltModel:
         self._caches = [
             (value, value.detach().to("cpu", copy=True))
             for name, value in fixed.items()
-            if name not in self.travelling and not value.is_inference() and not value.is_meta
+            if name not in self.exchanged and not value.is_inference() and not value.is_meta
         ]
 
     def reset(self) -> None:
@@ -197,8 +190,7 @@ class BuiltModel:
     def current(self) -> dict[str, torch.Tensor]:
         """Returns the exchanged tensors that the model has now.
 
-        Raises:
-            FederatedError: A tensor is missing or has another shape.
+        Raises FederatedError if a tensor is missing or has another shape.
         """
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, shape in self._shapes.items():
@@ -209,14 +201,14 @@ class BuiltModel:
                     hint="train_fn must train the model that it gets: add or merge adapters in model_builder, and "
                     "register buffers whose shape depends on data with persistent=False.",
                 )
-        return {name: now[name] for name in self.travelling}
+        return {name: now[name] for name in self.exchanged}
 
     def marked(self) -> dict[str, tuple[Any, ...]]:
         """Returns marks by the tensor's name, to find changes that `reset` cannot restore.
 
         A mark has the tensor's id, dtype, device and shape; for a frozen plain tensor also a hash of its values.
         """
-        free = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.travelling.values()}
+        free = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.exchanged.values()}
         # The original buffers, which a client may have replaced.
         named = {**self._buffers, **dict(self.model.named_parameters())}
         fixed = {name: value.data for name, value in named.items() if id(value) not in free and not value.is_meta}

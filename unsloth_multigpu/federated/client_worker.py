@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import pickle
@@ -20,23 +19,20 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.wire.child import connect_to_parent
 
 # Errors of a client's functions. sys.exit() ends the client, not the slot; Ctrl-C ends the slot.
 _OF_CLIENT = (Exception, SystemExit)
 
 
 def main() -> None:
-    """Runs this process as a slot until the server is gone. `sys.argv[1]` is the file descriptor of its socket."""
-    descriptor, server_pid = map(int, sys.argv[1:3])
-    threading.Thread(target=_end_with_server, args=(server_pid,), name="unsloth_multigpu-server", daemon=True).start()
-    os.set_inheritable(descriptor, False)
-    server = Connection(descriptor)
+    """Runs this process as a slot until the server is gone."""
+    server = connect_to_parent()
+    threading.Thread(
+        target=_end_with_server, args=(int(sys.argv[2]),), name="unsloth_multigpu-server", daemon=True
+    ).start()
     # Otherwise DataLoader workers would keep the socket open, and could write to it.
     os.register_at_fork(after_in_child=server.close)
-    faulthandler.enable()
-    for stream in (sys.stdout, sys.stderr):
-        # The server reads the log as UTF-8, whatever the locale here.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     kind, sys.argv[:], packed = _receive(server)
     app = _load(server, kind, packed)
     while True:
@@ -44,14 +40,10 @@ def main() -> None:
 
 
 def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> tuple[Any, ...]:
-    """Runs one client.
+    """Runs one client on the slot's device of this kind.
 
-    Args:
-        kind: Type of the slot's device.
-
-    Returns:
-        ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
-        does not work any more.
+    Returns ("done", reply, peak bytes), ("failed", error in one line, traceback), or ("unusable", error) if the device
+    does not work any more.
     """
     device = None if kind == "cpu" else getattr(torch, kind)
     try:

@@ -12,23 +12,19 @@ from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.federated_option import check
+from unsloth_multigpu.federated.server import check
 
 # Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 # Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
-_WITH_MODS = (
-    flower.DifferentialPrivacyClientSideFixedClipping,
-    flower.DifferentialPrivacyClientSideAdaptiveClipping,
-)
+_WITH_MODS = (flower.DifferentialPrivacyClientSideFixedClipping, flower.DifferentialPrivacyClientSideAdaptiveClipping)
 
 
 def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
     """Returns a new strategy for a name, or the instance itself.
 
-    Raises:
-        ConfigError: An invalid strategy or settings, or one whose clients must clip their updates: without clipping,
-            the noise does not hide a client's data.
+    Raises ConfigError for an invalid strategy or settings, and for a strategy whose clients must clip their updates:
+    without clipping, the noise does not hide a client's data.
     """
     check(isinstance(settings, Mapping | None), "strategy_kwargs", settings, "a dict")
     if isinstance(strategy, str):
@@ -55,13 +51,11 @@ def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | Non
 def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     """Creates Flower's strategy of a name such as "fedavg", "fedprox", "fedadam" or "krum".
 
-    Args:
-        name: Name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter.
-        settings: Arguments of that class. `min_*_nodes` are 1 if they are left out.
+    It is the name of a class of `flwr.serverapp.strategy`; case, "-" and "_" do not matter. `settings` are the
+    arguments of that class. `min_*_nodes` are 1 if they are left out.
 
-    Raises:
-        ConfigError: An unknown strategy; unknown, missing or invalid arguments; "fedprox" without `proximal_mu`, which
-            would be FedAvg.
+    Raises ConfigError for an unknown strategy; for unknown, missing or invalid arguments; and for "fedprox" without
+    `proximal_mu`, which would be FedAvg.
     """
     classes = {key.lower(): getattr(flower, key) for key in flower.__all__}
     kinds = {n: k for n, k in classes.items() if issubclass(k, Strategy) and not inspect.isabstract(k)}
@@ -99,8 +93,7 @@ def layers_of(strategy: Strategy) -> Iterator[Strategy]:
 def check_strategy(strategy: Strategy, num_clients: int) -> None:
     """Checks that the strategy can work with this number of clients.
 
-    Raises:
-        ConfigError: It would wait for more clients than there are, or overrides `start`.
+    Raises ConfigError if it would wait for more clients than there are, or overrides `start`.
     """
     for layer in layers_of(strategy):
         kind = type(layer).__name__

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,23 +19,32 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated.client_device import SlotDevice
-from unsloth_multigpu.federated.pool import SlotPool
+from unsloth_multigpu.federated.placement import SlotDevice, choose_client, slot_environment
 from unsloth_multigpu.federated.round_report import ClientRecord
-from unsloth_multigpu.federated.slot import Slot, Task
+from unsloth_multigpu.federated.slot import Slot, SlotEnded, Task
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.folder import exclusive_log_dir
+
+logger = get_logger(__name__)
 
 # The node id of Flower's SuperLink.
 _SERVER_NODE_ID = 1
 _IDENTITY = ("_task_id", "_run_id", "_node_id")
+# Flower's error codes of SuperNodes; their names are in flwr.common.constant, which is not public.
+CLIENT_RAISED, REPLY_UNAVAILABLE, CLIENT_CRASHED = 2, 4, 8
+# Attempts of a client whose process dies.
+_MAX_ATTEMPTS = 2
+_POLL_S = 0.2
 
 
 class ProcessGrid(Grid):
     """Runs each client's ClientApp in a slot, a process that then runs the next client.
 
     Clients are Flower's nodes 1 to `num_clients`; a client's `Context` has "partition-id" and "num-partitions", as in
-    Flower's simulation. Slots start with the first message. An error in a round, such as Ctrl-C, ends them; the next
-    round starts new ones. Messages are created within `task_identity`.
+    Flower's simulation. Slots start with the first message. Each has a thread that gives it one client after the other.
+    An error in a round, such as Ctrl-C, ends them; the next round starts new ones. Messages are created within
+    `task_identity`, and one call of `send_and_receive` runs at a time.
 
     Args:
         app: Any ClientApp.
@@ -41,7 +54,7 @@ class ProcessGrid(Grid):
         log_dir: Folder for the clients' output, slot_N.log.
 
     Attributes:
-        pool: The slots.
+        slots: The slots, ordered by `Slot.index`.
         num_clients: May change between two rounds.
         records: One per message, in the order of the messages. The reader clears them.
     """
@@ -58,16 +71,22 @@ class ProcessGrid(Grid):
     ) -> None:
         if sys.platform != "linux":
             raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
-        packed = pack(app)
-        with ExitStack() as stack:
-            logs = stack.enter_context(exclusive_log_dir(Path(log_dir)))
-            slots = [Slot(index, device, logs) for index, device in enumerate(places)]
-            self.pool = SlotPool(packed, slots, placement, seed)
-            stack.callback(self.pool.close)
-            # If the grid is never closed, this runs at exit, before the interpreter shuts down.
-            self._end = weakref.finalize(self, stack.pop_all().close)
+        self._app = pack(app)
+        self._placement = placement
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._waiting: list[Task] = []
+        # Seconds of each client's last run, by the kind of message and client_id.
+        self._seconds: dict[tuple[str, int], float] = {}
+        self._is_over = False
         self.num_clients = num_clients
         self.records: list[ClientRecord] = []
+        with ExitStack() as stack:
+            logs = stack.enter_context(exclusive_log_dir(Path(log_dir)))
+            self.slots = [Slot(index, device, logs) for index, device in enumerate(places)]
+            stack.callback(_end_all, self.slots)
+            # If the grid is never closed, this runs at exit, before the interpreter shuts down.
+            self._end = weakref.finalize(self, stack.pop_all().close)
 
     def close(self) -> None:
         """Ends all slots."""
@@ -76,7 +95,7 @@ class ProcessGrid(Grid):
     @property
     def devices_of_slots(self) -> list[str]:
         """Device of each slot, such as "cuda:1", in the order of the slots."""
-        return [str(slot.device) for slot in self.pool.slots]
+        return [str(slot.device) for slot in self.slots]
 
     def get_node_ids(self) -> list[int]:
         """Returns the node ids of all clients: client_id + 1."""
@@ -99,7 +118,19 @@ class ProcessGrid(Grid):
         if not self._end.alive:
             raise FederatedError("The grid was closed.", hint="Create a new one.")
         tasks = [self._make_task(message) for message in messages]
-        self.pool.run(tasks, timeout)
+        end_s = None if timeout is None else time.monotonic() + timeout
+        self._waiting, self._is_over = list(tasks), False
+        try:
+            while self._waiting and not self._is_over:
+                self._serve_all(end_s)
+        except BaseException:
+            self._waiting.clear()
+            _end_all(self.slots)
+            raise
+        for task in tasks:
+            if task.reply is None:
+                what = "ended" if task.record.attempts else "begun"
+                logger.warning("%s", task.fail(REPLY_UNAVAILABLE, f"not {what} within round_timeout_s"))
         self.records += [task.record for task in tasks]
         return [task.reply for task in tasks if task.reply is not None]
 
@@ -111,6 +142,90 @@ class ProcessGrid(Grid):
         context = Context(message.metadata.run_id, client_id + 1, node_config, RecordDict(), {})
         return Task(message, context, ClientRecord(client_id, message.metadata.message_type.partition(".")[0]))
 
+    def _serve_all(self, end_s: float | None) -> None:
+        """Runs the slots' threads until no task waits, or until the limit."""
+        slots = [slot for slot in self.slots if not slot.is_retired]
+        with ThreadPoolExecutor(len(slots)) as threads:
+            futures = [threads.submit(self._serve, slot) for slot in slots]
+            try:
+                rest_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+                done, late = wait(futures, rest_s, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                self._is_over = bool(late)
+            except BaseException:
+                self._is_over = True
+                raise
+            finally:
+                while busy := [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]:
+                    for slot in busy:
+                        slot.kill("the round has ended")
+                    wait(futures, _POLL_S)
+
+    def _serve(self, slot: Slot) -> None:
+        """Target of a slot's thread."""
+        while not (self._is_over or slot.is_retired) and (task := self._take(slot)):
+            self._run(slot, task)
+
+    def _take(self, slot: Slot) -> Task | None:
+        """Removes and returns the next task for a slot, None without one."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            devices = list(dict.fromkeys(other.device for other in self.slots if not other.is_retired))
+            ids = [task.record.client_id for task in self._waiting]
+            seconds = {i: s for (kind, i), s in self._seconds.items() if kind == self._waiting[0].record.kind}
+            chosen = choose_client(ids, devices.index(slot.device), len(devices), self._placement, seconds)
+            return None if chosen is None else self._waiting.pop(chosen)
+
+    def _run(self, slot: Slot, task: Task) -> None:
+        while task.reply is None:
+            try:
+                slot.start(self._app, slot_environment(slot.device, len(self.slots), self._seed, os.environ))
+            except SlotEnded as ended:
+                self._retire(slot, task, str(ended))
+                return
+            task.begin(slot)
+            try:
+                self._finish(task, *slot.call(task.message, task.context))
+            except SlotEnded as ended:
+                if self._is_over:
+                    return
+                self._try_again(slot, task, str(ended))
+
+    def _finish(self, task: Task, kind: str, result: Any, more: Any) -> None:
+        """Ends a task with the result of `client_worker.run_client`."""
+        if kind == "failed":
+            task.fail(CLIENT_RAISED, result)
+            logger.warning("%s failed:\n%s", task.place(), more.rstrip())
+            return
+        task.answer(result)
+        task.record.peak_memory_bytes = more
+        with self._lock:
+            self._seconds[task.record.kind, task.record.client_id] = task.record.seconds
+
+    def _try_again(self, slot: Slot, task: Task, end: str) -> None:
+        """Called when a client's process has died. Leaves the task for another attempt, or ends it with an error."""
+        if task.record.attempts < _MAX_ATTEMPTS:
+            text = "%s. It was running %s, which is run once more. The end of its log:\n%s"
+            logger.warning(text, end, task.place(), read_tail(slot.log))
+            return
+        text = f"{end}. This is the second process that ended with this client, which is left out"
+        error = task.fail(CLIENT_CRASHED, text)
+        logger.warning("%s\nThe end of the log of slot %d:\n%s", error, slot.index, read_tail(slot.log))
+
+    def _retire(self, slot: Slot, task: Task, end: str) -> None:
+        """Called when a process has ended before it was ready."""
+        if self._is_over:
+            return
+        with self._lock:
+            slot.is_retired = True
+            self._waiting.insert(0, task)
+        log = f"The end of its log:\n{read_tail(slot.log)}"
+        if all(other.is_retired for other in self.slots):
+            raise FederatedError(f"No slot is left: {end}, before it was ready. {log}", hint=f"See {slot.log}.")
+        logger.warning("%s, before it was ready: other slots run its clients. %s", end, log)
+
     def _has_no_such_call(self, *_: Any, **__: Any) -> Any:
         raise FederatedError(
             "ProcessGrid does not support this call.", hint="Use get_node_ids, send_and_receive and Message(...)."
@@ -118,6 +233,13 @@ class ProcessGrid(Grid):
 
     set_run = create_message = push_messages = pull_messages = _has_no_such_call
     run = property(_has_no_such_call)
+
+
+def _end_all(slots: Sequence[Slot]) -> None:
+    """Ends all processes. A later message starts new ones."""
+    for slot in slots:
+        slot.end()
+        slot.is_retired = False
 
 
 def pack(app: Any) -> bytes:

@@ -14,15 +14,11 @@ from unsloth_multigpu.errors import FederatedError
 
 
 class ProximalPull:
-    """Adds mu (w - w_global) to the gradient of each parameter before each step of any optimizer.
+    """Adds mu (w - w_global) to the gradient of each trainable parameter before each step of any optimizer.
 
     It is the gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). It
     is added once per optimizer step, so gradients may be accumulated, and after clipping, which applies to the loss
-    only.
-
-    Args:
-        parameters: The trainable parameters, which have the global weights now.
-        mu: 0 = no proximal term.
+    only. The parameters have the global weights now. mu = 0: no proximal term.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:

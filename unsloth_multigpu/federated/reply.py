@@ -17,15 +17,14 @@ Kind = Literal["train", "evaluate"]
 CHANGED = "changed-weights"
 
 
-def judge(
+def check_replies(
     replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
 ) -> tuple[list[Message], list[str]]:
     """Returns the replies for the strategy, including errors, in the order of the clients; and one line per failure.
 
     Clients without data are left out: they would count in a median, and may lack metrics.
 
-    Raises:
-        FederatedError: No client succeeded or had data, or fewer than `min_success` of them succeeded.
+    Raises FederatedError if no client succeeded or had data, or fewer than `min_success` of them succeeded.
     """
     replies = sorted(replies, key=client_of)
     good = [reply for reply in replies if reply.has_content()]
@@ -81,8 +80,7 @@ def weight_of(content: RecordDict, key: str) -> float:
 def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
     """Converts arrays to their earlier dtypes: means and optimizers turn float32 and integers into float64.
 
-    Raises:
-        FederatedError: A value is infinite or NaN.
+    Raises FederatedError for a value that is infinite or NaN.
     """
     import numpy as np
 

@@ -28,8 +28,8 @@ class ClientRecord:
         kind: "train", "evaluate" or "query".
         slot: Number of the slot that answered it, or of the last attempt; -1 = not begun.
         device: Device of that slot, such as "cuda:1".
-        begin_s: Begin of the last attempt, on the clock of `time.monotonic`.
-        seconds: Time from the begin to the reply.
+        begin_s: Start of the last attempt, on the clock of `time.monotonic`.
+        seconds: Time from the start to the reply.
         peak_memory_bytes: Peak of the memory reserved by torch; 0 on the CPU.
         attempts: Number of attempts.
     """
@@ -51,7 +51,7 @@ class DeviceReport:
 
     Args:
         device: Such as "cuda:0" or "cpu:1".
-        client_ids: Clients that trained on it, in the order of their begin.
+        client_ids: Clients that trained on it, in the order of their start.
         busy_s: Seconds in which at least one client ran on it.
         peak_memory_bytes: Largest peak of a client; None if not measured.
     """

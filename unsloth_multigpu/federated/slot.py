@@ -1,4 +1,4 @@
-"""A slot in the server: it runs one client at a time in its current process."""
+"""A slot of a server: runs one client after the other in its current process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import Context, Error, Message
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.federated.client_device import SlotDevice
+from unsloth_multigpu.federated.placement import SlotDevice
 from unsloth_multigpu.federated.round_report import ClientRecord
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import Child, read_tail
@@ -77,9 +77,7 @@ class Task:
 class Slot:
     """Starts and ends the slot's processes, one after the other. One thread uses it; any thread may call `kill`.
 
-    Args:
-        device: The only device that its processes see.
-        log_dir: Folder of slot_N.log.
+    Its processes see only its device; `log_dir` has their output, slot_N.log.
 
     Attributes:
         is_retired: A process has failed to start, and no other one will be started.
@@ -99,9 +97,8 @@ class Slot:
     def start(self, app: bytes, environment: Mapping[str, str]) -> None:
         """Starts a process unless one lives, and waits until it is ready.
 
-        Raises:
-            SlotEnded: It has ended, for example because its device does not work.
-            SetupError: It cannot load the app.
+        Raises SlotEnded if it has ended, for example because its device does not work; SetupError if it cannot load the
+        app.
         """
         if self._process is not None:
             if not self._process.has_ended():
@@ -119,8 +116,7 @@ class Slot:
     def call(self, *fields: Any) -> tuple[Any, ...]:
         """Sends a message to the process and waits for its answer.
 
-        Raises:
-            SlotEnded: The process has ended, or was killed because it is unusable.
+        Raises SlotEnded if the process has ended, or was killed because it is unusable.
         """
         assert self._process is not None
         child = self._process

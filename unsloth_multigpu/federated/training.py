@@ -28,8 +28,6 @@ from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, we
 from unsloth_multigpu.federated.apps import make_client_app, to_metrics
 from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
-from unsloth_multigpu.federated.client_device import choose_devices
-from unsloth_multigpu.federated.federated_option import FitOptions, ServerOptions, called_as
 from unsloth_multigpu.federated.flower_strategy import (
     check_strategy,
     checked_strategy,
@@ -40,7 +38,8 @@ from unsloth_multigpu.federated.flower_strategy import (
     weight_key,
 )
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
-from unsloth_multigpu.federated.reply import Kind, judge, like, weight_of
+from unsloth_multigpu.federated.placement import choose_devices
+from unsloth_multigpu.federated.reply import Kind, check_replies, like, weight_of
 from unsloth_multigpu.federated.round_report import (
     FederatedReport,
     FederatedResult,
@@ -48,13 +47,12 @@ from unsloth_multigpu.federated.round_report import (
     device_reports,
     write_rounds,
 )
+from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.logs import Console, get_logger
-from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.wire.identity import read_identity
 
 _log = get_logger(__name__)
-ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
 # Loading a base model may take longer than a round of small clients.
 _LEAST_TIMEOUT_S = 300.0
 
@@ -122,11 +120,10 @@ class FederatedServer:
             ResumeError: The saved round belongs to another training.
             FederatedError: Too many clients failed, or their results cannot be aggregated.
         """
-        Option(least=1, type=int, hint="Change num_clients.").take("num_clients", num_clients)
-        if server_evaluate is not None:
-            called_as("server_evaluate(model, server_round)")("server_evaluate", server_evaluate)
         folder: Any = output_dir  # The option converts a path to text.
-        options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
+        options = FitOptions(
+            num_clients, num_rounds, config, folder, resume, min_success, round_timeout_s, server_evaluate
+        )
         refuse_ranks()
         start = None if self._training is None else self._training.start
         self._training = None
@@ -134,7 +131,7 @@ class FederatedServer:
             if self._grid is None:
                 self._grid = self._make_grid(num_clients)
             self._grid.num_clients = num_clients
-            training = Training(self, self._grid, num_clients, options, server_evaluate=server_evaluate, start=start)
+            training = Training(self, self._grid, options, start)
             result = training.run()
         self._training = training
         return result
@@ -149,21 +146,26 @@ class FederatedServer:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the global trainable tensors and persistent buffers on the CPU.
-
-        Raises:
-            SetupError: Called before `fit`.
-        """
+        """Returns the global trainable tensors and persistent buffers on the CPU. Raises SetupError before `fit`."""
         return tensors_of(self._last().arrays)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the result of `fit`: a PEFT adapter, or model.safetensors with the trained tensors of a plain model.
 
-        Raises:
-            SetupError: Called before `fit`.
-            OSError: The disk is full or fails.
+        Raises SetupError before `fit`, and OSError if the disk is full or fails.
         """
-        save_model(self._last(), Path(folder))
+        from safetensors.torch import save_file
+
+        training, folder = self._last(), Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        start, arrays, tensors = training.start, training.arrays, tensors_of(training.arrays)
+        if not start.adapter_config:
+            save_file(tensors, folder / "model.safetensors")
+            return
+        # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
+        same = [name for name in start.buffers if arrays[name] == start.arrays.get(name)]
+        state = {name: value for name, value in tensors.items() if name not in same}
+        save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
 
     def close(self) -> None:
         """Ends the clients' processes. The result stays; another `fit` starts them again."""
@@ -223,61 +225,40 @@ class Training:
     """Flower's loop of rounds, made reproducible: the same clients in every run, and replies in the clients' order.
 
     Random generators are seeded while clients are selected, and not while results are aggregated: noise of differential
-    privacy from a known seed would hide nothing.
-
-    Args:
-        grid: The slots of the clients.
-        start: The initial state from an earlier training of the same server, if there is one.
+    privacy from a known seed would hide nothing. `start` is that of an earlier training of the same server.
 
     Attributes:
         arrays: The global arrays now.
-        start: The initial state, once known.
+        start: The initial state, known after `run` has begun.
     """
 
     def __init__(
-        self,
-        server: FederatedServer,
-        grid: ProcessGrid,
-        num_clients: int,
-        options: FitOptions,
-        *,
-        server_evaluate: ServerEvaluate | None = None,
-        start: Start | None = None,
+        self, server: FederatedServer, grid: ProcessGrid, options: FitOptions, start: Start | None = None
     ) -> None:
         self.arrays = ArrayRecord()
-        self.start = start
-        self._server, self._grid, self._num_clients, self._options = server, grid, num_clients, options
-        self._folder = None if options.output_dir is None else Path(options.output_dir)
+        self._server, self._grid, self._options, self._known_start = server, grid, options, start
         self._strategy = server.new_strategy()
-        check_strategy(self._strategy, num_clients)
-        self._server_evaluate = server_evaluate
+        check_strategy(self._strategy, options.num_clients)
         self._model = ClientModel(server.options.model_builder, server.options.seed)
         self._reports: list[RoundReport] = []
         self._first_metrics: Mapping[str, Any] | None = None
         self._failures: list[str] = []
         self._facts = {name: getattr(server.options, name) for name in ("server_id", "seed", "lora_aggregation")}
-        self._facts |= {"num_clients": num_clients, **server.description}
+        self._facts |= {"num_clients": options.num_clients, **server.description}
         self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
     def run(self) -> FederatedResult:
-        """Trains all rounds, or those after a saved round.
-
-        Raises:
-            ConfigError: An option does not fit the model or the folder.
-            ResumeError: The saved round belongs to another training.
-            FederatedError: A round failed.
-            OSError: A round cannot be saved.
-        """
-        begin_s, options, folder = time.monotonic(), self._options, self._folder
+        """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
+        begin_s, options = time.monotonic(), self._options
+        folder = None if options.output_dir is None else Path(options.output_dir)
         with nullcontext() if folder is None else open_folder(folder, options.resume) as newest:
             saved = read_round(newest, self._facts, options.num_rounds) if newest else None
-            if self.start is None:
-                self.start = ask_for_start(self._grid, options.round_timeout_s)
+            self.start = self._known_start or ask_for_start(self._grid, options.round_timeout_s)
             if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if saved is not None:
-                self._resume(saved, self.start)
+                self._resume(saved)
                 _log.info("resumes after round=%d of %s", saved.server_round, newest)
             if folder is not None:
                 write_rounds(folder, self._reports, must_append=False)
@@ -287,14 +268,14 @@ class Training:
                 if self._first_metrics is None:
                     self._first_metrics = self._evaluated(0)
                 for number in range(len(self._reports) + 1, options.num_rounds + 1):
-                    self._reports.append(self._round(number, self.start))
+                    self._reports.append(self._round(number))
                     if folder is not None:
-                        self._save(folder, self.start)
+                        self._save(folder)
                     _log.info("%s", " ".join(f"{name}={text}" for name, text in self._reports[-1].row().items()))
         return self._result(startup_s)
 
-    def _resume(self, saved: SavedRound, start: Start) -> None:
-        if difference := layout_difference(start.layout, saved.layout):
+    def _resume(self, saved: SavedRound) -> None:
+        if difference := layout_difference(self.start.layout, saved.layout):
             raise ResumeError(
                 f"round {saved.server_round} is of another model: {difference}.",
                 hint="Use the model_builder of the stopped training.",
@@ -314,12 +295,12 @@ class Training:
         server_id, num_slots = self._server.options.server_id, len(self._grid.devices_of_slots)
         return FederatedResult(
             Result(self.arrays, train, evaluate, server),
-            FederatedReport(server_id, self._num_clients, num_slots, startup_s, reports),
+            FederatedReport(server_id, self._options.num_clients, num_slots, startup_s, reports),
         )
 
-    def _round(self, number: int, start: Start) -> RoundReport:
+    def _round(self, number: int) -> RoundReport:
         begin_s, self._failures = time.monotonic(), []
-        found = self._train(number, start)
+        found = self._train(number)
         if self._server.options.evaluate_fn is not None and (replies := self._ask("evaluate", number)):
             with self._named(number, "aggregate_evaluate"):
                 found["evaluate_metrics"] = dict(self._strategy.aggregate_evaluate(number, replies) or {})
@@ -330,7 +311,7 @@ class Training:
         self._failures += [f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again]
         return RoundReport(number, time.monotonic() - begin_s, failures=tuple(self._failures), **found)
 
-    def _train(self, number: int, start: Start) -> dict[str, Any]:
+    def _train(self, number: int) -> dict[str, Any]:
         """Runs and aggregates the clients' training. Returns fields of the `RoundReport`."""
         replies = self._ask("train", number)
         contents = [reply.content for reply in replies if reply.has_content()]
@@ -348,9 +329,9 @@ class Training:
         if is_weighted_mean(self._strategy):
             lora = aggregate_lora(kept, weights, arrays, mode=self._server.options.lora_aggregation)
             arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
-        elif has_server_optimizer(self._strategy) and start.buffers:
+        elif has_server_optimizer(self._strategy) and self.start.buffers:
             # A server optimizer could make a running variance negative.
-            arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, start.buffers)})
+            arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.start.buffers)})
         self.arrays = like(arrays, self.arrays)
         return found | {"num_examples": int(sum(weights))}
 
@@ -361,7 +342,7 @@ class Training:
         with self._named(number, step), seeded_draws(client_seed(self._server.options.seed, number, kind)):
             messages = list(getattr(self._strategy, step)(number, self.arrays, config, self._grid))
         messages.sort(key=lambda message: message.metadata.dst_node_id)
-        judged, failures = judge(
+        checked, failures = check_replies(
             self._grid.send_and_receive(messages, timeout=self._options.round_timeout_s),
             kind,
             number,
@@ -369,25 +350,25 @@ class Training:
             weight_key=weight_key(self._strategy),
         )
         self._failures += failures
-        return judged
+        return checked
 
     def _evaluated(self, number: int) -> dict[str, Any]:
         """Returns the metrics of the user's `server_evaluate`."""
-        if self._server_evaluate is None:
+        if self._options.server_evaluate is None:
             return {}
         try:
             device = torch.device(self._server.options.device or "cpu")
             model = self._model.prepare(self.arrays, device).eval()
-            return dict(to_metrics(self._server_evaluate(model, number), "server_evaluate"))
+            return dict(to_metrics(self._options.server_evaluate(model, number), "server_evaluate"))
         finally:
             if changed := self._model.release():
                 text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
                 _log.warning(text, changed[0], len(changed) - 1)
 
-    def _save(self, folder: Path, start: Start) -> None:
+    def _save(self, folder: Path) -> None:
         packed, left_out = pack_strategy(self._strategy)
         first, number = self._first_metrics or {}, len(self._reports)
-        state = (self.arrays, start.layout, self._reports, first, packed, self._facts)
+        state = (self.arrays, self.start.layout, self._reports, first, packed, self._facts)
         write_round(folder, SavedRound(number, *state))
         write_rounds(folder, self._reports[-1:], must_append=True)
         if left_out and number == 1:
@@ -407,8 +388,7 @@ class Training:
 def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
     """Lets a client on each slot build its model, seeded, and returns the first description.
 
-    Raises:
-        FederatedError: No client could build its model.
+    Raises FederatedError if no client could build its model.
     """
     asked = grid.get_node_ids()[: len(grid.devices_of_slots)]
     messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
@@ -428,23 +408,6 @@ def tensors_of(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
     """Copies arrays to contiguous tensors, which safetensors needs."""
     contiguous = torch.contiguous_format
     return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
-
-
-def save_model(training: Training, folder: Path) -> None:
-    """Writes a PEFT adapter or model.safetensors. Raises OSError if the disk is full or fails."""
-    from safetensors.torch import save_file
-
-    start = training.start
-    assert start is not None
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(training.arrays)
-    if not start.adapter_config:
-        save_file(tensors, folder / "model.safetensors")
-        return
-    # Without unchanged buffers: they are in the base model, and other tools refuse unknown names.
-    same = [name for name in start.buffers if training.arrays[name] == start.arrays.get(name)]
-    state = {name: value for name, value in tensors.items() if name not in same}
-    save_adapter(folder, state | tensors_of(start.frozen), start.adapter_config)
 
 
 def _no_projection(reason: str) -> ConfigError:

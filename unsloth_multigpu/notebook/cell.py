@@ -40,11 +40,8 @@ _ERROR_CHARACTERS = 2000
 def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool:
     """True for a magic that only rank 0 runs.
 
-    Args:
-        kind: "line" or "cell".
-        name: Its name without per cent signs.
-        line: The rest of the line.
-        module: The module that defines its function; None = the shell does not have it.
+    `kind` is "line" or "cell", `name` has no per cent signs, `line` is the rest of the line, and `module` defines the
+    magic's function; None = the shell does not have it.
     """
     if module is None or f"{module}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True
@@ -71,11 +68,11 @@ def log_header(cell_number: int, source: str) -> str:
 
 
 def split_at(source: str, line: int, transform: Callable[[str], str] = lambda body: body) -> tuple[str, str]:
-    """Splits a cell before the top-level statement that contains `line`.
+    """Splits a cell before the top-level statement that contains `line`, which is counted from 1.
 
     Args:
-        source: Python code, after IPython's transformation.
-        line: Counted from 1; within the body if the whole cell is a cell magic such as %%time.
+        source: Python code, after IPython's transformation. If the whole cell is a cell magic such as %%time, `line` is
+            a line of its body.
         transform: IPython's transformation of the body of a cell magic.
 
     Raises:

@@ -37,10 +37,8 @@ class ReplayedLineError(SetupError, ConfigError):
 class CellProgram(Program):
     """The cells that a rank of a notebook runs.
 
-    It outlives the process group of its session: after a failed cell, `join_group` opens a new one.
-
-    Args:
-        sharer: Tells whether the other ranks run the same code as this rank.
+    It outlives the process group of its session: after a failed cell, `join_group` opens a new one. `sharer` tells
+    whether the other ranks run the same code as this rank.
     """
 
     def __init__(self, sharer: Publisher | Receiver) -> None:
@@ -71,8 +69,7 @@ class CellProgram(Program):
         """Sets up this process as a rank."""
         from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
-        from unsloth_multigpu.notebook.parts import lose_all
-        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process, lose_all
 
         config = session.config
         # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
@@ -130,14 +127,10 @@ class CellProgram(Program):
     def join_group(self, order: Mapping[str, Any]) -> None:
         """Opens a new process group. Models get rank 0's weights, Trainers cannot train again. Collective.
 
-        Args:
-            order: The message of `Notebook._open_group`.
-
-        Raises:
-            DivergenceError: A model differs between ranks. The group is open.
+        `order` is the message of `Notebook._open_group`. Raises DivergenceError if a model differs between ranks; the
+        group is open then.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
-        from unsloth_multigpu.notebook.parts import rejoin
 
         # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
@@ -151,6 +144,8 @@ class CellProgram(Program):
         open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
+        from unsloth_multigpu.notebook.recovery import rejoin
+
         rejoin()
         session.renew_manager()
         self._num_begun, self._num_finished = order["num_trainings"]
@@ -159,13 +154,7 @@ class CellProgram(Program):
 
 
 class KernelProgram(CellProgram):
-    """The program of rank 0, the kernel.
-
-    Args:
-        kernel: Has the current cell.
-        publisher: See `CellProgram`.
-        panel: Shows the ranks during a training.
-    """
+    """The program of rank 0, the kernel, which has the current cell. `panel` shows the ranks during a training."""
 
     def __init__(self, kernel: Kernel, publisher: Publisher, panel: Panel) -> None:
         super().__init__(publisher)
@@ -190,22 +179,14 @@ class KernelProgram(CellProgram):
 
 
 class WorkerProgram(CellProgram):
-    """The program of a rank above 0.
-
-    Args:
-        receiver: Tells which cell runs, and whether rank 0 runs it, too.
-    """
+    """The program of a rank above 0. `receiver` tells which cell runs, and whether rank 0 runs it, too."""
 
     def __init__(self, receiver: Receiver) -> None:
         super().__init__(receiver)
         self._receiver = receiver
 
     def refuse_replay(self) -> None:
-        """Refuses a call of `enable_multi_gpu()` in a replayed cell.
-
-        Raises:
-            ReplayedLineError: Rank 0's call in this cell has failed; a later one has succeeded.
-        """
+        """Refuses a call of `enable_multi_gpu()` in a replayed cell, in which rank 0's call has failed."""
         if self._receiver.is_replay:
             raise ReplayedLineError("This call was repeated in a later cell.", hint="Continue there.")
 

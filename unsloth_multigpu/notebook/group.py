@@ -29,15 +29,10 @@ Address = tuple[str, int]
 
 
 def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -> None:
-    """Opens the default process group of this generation. Collective.
+    """Opens the default process group of this generation, a number that grows by one with each group. Collective.
 
-    The store is a file in the run's private folder: no port is open, and no other user can join.
-
-    Args:
-        run_dir: The run's private folder.
-        generation: Number of this group, which grows by one with each group.
-        backend: "gloo", "nccl", "xccl".
-        timeout_s: Limit of one collective, in seconds.
+    The store is a file in the run's private folder: no port is open, and no other user can join. `timeout_s` limits one
+    collective.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if kind_of(backend) is not None:
@@ -67,11 +62,8 @@ def close_group() -> None:
 def abort_group(pids: Sequence[int]) -> None:
     """Makes a collective in which another thread waits raise an error. The group is not usable afterwards.
 
-    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks does. Listening
-    sockets are left alone: shutting one down ends the process.
-
-    Args:
-        pids: Process ids of all ranks.
+    gloo's `abort()` does not end a wait (torch 2.13). Shutting down the connections between the ranks, `pids`, does.
+    Listening sockets are left alone: shutting one down ends the process.
     """
     if not dist.is_initialized():
         return

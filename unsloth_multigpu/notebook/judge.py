@@ -20,13 +20,10 @@ _STOP_ABORT_AFTER_S = 1.0
 _GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _CANCEL_AFTER_S = 0.2
-# Seconds from an error of rank 0 until the workers are asked to leave the cell. If all ranks raise that error, workers
-# leave by themselves meanwhile.
-_ASK_AFTER_S = 0.3
-_ASK_ABORT_AFTER_S = 0.8
-# The same after Stop, which has interrupted the workers already: a second interrupt would disturb their clean-up.
-_ASK_AFTER_STOP_S = 0.5
-_ASK_ABORT_AFTER_STOP_S = 0.5
+# Seconds until the workers are asked to leave the cell, and from then until they are asked to abort their group. After
+# an error that all ranks raise, workers leave by themselves meanwhile. Stop has interrupted the workers already, and a
+# second interrupt at once would disturb their clean-up.
+_ASK_AFTER_S = {"error": (0.3, 0.8), "stop": (0.5, 0.5), "diverged": (0.0, _ABORT_AFTER_S["diverged"])}
 _KILL_AFTER_S = 10.0
 # Ranks do not begin a collective at exactly the same time.
 DIVERGED_AFTER_S = 1.0
@@ -48,12 +45,9 @@ class Action(enum.Enum):
 
 
 def next_actions(cell: Cell, now_s: float, pending: Collection[int]) -> list[Action]:
-    """Returns the actions that are due now.
+    """Returns the actions that are due at `now_s`, on the clock of the cell's times.
 
-    Args:
-        cell: Its state at `now_s`.
-        now_s: The time, on the clock of the cell's times.
-        pending: Ranks of the living workers that have not ended the cell.
+    `pending` are the ranks of the living workers that have not ended the cell.
     """
     times_s = _end_own_part(cell) if cell.main == "runs" else _end_workers_part(cell, now_s, pending)
     if cell.stop_s is not None and pending and not cell.makes_group:
@@ -86,15 +80,9 @@ def _end_workers_part(cell: Cell, now_s: float, pending: Collection[int]) -> dic
         return {}
     if cell.failure == "died" and cell.main == "left":
         return {Action.KILL: now_s}  # The kernel continues alone in any case.
-    if cell.failure == "diverged":
-        due_s = {Action.ASK: now_s}
-        abort_after_s = _ABORT_AFTER_S["diverged"]
-    elif Action.PASS_STOP in cell.done:
-        due_s = {Action.ASK: max(cell.main_since_s, cell.done[Action.PASS_STOP]) + _ASK_AFTER_STOP_S}
-        abort_after_s = _ASK_ABORT_AFTER_STOP_S
-    else:
-        due_s = {Action.ASK: cell.main_since_s + _ASK_AFTER_S}
-        abort_after_s = _ASK_ABORT_AFTER_S
+    cause = "diverged" if cell.failure == "diverged" else "stop" if Action.PASS_STOP in cell.done else "error"
+    ask_after_s, abort_after_s = _ASK_AFTER_S[cause]
+    due_s = {Action.ASK: max(cell.main_since_s, cell.done.get(Action.PASS_STOP, 0.0)) + ask_after_s}
     if Action.ASK in cell.done:
         due_s[Action.ASK_ABORT] = cell.done[Action.ASK] + abort_after_s
     if Action.ASK_ABORT in cell.done:

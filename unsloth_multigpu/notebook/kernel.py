@@ -62,7 +62,7 @@ class Cell:
 
     def enter(self, main: Main) -> None:
         """Sets the state of the kernel's main thread."""
-        if self.main != "unwinds":  # After an error, the begin of the traceback counts.
+        if self.main != "unwinds":  # After an error, the start of the traceback counts.
             self.main_since_s = time.monotonic()
         self.main = main
 
@@ -85,9 +85,8 @@ class Cell:
 class Kernel:
     """The workers and the current cell. The main thread begins and ends cells, `Monitor` watches them.
 
-    Args:
-        workers: The ranks above 0, in order.
-        last_collective: Returns the number of the last collective that this process has begun.
+    `workers` are the ranks above 0, in order. `last_collective` returns the number of the last collective that this
+    process has begun.
 
     Attributes:
         changed: Notified by the monitor when a worker has sent a message or has ended.
@@ -148,9 +147,7 @@ class Kernel:
     def wait_until_ready(self, limit_s: float) -> None:
         """Waits until every worker accepts messages.
 
-        Raises:
-            DistributedError: A worker has ended.
-            LaunchError: A worker needs longer than `limit_s`.
+        Raises DistributedError if a worker has ended, LaunchError if one needs longer than `limit_s`.
         """
         self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
 
@@ -175,11 +172,7 @@ class Kernel:
             self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
-        """Runs code on the workers only.
-
-        Raises:
-            DistributedError: It failed on a worker.
-        """
+        """Runs code on the workers only. Raises DistributedError if it failed on a worker."""
         cell_number = self._next_cell_number()
         self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
         self._wait_for(lambda worker: cell_number in worker.ended, "running an earlier cell again", limit_s)
@@ -202,11 +195,8 @@ class Kernel:
     ) -> Cell:
         """Begins a cell on all workers. `finish` ends it.
 
-        Args:
-            source: The cell as the user wrote it.
-            random_state: State for the workers' random generators.
-            task: asyncio task of an async cell.
-            execution_count: The cell's number in the notebook.
+        `source` is the cell as the user wrote it, `random_state` that for the workers' generators, `task` the asyncio
+        task of an async cell, and `execution_count` the cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
@@ -230,8 +220,7 @@ class Kernel:
     def finish(self, error: BaseException | None) -> BaseException | None:
         """Ends the cell on all ranks, after it has ended in the kernel with `error`.
 
-        Returns:
-            The error to show instead of `error`; None = show `error`.
+        Returns the error to show instead of `error`; None = show `error`.
         """
         cell = self.cell
         assert cell is not None

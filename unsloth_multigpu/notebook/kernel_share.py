@@ -33,11 +33,11 @@ _ASKS = "Asks the user only on rank 0; the other ranks read the token from its f
 def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVariables) -> Iterator[None]:
     """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
-    Args:
-        shell: `get_ipython()`.
-        sharer: On rank 0 sends the results, on other ranks waits for them.
-        variables: Hidden from the programs that are started.
+    `sharer` sends the results on rank 0, and waits for them on other ranks. `variables` are hidden from the programs
+    that are started.
     """
+    from IPython.core.error import UsageError
+
     make, user = sharer.make, _UserFrame()
     expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
@@ -60,7 +60,8 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
             return like_ipython(make(f"x = !{command}", lambda: getoutput(command, split=split)))
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
-        refuse_history(name)
+        if name in HISTORY_MAGICS:
+            raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
         if not is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
 
@@ -93,11 +94,7 @@ def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVari
 
 
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
-    """Returns the patches of functions that ask the user.
-
-    Args:
-        make: `Publisher.make` or `Receiver.make`.
-    """
+    """Returns the patches of functions that ask the user. `make` is `Publisher.make` or `Receiver.make`."""
     return [
         Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
         for target in _LOGINS
@@ -119,14 +116,6 @@ def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
     if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
         raise UsageError(f"%%rank: {text.strip()!r}; expected 0 .. {num_ranks - 1}, a list such as 0,1, or all.")
     return frozenset(map(int, parts))
-
-
-def refuse_history(name: str) -> None:
-    """Raises for a magic that would run different code on each rank."""
-    from IPython.core.error import UsageError
-
-    if name in HISTORY_MAGICS:
-        raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
 
 
 def _environment(name: str, variables: RankVariables) -> Any:
@@ -159,11 +148,7 @@ class _UserFrame:
             self._frame.reset(token)
 
     def depth(self, depth: int) -> int:
-        """Returns the `depth` for IPython's `var_expand`. Called by its replacement.
-
-        Args:
-            depth: The argument of the replacement.
-        """
+        """Returns the `depth` for IPython's `var_expand`, given that of its replacement, which calls this."""
         frame, above = self._frame.get(), sys._getframe(1)
         if frame is None:
             return depth + 1

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
+import linecache
 import os
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from unsloth_multigpu.accelerator import backend_of
-from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
+from unsloth_multigpu.accelerator import KINDS, backend_of
+from unsloth_multigpu.errors import (
+    ConfigError,
+    DistributedError,
+    DivergenceError,
+    MultiGPUError,
+    SetupError,
+    VersionError,
+)
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import is_python, split_at
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.kernel_refusal import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-from unsloth_multigpu.notebook.worker_process import WorkerProcess
+from unsloth_multigpu.notebook.worker_process import ALONE, WorkerProcess
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
+from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -39,6 +50,7 @@ logger = get_logger(__name__)
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
+_RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
 # Keeps an error in ProcessGroupNCCL from ending the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -48,13 +60,8 @@ def open_notebook(
 ) -> Session:
     """Makes this kernel rank 0 of `num_ranks`, and runs the rest of the current cell on all ranks.
 
-    Args:
-        config: The run's options.
-        num_ranks: Ranks, including this one.
-        console: Where logs go.
-        shell: `get_ipython()`.
-        replay: The workers run the earlier cells too, although a model was loaded in them.
-        had_workers: This kernel was rank 0 before.
+    With `replay` the workers run the earlier cells too, although a model was loaded in them. With `had_workers` this
+    kernel was rank 0 before.
 
     Raises:
         SetupError: The kernel has objects that were made for one process.
@@ -78,14 +85,95 @@ def open_notebook(
     return session
 
 
+def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_workers: bool) -> None:
+    """Refuses a kernel that cannot become rank 0. Imports nothing. The arguments are those of `open_notebook`.
+
+    Raises:
+        ConfigError: Options that notebooks do not support.
+        SetupError: The kernel has objects that were made for one process.
+        VersionError: IPython or ipykernel are too old.
+    """
+    for name, supported in SUPPORTED_IN_NOTEBOOKS.items():
+        if not (row := check_version(name + supported)).ok:
+            raise VersionError(
+                f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
+                hint=f'pip install "{name}{supported}"',
+            )
+    defaults = {"max_restarts": 0, "generators": 0, "nnodes": "1"}
+    values = config.plain_values()
+    if asked := [f"{name}={values[name]!r}" for name, value in defaults.items() if values[name] != value]:
+        raise ConfigError(f"{asked[0]} is not supported in notebooks.", hint="Leave it out, or run a script.")
+    if config.shard == "auto":
+        raise ConfigError(
+            "shard='auto' runs a script once more to count its memory, which is not possible with cells.",
+            hint="Set shard='on' if the model does not fit one GPU, or leave it out.",
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
+    if had_workers:
+        raise SetupError(
+            "enable_multi_gpu() was called before in this kernel, and its workers have ended.", hint=_RESTART
+        )
+    dist = sys.modules.get("torch.distributed")
+    if os.environ.get("WORLD_SIZE", "1") != "1" or (dist and dist.is_available() and dist.is_initialized()):
+        raise SetupError("This kernel already has a process group, or is one of a launcher's ranks.", hint=_RESTART)
+    _check_devices(num_ranks)
+    model_class = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    if not replay and model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()):
+        raise SetupError(
+            "A model was loaded in this kernel, but not on the other ranks.",
+            hint=f"{_RESTART} Or set replay=True: the workers then run the earlier cells too.",
+        )
+
+
+def _check_devices(num_ranks: int) -> None:
+    """Refuses a kernel in which torch, accelerate or Unsloth are already set up for one process."""
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    if state is not None and state._shared_state:
+        raise SetupError(
+            "A Trainer, TrainingArguments or an Accelerator was made in this kernel for one process.", hint=_RESTART
+        )
+    torch = sys.modules.get("torch")
+    modules = [getattr(torch, name, None) for name in KINDS]
+    opened = [module.device_count() for module in modules if module is not None and module.is_initialized()]
+    if opened and opened[0] < num_ranks:
+        raise SetupError(
+            f"num_gpus={num_ranks}, but this kernel has opened {opened[0]} device(s), and cannot open more.",
+            hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
+        )
+    if state is not None and not state._prepare_backend.__module__.startswith("accelerate."):
+        raise SetupError(
+            "unsloth was imported while one device was visible, and has set up accelerate for one process.",
+            hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
+        )
+
+
+def line_of_cell(shell: Any) -> int:
+    """Returns the current line of the running cell.
+
+    Raises SetupError if the call does not come from a cell, so that workers could not run the rest of it.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_globals is shell.user_ns and (name == "<module>" or name.startswith("<cell line: ")):
+            found.append(frame)
+        frame = frame.f_back
+    cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
+    # The innermost frame may be in the body of a cell magic; the outermost one is the cell itself.
+    if not found or "".join(linecache.getlines(found[-1].f_code.co_filename)).rstrip("\n") != cell:
+        raise SetupError(
+            "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",
+            hint="Call it in a cell.",
+        )
+    return found[0].f_lineno
+
+
 class Notebook:
     """The ranks of one kernel, until `disable_multi_gpu` or until a worker dies.
 
-    Args:
-        config: The run's options.
-        num_ranks: Ranks, including this one.
-        shell: `get_ipython()`.
-        stack: Resources that are opened here are added to it. The caller closes it.
+    Resources that are opened here are added to `stack`, which the caller closes.
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
@@ -144,9 +232,8 @@ class Notebook:
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
 
-        Raises:
-            DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
-            DistributedError: The ranks cannot open a new process group; this kernel is alone now.
+        Raises DivergenceError if ranks have different models, so that they cannot get rank 0's weights. Raises
+        DistributedError if the ranks cannot open a new process group: this kernel is alone then.
         """
         trainings = self.program.trainings
         is_cut = trainings is not None and trainings.is_cut
@@ -174,8 +261,7 @@ class Notebook:
         self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not open a new process group after the cell ({type(failed).__name__}: {failed}).",
-            hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart "
-            "the kernel to train on all ranks.",
+            hint=ALONE,
         )
         error.__cause__ = failed
         return error

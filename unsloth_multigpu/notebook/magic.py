@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import log_header
@@ -20,14 +19,7 @@ _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: o
 
 
 class RankMagics:
-    """The magics in the kernel.
-
-    Args:
-        shell: `get_ipython()`.
-        kernel: The kernel's workers and current cell.
-        publisher: Is detached in a cell that only some ranks run.
-        run: The run of this notebook.
-    """
+    """The magics in the kernel. In a cell that only some ranks run, `publisher` is detached."""
 
     def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run: Run) -> None:
         self._shell = shell
@@ -35,7 +27,7 @@ class RankMagics:
         self._publisher = publisher
         self._run = run
         self._shows_all = False
-        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its begin.
+        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its start.
         self._source = ""
         self._shown: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -51,7 +43,8 @@ class RankMagics:
         self._source = source
         workers = self._kernel.workers
         self._shown = {worker.rank for worker in workers} if self._shows_all else set()
-        self._offsets = {worker.rank: _size_of(worker.log) for worker in workers}
+        # A cell may have removed a log.
+        self._offsets = {w.rank: w.log.stat().st_size if w.log.exists() else 0 for w in workers}
 
     def end(self, cell_number: int) -> None:
         """Called when the cell has ended on all ranks: shows the output of workers."""
@@ -102,21 +95,10 @@ class RankMagics:
         return "\n".join(lines_of(columns))
 
 
-def _size_of(log: Path) -> int:
-    """Returns the size of a log; 0 if a cell has removed it."""
-    try:
-        return log.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def prefix_output(text: str, header: str, rank: int) -> str:
     """Returns a worker's output in a cell with the rank before each line.
 
-    Args:
-        text: Its log since the begin of the cell.
-        header: The `log_header` of the cell, which is left out.
-        rank: The worker's rank.
+    `text` is its log since the start of the cell. `header`, the `log_header` of the cell, is left out.
     """
     before, _, after = text.rpartition(header)
     # Of a progress bar, keep the last state.

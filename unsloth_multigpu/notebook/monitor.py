@@ -42,13 +42,8 @@ class Monitor:
     """The thread that watches. The main thread opens and closes it.
 
     It reads signals from Python's wake-up descriptor (`signal.set_wakeup_fd`), so it sees them even while the main
-    thread is inside a collective.
-
-    Args:
-        kernel: The workers and the current cell.
-        run_dir: The run's private folder, which has the heartbeats.
-        hang_timeout_s: See `MultiGPUConfig`.
-        abort_own_group: Makes a collective of the main thread raise.
+    thread is inside a collective. `run_dir` has the heartbeats. `abort_own_group` makes a collective of the main thread
+    raise.
     """
 
     def __init__(

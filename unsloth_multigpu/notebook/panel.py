@@ -6,7 +6,6 @@ import contextvars
 import html
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from unsloth_multigpu.overview import Look, Overview, headline, table_of
 from unsloth_multigpu.wire.heartbeat import Phase
@@ -18,25 +17,15 @@ _HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</p
 
 
 class Panel:
-    """Shows the table during a training. At its end the last state stays.
+    """Shows the table of a run during a training. At its end the last state stays."""
 
-    Args:
-        run: The run of this notebook.
-        display: IPython's `display`; None = imported when needed.
-    """
-
-    def __init__(self, run: Run, display: Callable[..., Any] | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._display = display
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, is_in_cell: Callable[[], bool]) -> None:
-        """Called when a training begins.
-
-        Args:
-            is_in_cell: Returns False once the running cell has ended.
-        """
+        """Called when a training begins. `is_in_cell` returns False once the running cell has ended."""
         self.end()
         self._stop.clear()
         # The context of the main thread assigns the output to this cell.
@@ -54,6 +43,8 @@ class Panel:
             thread.join()
 
     def _follow(self, is_in_cell: Callable[[], bool]) -> None:
+        from IPython.display import display
+
         overview, handle = Overview(self._run), None
         is_over = False
         while not is_over:
@@ -62,16 +53,9 @@ class Panel:
             # A training that is not steered has no phases, and one of less than a second needs no table.
             has_begun = any(row.beat.phase != Phase.SCRIPT for row in look.rows)
             if handle is None and has_begun and not is_over:
-                handle = self._show(bundle(look))
+                handle = display(bundle(look), raw=True, display_id=True)
             elif handle is not None:
                 handle.update(bundle(look), raw=True)
-
-    def _show(self, shown: dict[str, str]) -> Any:
-        if self._display is None:
-            from IPython.display import display
-
-            self._display = display
-        return self._display(shown, raw=True, display_id=True)
 
 
 def bundle(look: Look) -> dict[str, str]:

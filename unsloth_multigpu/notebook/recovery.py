@@ -1,13 +1,16 @@
-"""Recovers a notebook's models when their process group ends: all ranks get rank 0's weights. Trainers are lost.
+"""Recovers a notebook's models when their process group ends. Trainers are lost.
+
+All ranks get rank 0's weights. Sharded models move to the new process group; if shards are lost, their use is an error.
 
 Imported inside functions only.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -16,9 +19,8 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
-from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.group.shards import class_of, forget_pass, fsdp_modules, has_shards
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.notebook.parts import CUT, lose
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -26,6 +28,12 @@ from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 logger = get_logger(__name__)
+
+# Why a sharded model is lost.
+_CUT = "an error or a second Stop has interrupted its training, so the ranks' shards may be a step apart."
+_ALONE = "the ranks with its other shards have ended."
+_OLD_TORCH = "a cell was interrupted while its shards were gathered, and torch before 2.13 cannot undo that."
+_OTHER_GROUP = "its shards belong to a process group that the script has made, and that is gone."
 
 
 class Trainings:
@@ -50,11 +58,9 @@ class Trainings:
         return any(trainer.is_in_train for trainer in self._living().values())
 
     def note(self, number: int, loop: Loop) -> None:
-        """Records a Trainer before its training.
+        """Records a Trainer before the training of this number in the session.
 
-        Args:
-            number: Number of the training in this session.
-            loop: The loop that steers it. It does not refer to the Trainer after `let_go`.
+        `loop` steers it, and does not refer to the Trainer after `let_go`.
         """
         trainer = loop.trainer
         self._noted = {n: noted for n, noted in self._noted.items() if noted[0]() not in (None, trainer)}
@@ -85,16 +91,12 @@ class Trainings:
         self._wrappers.clear()
 
     def send_weights(self, manager: DDPManager, *, is_broken: bool) -> None:
-        """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective.
+        """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective in the new group.
 
         Sharded weights stay as they are, unless ranks may have been interrupted a step apart: then the model is lost.
+        `is_broken`: the ranks did not all leave the last cell at the same point.
 
-        Args:
-            manager: Manager of the new group.
-            is_broken: The ranks did not all leave the last cell at the same point.
-
-        Raises:
-            DivergenceError: On all ranks: names, shapes or types of a model's tensors differ between ranks.
+        Raises DivergenceError on all ranks if names, shapes or types of a model's tensors differ between ranks.
         """
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()
@@ -104,7 +106,7 @@ class Trainings:
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             facts = [rank[str(number)][:2] for rank in ranks]
             if is_broken and has_shards(models[number]) and any(rank[str(number)][2] for rank in ranks):
-                lose(models[number], CUT)
+                lose(models[number], _CUT)
             if any(of_rank != facts[0] for of_rank in facts):
                 raise DivergenceError(
                     f"The model of training number {number + 1} of this notebook has different tensors on the ranks "
@@ -175,3 +177,59 @@ def _facts(model: nn.Module) -> list[Any]:
 
 def _shared(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*replicated_tensors(model), *persistent_buffers(model)]
+
+
+def rejoin() -> None:
+    """Moves every sharded model of this process to the new process group, which has the name of the old one.
+
+    Models that cannot be moved are lost.
+    """
+    for root in _roots():
+        if not forget_pass(root):
+            lose(root, _OLD_TORCH)
+            continue
+        try:
+            for info in {id(info): info for info in _mesh_infos(root)}.values():
+                # Weights look up their mesh's group by name in each use, FSDP2 only here.
+                info.__post_init__()
+        except RuntimeError:  # The script has made the groups of the mesh.
+            lose(root, _OTHER_GROUP)
+
+
+def lose_all() -> None:
+    """Makes the use of any sharded model of this process an error, because the other ranks' shards are gone."""
+    for root in _roots():
+        lose(root, _ALONE)
+
+
+def lose(model: nn.Module, why: str) -> None:
+    """Makes computing or saving with a model an error. Both would fail without a reason, or use a part of it."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise SetupError(f"{class_of(model).__name__}: {why}", hint="Load the model or a checkpoint again.")
+
+    module: Any
+    for module in model.modules():
+        module.register_forward_pre_hook(refuse, prepend=True)
+        module.register_state_dict_pre_hook(refuse)
+        if hasattr(module, "generate"):  # It may gather weights before it calls the module.
+            module.generate = refuse
+
+
+def _roots() -> list[Any]:
+    """Returns the outermost `fully_shard` modules of this process, also those without a Trainer."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    found = [module for module in gc.get_objects() if issubclass(type(module), fsdp.FSDPModule)]
+    below = {id(inner) for module in found for inner in module.modules() if inner is not module}
+    return [module for module in found if id(module) not in below]
+
+
+def _mesh_infos(root: nn.Module) -> list[Any]:
+    """Returns FSDP2's mesh infos of all modules below `root`."""
+    states = [module._get_fsdp_state() for module in fsdp_modules(root)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    found = [getattr(o, name) for o in (*groups, *parameters) for name in ("mesh_info", "post_forward_mesh_info")]
+    return [info for info in found if info is not None]

@@ -30,24 +30,14 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 class KernelShell:
     """Hooks into a shell, by public functions of IPython only.
 
-    Args:
-        shell: `get_ipython()`.
-        kernel: Runs the cells on the other ranks.
-        after_cell: Called between two cells.
-        variables: Hidden from programs that cells start.
-        run: The run of this notebook.
+    `after_cell` is called between two cells. `variables` are hidden from programs that cells start.
 
     Attributes:
         publisher: Sends values that only rank 0 computes.
     """
 
     def __init__(
-        self,
-        shell: Any,
-        kernel: Kernel,
-        after_cell: Callable[[], None],
-        variables: RankVariables,
-        run: Run,
+        self, shell: Any, kernel: Kernel, after_cell: Callable[[], None], variables: RankVariables, run: Run
     ) -> None:
         self._shell = shell
         self._kernel = kernel
@@ -78,9 +68,8 @@ class KernelShell:
         self._earlier_handler = shell.custom_exceptions, shell.CustomTB
         shell.set_custom_exc((BaseException,), self._on_error)
         self._stack.callback(self._restore_handler)
-        gate = _Gate(self)
-        shell.ast_transformers.append(gate)
-        self._stack.callback(lambda: shell.ast_transformers.remove(gate))
+        shell.ast_transformers.append(self)
+        self._stack.callback(lambda: shell.ast_transformers.remove(self))
         self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables))
         registry = PatchRegistry(notebook_patches(self.publisher.make))
         registry.apply()
@@ -128,7 +117,7 @@ class KernelShell:
             try:
                 self.begin(info.raw_cell)
             except BaseException as error:
-                # IPython would print it and run the cell on this rank only. `_Gate` raises it again.
+                # IPython would print it and run the cell on this rank only. `visit` raises it again.
                 self._begin_error = error
                 raise
 
@@ -219,13 +208,14 @@ class KernelShell:
             return KeyboardInterrupt("Stop was pressed.")
         return cell.failure_error
 
-    def raise_begin_error(self) -> None:
-        """Raises if the cell could not begin on the other ranks, so that it does not run on this one."""
+    def visit(self, tree: Any) -> Any:
+        """Refuses a cell that could not begin on the other ranks. IPython allows that in an AST transformer."""
         error, self._begin_error = self._begin_error, None
         if error is not None:
             from IPython.core.error import InputRejected
 
             raise InputRejected(f"The cell could not begin on the other ranks: {error}") from error
+        return tree
 
 
 def _random_state() -> dict[str, Any]:
@@ -245,15 +235,3 @@ def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> Tra
         return None
     rest = _frames_of_cell(tb.tb_next, user_ns)
     return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno) if tb.tb_frame.f_globals is user_ns else rest
-
-
-class _Gate:
-    """Refuses a cell that could not begin on other ranks. IPython allows that in an AST transformer."""
-
-    def __init__(self, shell: KernelShell) -> None:
-        self._kernel_shell = shell
-
-    def visit(self, tree: Any) -> Any:
-        """Returns the tree unchanged."""
-        self._kernel_shell.raise_begin_error()
-        return tree

@@ -73,11 +73,7 @@ class Publisher:
 
     @contextmanager
     def detached(self, *, is_apart: bool = False) -> Iterator[None]:
-        """Within the context nothing is sent, because not all ranks run this code.
-
-        Args:
-            is_apart: No other rank runs it.
-        """
+        """Within the context nothing is sent: not all ranks run this code, and with `is_apart` no other rank does."""
         if self._kernel.current is not None:
             self._enter_cell(self._kernel.current)
         before, self.is_apart = self.is_apart, is_apart or self.is_apart
@@ -97,10 +93,8 @@ class Publisher:
 class Receiver:
     """On a rank above 0: waits for the values that rank 0 computes in the current cell.
 
-    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`.
-
-    Args:
-        send: Sends a message to the kernel: its kind and fields.
+    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`. `send` sends a
+    message to the kernel.
 
     Attributes:
         cell_number: Number of the current cell; 0 = none.
@@ -141,11 +135,7 @@ class Receiver:
 
     @contextmanager
     def detached(self, *, is_apart: bool) -> Iterator[None]:
-        """Within the context this rank computes values itself.
-
-        Args:
-            is_apart: Rank 0 does not run this code.
-        """
+        """Within the context this rank computes values itself. `is_apart`: rank 0 does not run this code."""
         self.is_detached, self.is_apart = True, is_apart
         try:
             yield
@@ -159,10 +149,8 @@ class Receiver:
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
         """Waits until rank 0 has computed the value, without a limit.
 
-        Args:
-            kind: See `Publisher.make`.
-            is_value: The code uses the result. Otherwise, as for `%pip`, it is skipped in a replayed cell, because rank
-                0 has done it already.
+        The code uses the value if `is_value`. Otherwise, as for `%pip`, it is skipped in a replayed cell, because
+        rank 0 has done it already.
 
         Raises:
             DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.

@@ -15,18 +15,15 @@ DEVICE_VARIABLES = (
 
 
 class RankVariables:
-    """Environment variables that are visible only to this process.
+    """Environment variables that are visible only to this process while the ranks live.
 
-    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
-
-    Args:
-        values: Values while the ranks live.
-        before: Values before, None for a variable that was not set. Left out = the present values.
+    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others. `before`
+    has the earlier values, None for a variable that was not set.
     """
 
-    def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None] | None = None) -> None:
+    def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None]) -> None:
         self._values = dict(values)
-        self.before = {name: os.environ.get(name) for name in values} if before is None else dict(before)
+        self.before = dict(before)
 
     @contextmanager
     def in_effect(self) -> Iterator[None]:

@@ -1,9 +1,8 @@
-"""The worker process: runs every cell of the kernel in an IPython shell of its own."""
+"""A worker process: runs every cell of the kernel in an IPython shell of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import queue
@@ -14,21 +13,24 @@ import threading
 import traceback
 import types
 from collections.abc import Coroutine, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.profiledir import ProfileDir
+from traitlets.config import Config
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches
+from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches, read_ranks
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.notebook.worker_process import Channel
-from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.wire.child import connect_to_parent
 from unsloth_multigpu.wire.context import RunContext
 
 _TRACEBACK_CHARACTERS = 8000
@@ -41,11 +43,7 @@ class LeftCell(BaseException):
 class Worker:
     """One rank above 0. The main thread runs cells, and a second thread receives messages of the kernel.
 
-    Args:
-        channel: Channel to the kernel.
-        receiver: Waits for values of rank 0, and has the number of the current cell.
-        program: Opens process groups.
-        shell: Runs the cells.
+    `receiver` waits for values of rank 0, and has the number of the current cell.
     """
 
     def __init__(self, channel: Channel, receiver: Receiver, program: WorkerProgram, shell: WorkerShell) -> None:
@@ -75,19 +73,14 @@ class Worker:
 
     def _listen(self) -> None:
         try:
-            self._take_messages()
+            while (messages := self.channel.receive()) is not None:
+                for message in messages:
+                    self._handle(message)
+            os._exit(0)  # The kernel is gone.
         finally:
             # Reached only after an error. A worker that does not listen would block every cell.
             traceback.print_exc()
             os._exit(1)
-
-    def _take_messages(self) -> None:
-        while True:
-            messages = self.channel.receive()
-            if messages is None:
-                os._exit(0)  # The kernel is gone.
-            for message in messages:
-                self._handle(message)
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -134,14 +127,19 @@ class Worker:
         from unsloth_multigpu.launch.pulse import last_collective
 
         self._is_asked = False
+        error: BaseException | None = None
         try:
             try:
                 self.receiver.cell_number = order["cell_number"]
-                error = self._run_cell(order) if order["kind"] == "cell" else self._open_group(order)
+                if order["kind"] == "cell":
+                    error = self._run_cell(order)
+                else:
+                    self._program.join_group(order)
             finally:
                 self.receiver.cell_number = 0
-        except (KeyboardInterrupt, LeftCell) as asked:  # Raised while IPython was beginning or ending the cell.
-            error = asked
+        # Also raised while IPython was beginning or ending the cell.
+        except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt, LeftCell) as raised:
+            error = raised
         self.receiver.cell_number = 0
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -175,12 +173,94 @@ class Worker:
         # Rank 0's call of enable_multi_gpu() failed there, too.
         return None if is_replay and isinstance(error, ReplayedLineError) else error
 
-    def _open_group(self, order: Mapping[str, Any]) -> BaseException | None:
-        try:
-            self._program.join_group(order)
-        except (RuntimeError, OSError, MultiGPUError) as error:
-            return error
-        return None
+
+class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
+    """The IPython shell of a worker. Rank 0 runs commands and magics for it, and its output goes to a log.
+
+    A subclass, so that no attribute has to be set on an object of another library.
+
+    Attributes:
+        multi_gpu_program: The program of this process; `find_worker_program` finds it here.
+        shown_error: Last error shown by the shell that the result of the cell does not have.
+    """
+
+    def __init__(self, receiver: Receiver, program: WorkerProgram, **options: Any) -> None:
+        self._receiver = receiver
+        self.multi_gpu_program = program
+        self.shown_error: BaseException | None = None
+        super().__init__(**options)
+        self.set_hook("show_in_pager", _print_page)
+        self.events.register("post_execute", _close_figures)
+        self.register_magic_function(self._rank, "cell", "rank")
+        self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
+        self.user_ns.update(exit=_stay, quit=_stay)
+
+    def _rank(self, line: str, cell: str) -> None:
+        ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
+        if int(os.environ["RANK"]) in ranks:
+            with self._receiver.detached(is_apart=0 not in ranks):
+                self.run_cell(cell)  # `showtraceback` records its error.
+
+    def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
+        """Writes an error to the log, and records one that IPython does not return."""
+        # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell.
+        # Errors shown elsewhere did not end the cell: a `_repr_html_` that failed, an error that the cell has caught.
+        of_ipython = super()
+        codes = {getattr(of_ipython, name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
+        num_inside = sum(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
+        if exc_tuple is None and num_inside > 1:
+            self.shown_error = sys.exc_info()[1]
+        if isinstance(sys.exc_info()[1], ReplayedLineError):
+            sys.stdout.write("Rank 0 has left this cell here.\n")
+            return
+        traceback.print_exc()  # IPython's takes seconds for a deep stack. The kernel shows the error to the user.
+
+    showsyntaxerror = showindentationerror = showtraceback
+
+    def enable_matplotlib(self, gui: str | None = None) -> tuple[str | None, str]:
+        """Selects "agg", because rank 0 draws and shows plots."""
+        return gui, "agg"
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Does nothing: there is no window."""
+
+    def ask_exit(self) -> None:
+        """Does nothing: a worker ends with the kernel."""
+
+
+def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) -> WorkerShell:
+    """Creates the shell of this process. `profile` is the kernel's, which has the values of `%store`."""
+    settings = Config()
+    settings.HistoryManager.enabled = False
+    # IPython keeps each traceback as text; other modes take seconds for one traceback.
+    settings.InteractiveShell.xmode = "Minimal"
+    options = {"config": settings, "profile_dir": ProfileDir.find_profile_dir(profile)}
+    shell: WorkerShell = WorkerShell.instance(receiver, program, user_module=sys.modules["__main__"], **options)
+    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
+    return shell
+
+
+def main() -> None:
+    """Runs this process as a worker."""
+    from unsloth_multigpu.launch.rank import die_with_supervisor
+
+    kernel_pid = RunContext.read(os.environ).supervisor_pid
+    assert kernel_pid is not None
+    die_with_supervisor(kernel_pid)
+    channel = Channel(connect_to_parent())
+    settings = json.loads(os.environ[ENV_NOTEBOOK])
+    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
+    # Only rank 0 draws plots and writes to W&B.
+    os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    receiver = Receiver(channel.send)
+    program = WorkerProgram(receiver)
+    shell = make_worker_shell(settings["profile"], receiver, program)
+    SharedInput(receiver.make).open()
+    sys.breakpointhook = lambda *_args, **_kwargs: None
+    PatchRegistry(notebook_patches(receiver.make)).apply()
+    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
+        Worker(channel, receiver, program, shell).run()
 
 
 def _claim_device() -> None:
@@ -201,31 +281,15 @@ def _traceback(error: BaseException) -> str:
     return text[-_TRACEBACK_CHARACTERS:]
 
 
-def main() -> None:
-    """Runs this process as a worker. `sys.argv[1]` is the file descriptor of its end of the channel."""
-    from unsloth_multigpu.launch.rank import die_with_supervisor
+def _print_page(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:
+    sys.stdout.write(f"{text.get('text/plain', '') if isinstance(text, dict) else text}\n")
 
-    descriptor = int(sys.argv[1])
-    kernel_pid = RunContext.read(os.environ).supervisor_pid
-    assert kernel_pid is not None
-    die_with_supervisor(kernel_pid)
-    os.set_inheritable(descriptor, False)
-    faulthandler.enable()
-    for stream in (sys.stdout, sys.stderr):
-        # The kernel reads the log as UTF-8, whatever the locale is.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    settings = json.loads(os.environ[ENV_NOTEBOOK])
-    os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
-    # Only rank 0 draws plots and writes to W&B.
-    os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
-    sys.path[:] = settings["path"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    channel = Channel(Connection(descriptor))
-    receiver = Receiver(channel.send)
-    program = WorkerProgram(receiver)
-    shell = make_worker_shell(settings["profile"], receiver, program)
-    SharedInput(receiver.make).open()
-    sys.breakpointhook = lambda *_args, **_kwargs: None
-    PatchRegistry(notebook_patches(receiver.make)).apply()
-    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
-        Worker(channel, receiver, program, shell).run()
+
+def _close_figures() -> None:
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close("all")  # The front end does so with the figures that it has shown.
+
+
+def _stay(keep_kernel: bool = False) -> None:
+    """Replaces `exit` and `quit`."""

@@ -14,20 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.wire.child import Child
 
 # A worker that reads no message for this long is killed: its thread always reads, unless native code holds the GIL.
 _SEND_LIMIT_S = 30.0
-_PROGRAM = "from unsloth_multigpu.notebook.worker import main; main()"
+# With the sys.path of the kernel, which may have this package, and has no current folder with names of modules.
+_PROGRAM = f"""import json, os, sys
+sys.path[:] = json.loads(os.environ["{ENV_NOTEBOOK}"])["path"]
+from unsloth_multigpu.notebook.worker import main
+main()"""
+# The hint of errors after which there are no workers.
+ALONE = (
+    "This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the kernel to "
+    "train on all ranks."
+)
 
 
 class WorkerProcess(Child):
     """Starts the process of a rank above 0, and keeps its messages.
-
-    Args:
-        rank: Its rank.
-        log: File for its output.
-        environment: All of its variables.
 
     Attributes:
         is_ready: It accepts cells.
@@ -71,21 +76,14 @@ class WorkerProcess(Child):
 
 def died(worker: WorkerProcess) -> DistributedError:
     """Returns the error about a worker that has ended."""
-    return DistributedError(
-        worker.describe_death(),
-        hint="This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the "
-        "kernel to train on all ranks.",
-    )
+    return DistributedError(worker.describe_death(), hint=ALONE)
 
 
 class Channel:
     """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
 
-    Any thread may send; one thread receives.
-
-    Args:
-        end: The connection, which the channel closes.
-        send_limit_s: How long sending may wait for the reader; None = no limit.
+    Any thread may send; one thread receives. The channel closes the connection. Sending may wait `send_limit_s` for the
+    reader; None = no limit.
     """
 
     def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:
@@ -100,9 +98,8 @@ class Channel:
     def send(self, kind: str, **fields: Any) -> None:
         """Sends one message: its kind, and fields that JSON can hold.
 
-        Raises:
-            BlockingIOError: The other side does not read. The message may be cut off, which ends the pair.
-            OSError: The other side is gone.
+        Raises BlockingIOError if the other side does not read: the message may be cut off, which ends the pair. Raises
+        OSError if the other side is gone.
         """
         with self._lock:
             self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
@@ -30,8 +30,7 @@ _MODULUS = 65521
 def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float]:
     """All-reduces a tensor of 32-bit integers several times. Collective.
 
-    Returns:
-        The largest number of wrong elements of this rank in a round, and the median seconds of a round.
+    Returns the largest number of wrong elements of this rank in a round, and the median seconds of a round.
     """
     import torch
     import torch.distributed as dist
@@ -91,8 +90,8 @@ def _measure_in_rank() -> None:
     dist.destroy_process_group()
 
 
-def _supervise_ranks() -> dict[str, Any]:
-    """Starts the ranks and exits with their exit code. Returns only by an error."""
+def _supervise_ranks() -> NoReturn:
+    """Starts the ranks, and exits with their exit code. Does not return."""
     from unsloth_multigpu.start import ranks_to_start, supervise, visible_accelerators
 
     config = MultiGPUConfig.resolve({})
@@ -100,7 +99,7 @@ def _supervise_ranks() -> dict[str, Any]:
         config = dataclasses.replace(config, num_gpus=DEFAULT_CPU_RANKS)
     num_ranks = ranks_to_start(config)
     supervise([sys.executable, "-m", "unsloth_multigpu.tools.allreduce", sys.argv[1], "rank"], config, num_ranks)
-    return {}
+    raise AssertionError("supervise() exits")
 
 
 def wait_for(*devices: torch.device) -> None:

@@ -1,25 +1,24 @@
-"""Identifies the samples of a micro-batch by hashes of their tokens, independent of padding and order."""
+"""What recorders compare: hashes of the samples of a micro-batch, independent of padding and order, and the weights."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from unsloth_multigpu.wire.digest import digest_hex
 
 
 def fingerprints(inputs: Any) -> Counter[str]:
-    """Counts the samples of a micro-batch by their hash.
+    """Counts the samples of a micro-batch, the inputs of `Trainer.training_step`, by their hash.
 
-    Args:
-        inputs: The inputs of `Trainer.training_step`: usually a mapping with `input_ids` of shape (rows, length), else
-            the first tensor counts. Without `attention_mask`, a row is split where its `position_ids` begin again
-            (padding-free and packed batches). Other `*input_ids` count only without `input_ids`: KTO adds one to a row
-            that need not belong to it.
+    Usually it is a mapping with `input_ids` of shape (rows, length), else the first tensor counts. Without
+    `attention_mask`, a row is split where its `position_ids` begin again (padding-free and packed batches). Other
+    `*input_ids` count only without `input_ids`: KTO adds one to a row that need not belong to it.
     """
     if not isinstance(inputs, Mapping):  # Trainers that generate completions get rows of the data set.
         return Counter(_hash([repr(row).encode()]) for row in inputs)
@@ -35,6 +34,19 @@ def fingerprints(inputs: Any) -> Counter[str]:
     masks = {name: tensors.get(name.removesuffix("input_ids") + "attention_mask") for name in tokens}
     texts = [_unpadded(rows, masks[name]) for name, rows in tokens.items()]
     return Counter(_hash(row) for row in zip(*texts, strict=True))
+
+
+def trained_weights(model: nn.Module, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields names and values of the trainable weights on rank 0. Collective if they are sharded."""
+    from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
+
+    reshard(model)
+    if rank == 0 or has_shards(model):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                whole = whole_of(parameter.detach())
+                if rank == 0:
+                    yield name, whole
 
 
 def _unpadded(rows: torch.Tensor, mask: torch.Tensor | None) -> list[bytes]:

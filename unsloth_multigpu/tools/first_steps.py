@@ -63,11 +63,7 @@ class StepsRequest:
 class FirstSteps(Part, Tool):
     """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
 
-    Args:
-        request: The fields of a `StepsRequest`.
-
-    Attributes:
-        name: Name of the command.
+    `request` are the fields of a `StepsRequest`; `name` is that of the command.
     """
 
     is_comparison = True
@@ -90,14 +86,9 @@ class FirstSteps(Part, Tool):
         self.leave_process()
 
     def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
-        """Returns the options of a run on this machine without restarts and resume.
+        """Returns the options of a run on this machine without restarts and resume, and with the changes of the tool.
 
-        Args:
-            config: Options of the script.
-            **changes: Further options that the tool changes.
-
-        Raises:
-            SetupError: The script uses the legacy path or generators.
+        Raises SetupError if the script uses the legacy path or generators.
         """
         if not config.enable_ddp:
             raise SetupError(
@@ -117,8 +108,7 @@ class FirstSteps(Part, Tool):
     def check_variables(self, others: list[str]) -> None:
         if others:  # Otherwise the training would not end after the requested steps.
             raise SetupError(
-                f"{others[0]} is set, which {self.name} does not support.",
-                hint=f"Unset it for {self.name}.",
+                f"{others[0]} is set, which {self.name} does not support.", hint=f"Unset it for {self.name}."
             )
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:

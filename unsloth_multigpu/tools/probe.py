@@ -24,11 +24,8 @@ _LOG_LINES = 15
 class Probe:
     """Runs `python -m <module> FILE`, which writes its outcome as JSON to FILE.
 
-    Args:
-        module: A module whose main function is `leave_outcome`.
-        folder: Folder for its outcome and output, and its working folder, because libraries write caches.
-        limit_s: Time limit in seconds.
-        environment: Additional variables.
+    The main function of the module is `leave_outcome`. `folder` has its outcome and output, and is its working folder,
+    because libraries write caches. `environment` are additional variables.
     """
 
     def __init__(self, module: str, folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:

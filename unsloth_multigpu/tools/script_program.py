@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, only
+from unsloth_multigpu.cli.run_command import RANK_MODULE
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
@@ -19,44 +20,52 @@ from unsloth_multigpu.wire.process import run_to_end, threads_of_each
 from unsloth_multigpu.words import last_lines
 
 DEFAULT_LIMIT_S = 3600.0
-_RANK_MODULE = "unsloth_multigpu.cli.script_runner"
-# The supervisor gives its ranks 30 seconds to end.
+# The supervisor and torchrun give their ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
 # Lines of the output that are shown after a failure.
 _NUM_LINES = 40
 
 
 def command_of(program: Sequence[str]) -> list[str]:
-    """Returns the command that starts a program as `unsloth-multigpu run` does.
+    """Returns the command that starts a program, as `unsloth-multigpu run` does.
 
-    Args:
-        program: The script and its arguments, or `-m`, a module and its arguments.
+    `program` is the script and its arguments, or `-m`, a module and its arguments.
     """
     # An absolute path, because the script may change its working folder before it starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
-    return [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
+    return [sys.executable, "-m", RANK_MODULE, name, *program[1:]]
+
+
+def run_recorded(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, *, limit_s: float, cwd: Path | None = None
+) -> tuple[int | None, list[dict[str, Any]], str]:
+    """Runs a command whose processes write `rank_N.json` to `folder`, and ends all of its processes.
+
+    They are identified by the last two parts of the folder's path, which must occur in `environment` only.
+
+    Returns the exit code, None = it took longer than `limit_s`; if it is 0 the records, rank 0 first; the end of the
+    output.
+    """
+    log = folder / "output.log"
+    # Not by the whole path, because requests contain it as JSON, which escapes characters other than ASCII.
+    marker = f"{folder.parent.name}/{folder.name}"
+    with log.open("wb") as output:
+        code = run_to_end(
+            command, environment, output, marker=marker, limit_s=limit_s, terminate_limit_s=_TERMINATE_LIMIT_S, cwd=cwd
+        )
+    paths = folder.glob("rank_*.json") if code == 0 else ()
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    tail = last_lines(log.read_text(encoding="utf-8", errors="replace"), _NUM_LINES)
+    return code, sorted(records, key=lambda record: int(record["rank"])), tail
 
 
 def run_first_steps(
-    name: str,
-    program: Sequence[str],
-    request: StepsRequest,
-    device: str,
-    variables: Mapping[str, str],
-    limit_s: float,
+    name: str, program: Sequence[str], request: StepsRequest, device: str, variables: Mapping[str, str], limit_s: float
 ) -> tuple[int, list[dict[str, Any]], str]:
-    """Runs the first steps of a program with the recorder class in `<name>_recorder`.
+    """Runs the first steps of a program with the recorder class in `<name>_recorder`, `name` being that of the command.
 
-    Args:
-        name: Name of the command.
-        program: See `command_of`.
-        request: The settings. Its folder is created here; its path also identifies the processes of the run.
-        device: "cpu" hides accelerators from the run.
-        variables: Options of the run, and other variables.
-        limit_s: Time limit in seconds.
-
-    Returns:
-        Exit code as in a shell; the record of each rank, rank 0 first; the last lines of the output.
+    Creates the folder of the request. device="cpu" hides accelerators from the run; `variables` are the options of the
+    run, and others. Returns the exit code as in a shell; the record of each rank, rank 0 first; the end of the output.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
@@ -76,30 +85,18 @@ def run_first_steps(
         **device_variables(device, request.num_gpus),
         **request.variables(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}"),
     }
-    log = folder / "output.log"
-    with log.open("wb") as output:
-        code = run_to_end(
-            command_of(program),
-            environment,
-            output,
-            # The variables contain the folder as JSON, which escapes characters other than ASCII.
-            marker=f"{folder.parent.name}/{folder.name}",
-            limit_s=limit_s,
-            terminate_limit_s=_TERMINATE_LIMIT_S,
-        )
-    tail = last_lines(log.read_text(encoding="utf-8", errors="replace"), _NUM_LINES)
+    code, records, tail = run_recorded(command_of(program), environment, folder, limit_s=limit_s)
     if code is None:
         raise RankTimeoutError(
             f"The run did not reach its end within timeout_s={limit_s:g} seconds. The end of its output:\n{tail}",
             hint="Set fewer --steps, or a higher --timeout-s.",
         )
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
     if code == 0 and not records:
         raise SetupError(
             f"{' '.join(program)} ended without a training that {name} could record. The end of its output:\n{tail}",
             hint="It must call train() of a transformers Trainer, after enable_multi_gpu() if it has that call.",
         )
-    return 128 - code if code < 0 else code, sorted(records, key=lambda record: int(record["rank"])), tail
+    return 128 - code if code < 0 else code, records, tail
 
 
 def check_is_no_rank(name: str) -> None:
@@ -131,11 +128,7 @@ def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
 
 
 def parse_numbers(name: str, text: str) -> list[int]:
-    """Parses numbers of GPUs such as "1,2,8". Returns them in ascending order.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses numbers of GPUs such as "1,2,8", or raises ConfigError. Returns them in ascending order."""
     if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
         raise ConfigError(
             f"{name}={text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."

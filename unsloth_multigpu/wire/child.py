@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from unsloth_multigpu.wire.folder import make_log
@@ -108,6 +110,17 @@ class Child:
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
         """Returns the last lines of the log of the process."""
         return read_tail(self.log, num_lines)
+
+
+def connect_to_parent() -> Connection:
+    """Called in the child: returns its end of the socket pair, and prepares its output for the log."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        # The log is read as UTF-8, whatever the locale is.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    return Connection(descriptor)
 
 
 def read_tail(log: Path, num_lines: int = _TAIL_LINES) -> str:

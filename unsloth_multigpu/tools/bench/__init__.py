@@ -1,7 +1,5 @@
 """How fast is a training on several ranks?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

@@ -1,18 +1,25 @@
-"""The training script of every arm of a benchmark: a plain Trainer, in some arms after `enable_multi_gpu()`."""
+"""The training script of every arm of a benchmark: a plain Trainer, in some arms after `enable_multi_gpu()`.
+
+With `--library unsloth`: FastLanguageModel and SFTTrainer, as Unsloth's users write it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
+import importlib.util
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.tools.bench.arm import ARMS, Arm
-from unsloth_multigpu.tools.bench.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
-from unsloth_multigpu.tools.bench.unsloth_arm import load_model, make_trainer
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.tools.bench.arm import ARMS, HEAD_SIZE, UNSLOTH, Arm, BenchOptions
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
@@ -55,13 +62,8 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     from unsloth_multigpu.plugin import get_multi_gpu_status
     from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
 
-    is_cuda = options.device == "cuda"
-    rows = options.rows()
-    max_length = max(map(len, rows))
-    if options.library == UNSLOTH:
-        model, tokenizer = load_model(options, max_length, _LORA)
-    else:
-        model, tokenizer = make_model(options, max_length), None
+    is_cuda, rows = options.device == "cuda", options.rows()
+    model, tokenizer = load_model(options) if options.library == UNSLOTH else (make_model(options), None)
     meter = Meter(model, is_cuda=is_cuda)
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -75,15 +77,11 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     data = Dataset.from_dict({"input_ids": rows, "length": list(map(len, rows))})
     values = training_values(arm, options)
     if options.library == UNSLOTH:
-        trainer = make_trainer(model, tokenizer, values, options, max_length, data, [MarkSteps()])
+        trainer = make_trainer(model, tokenizer, values, options, data)
     else:
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(**values),
-            train_dataset=data,
-            data_collator=end_to_end if options.padding_free else collate,
-            callbacks=[MarkSteps()],
-        )
+        collator = end_to_end if options.padding_free else collate
+        trainer = Trainer(model, TrainingArguments(**values), data_collator=collator, train_dataset=data)
+    trainer.add_callback(MarkSteps())
     trainer.train()
     history, report = trainer.state.log_history, get_multi_gpu_status().report
     sent_bytes = 0 if not arm.uses_all_devices else None if report is None else report.ranks[rank].sent_bytes
@@ -97,7 +95,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     }
 
 
-def make_model(options: BenchOptions, max_length: int) -> Any:
+def make_model(options: BenchOptions) -> Any:
     """Creates a Llama with random weights from the seed, with an adapter if `train` is "lora"."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,7 +111,7 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_heads // 4 if num_heads % 4 == 0 else num_heads,
-            max_position_embeddings=max_length,
+            max_position_embeddings=options.max_length,
             use_cache=False,
         )
     )
@@ -170,6 +168,92 @@ def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
     positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+@contextlib.contextmanager
+def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
+    """Creates the model that Unsloth loads, and removes it at the end. Yields the options with its folder.
+
+    Raises SetupError if Unsloth is not installed, or does not support the options on this machine.
+    """
+    if options.library != UNSLOTH:
+        yield options
+        return
+    if importlib.util.find_spec("unsloth") is None:
+        raise SetupError("--library unsloth, but Unsloth is not installed.", hint="pip install unsloth")
+    if options.device == "cpu" and options.padding_free:
+        raise SetupError(
+            "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
+        )
+    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
+        folder = Path(root, "model")
+        _write_model(options, folder)
+        yield dataclasses.replace(options, model_folder=str(folder))
+
+
+def _write_model(options: BenchOptions, folder: Path) -> None:
+    """Saves the model of `make_model`, without an adapter, and a tokenizer with its vocabulary size."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    model = make_model(dataclasses.replace(options, train="full"))
+    is_frozen_bf16 = options.train == "lora" and options.dtype == "bf16"
+    model.to(torch.bfloat16 if is_frozen_bf16 else torch.float32).save_pretrained(folder)
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = [*names.values(), *(f"w{number}" for number in range(len(names), options.model_shape[2]))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=names["unk_token"]))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side="right", model_max_length=options.max_length, **names
+    ).save_pretrained(folder)
+
+
+def load_model(options: BenchOptions) -> tuple[Any, Any]:
+    """Loads model and tokenizer by Unsloth."""
+    import torch
+    from unsloth import FastLanguageModel
+
+    checkpointing = UNSLOTH if options.gradient_checkpointing else False
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        options.model_folder,
+        max_seq_length=options.max_length,
+        dtype=torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+        load_in_4bit=options.four_bit,
+        full_finetuning=options.train == "full",
+        use_gradient_checkpointing=checkpointing,
+        **({"device_map": "cpu"} if options.device == "cpu" else {}),
+    )
+    if options.train == "lora":
+        model = FastLanguageModel.get_peft_model(
+            model, use_gradient_checkpointing=checkpointing, random_state=options.seed, **_LORA
+        )
+    return model, tokenizer
+
+
+def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options: BenchOptions, rows: Any) -> Any:
+    """Creates TRL's SFTTrainer, which Unsloth has replaced, with its own collator.
+
+    `values` are those of `training_values`. Raises SetupError if Unsloth has overridden padding_free.
+    """
+    from trl import SFTConfig, SFTTrainer
+
+    # Unsloth's checkpointing was turned on when the model was loaded.
+    values = {name: value for name, value in values.items() if not name.startswith("gradient_checkpointing")}
+    if not options.gradient_checkpointing:
+        values["gradient_checkpointing"] = False  # SFTTrainer's default is True.
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=rows,
+        args=SFTConfig(max_length=options.max_length, padding_free=options.padding_free, packing=False, **values),
+    )
+    if bool(trainer.args.padding_free) != options.padding_free:
+        raise SetupError(
+            f"padding_free={options.padding_free} was set, but Unsloth trains with {trainer.args.padding_free}.",
+            hint="Leave --padding-free out." if options.padding_free else "Set --padding-free.",
+        )
+    return trainer
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class _MicroBatch(NamedTuple):
     Args:
         inputs: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`.
         is_sample: For each row; False = filler in the micro-batch of a rank without a sample.
-        begin: Time of the begin.
+        begin: Start time.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -36,12 +36,7 @@ class _MicroBatch(NamedTuple):
 
 
 class Meter:
-    """Measures one model by hooks. Created before any other hook is registered.
-
-    Args:
-        model: The model of the Trainer.
-        is_cuda: It computes on a GPU.
-    """
+    """Measures one model on a GPU or the CPU by hooks. Created before any other hook is registered."""
 
     def __init__(self, model: torch.nn.Module, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -57,7 +52,7 @@ class Meter:
         return self
 
     def mark_begin(self) -> None:
-        """Called at the begin of an epoch: the time before it belongs to no step."""
+        """Called at the start of an epoch: the time before it belongs to no step."""
         self._begin = self._mark()
 
     def mark_step(self) -> None:

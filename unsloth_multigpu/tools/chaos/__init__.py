@@ -1,7 +1,5 @@
 """Does a run end or continue as it should after a fault?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

@@ -1,21 +1,24 @@
-"""Runs the user's script once for `unsloth-multigpu chaos`, and counts the processes that it leaves behind."""
+"""One run of the script for `unsloth-multigpu chaos`: the processes that it leaves behind, and its records."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.options import variable
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
+from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, read_records
 from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill
 
 _POLL_S = 0.05
@@ -47,7 +50,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ScriptRuns:
     """The runs of one row of the table.
 
     Args:
@@ -73,12 +76,7 @@ class Scene:
         return self.folder / "work"
 
     def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
-        """Runs the script to its end.
-
-        Args:
-            faults: The faults to inject.
-            options: Options of `enable_multi_gpu` for this run.
-        """
+        """Runs the script to its end, with faults to inject and options of `enable_multi_gpu`."""
         for place in (self.records, self.work):
             place.mkdir(parents=True, exist_ok=True)
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
@@ -122,3 +120,62 @@ class Scene:
             program[0] = os.path.abspath(program[0])
         own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
         return [sys.executable, *own, *program]
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """Records of all ranks, with their ranks, over all starts of a row, oldest first."""
+
+    records: Sequence[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunTrace:
+        """Reads the files of all ranks."""
+        ranks = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rank_*.jsonl")]
+        found = [{**record, "rank": rank} for rank in ranks for record in read_records(folder, rank)]
+        return cls(sorted(found, key=lambda r: float(r["time_s"])))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Returns the records of one event."""
+        return [record for record in self.records if record["event"] == event]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the first training."""
+        return max((r["step"] for r in self.of("step") if r["training"] == 0), default=0)
+
+    def first_step_s(self, since_s: float) -> float | None:
+        """Returns the end of the first step of processes that began to train after `since_s`; None without one."""
+        before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
+        return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
+
+    def samples(self) -> dict[tuple[int, int], Counter[str]]:
+        """Returns the samples of each (training, step) over all ranks. Of a repeated step, the last time counts."""
+        latest = {(r["training"], r["step"], r["rank"]): Counter(r["samples"]) for r in self.of("step")}
+        steps: dict[tuple[int, int], Counter[str]] = {}
+        for (training, step, _), samples in latest.items():
+            steps.setdefault((training, step), Counter()).update(samples)
+        return steps
+
+
+def compare_samples(reference: RunTrace, other: RunTrace) -> tuple[int, int]:
+    """Returns the numbers of missing and of repeated samples, compared step by step with the run without faults."""
+    expected, found = reference.samples(), other.samples()
+    keys = expected.keys() | found.keys()
+    lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
+    return lost, sum((found.get(k, Counter()) - expected.get(k, Counter())).total() for k in keys)
+
+
+def compare_weights(reference: RunTrace, other: RunTrace) -> float | None:
+    """Returns the largest relative difference of a trained tensor; None if some are missing."""
+    from unsloth_multigpu.step.sketch import difference
+
+    expected, found = ({r["training"]: r["weights"] for r in t.of("end") if r["rank"] == 0} for t in (reference, other))
+    worst = 0.0
+    for training, weights in expected.items():
+        others = found.get(training, {})
+        if others.keys() != weights.keys():
+            return None
+        off = [difference([own], [others[name]], [name]).off for name, own in weights.items()]
+        worst = max([worst, *(math.inf if math.isnan(value) else value for value in off)])
+    return worst

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.wire.context import ToolRequest
@@ -11,11 +14,9 @@ from unsloth_multigpu.wire.context import ToolRequest
 _PHASES = ("train", "save", "evaluate")
 # Rank that means all ranks.
 ALL_RANKS = -1
-_DEATHS, _HANGS, _ERRORS = (
-    ("kill", "kill_supervisor", "corrupt"),
-    ("stop", "loop"),
-    ("raise", "exit", "memory", "nan", "disk_full"),
-)
+_ERRORS = ("raise", "exit", "memory", "nan", "disk_full")
+_DEATHS = ("kill", "kill_supervisor", "corrupt")
+_HANGS = ("stop", "loop")
 KINDS = (*_ERRORS, *_DEATHS, *_HANGS, "sigterm")
 # Ranks of each kind in `all_faults`, as rank or rank:phase. The other kinds are injected on the highest rank.
 _PLACES: dict[str, tuple[str, ...]] = {
@@ -71,11 +72,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses `kind@rank:step` or `kind@rank:step:phase`; rank may be `all`.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses `kind@rank:step` or `kind@rank:step:phase`, with rank `all` for every rank. Raises ConfigError."""
     kind, _, place = text.strip().partition("@")
     rank, _, when = place.partition(":")
     step, _, phase = when.partition(":")
@@ -100,7 +97,7 @@ class ChaosRequest:
     """Settings of `unsloth-multigpu chaos` for a run.
 
     Args:
-        folder: Folder for `rank_N.jsonl` of each rank, and the final weights of each training.
+        folder: Folder for `rank_N.jsonl` of each rank.
         faults: The faults to inject.
         work: Folder for the script's checkpoints and logs; None = the script's own.
     """
@@ -113,3 +110,10 @@ class ChaosRequest:
         """Returns the environment variables of this request."""
         values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults], "work": self.work}
         return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()
+
+
+def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Returns the records of a rank, oldest first, without an incomplete last line."""
+    path = folder / f"rank_{rank}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

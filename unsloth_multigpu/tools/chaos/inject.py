@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import torch
 
-from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
-from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
+from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 
@@ -32,8 +32,6 @@ from unsloth_multigpu.wire.process import send_signal
 _DISK_LEFT_BYTES = 4096
 _MEMORY_LEFT_BYTES = 2**26
 _MEMORY_ASKED_BYTES = 2**31
-# (phase, kind) of the faults that are not in `_ACTIONS`.
-_OF_STEPS = (("train", "memory"), ("train", "nan"))
 # The supervisor checks for signals ten times a second.
 _LOOK_S = 0.5
 
@@ -73,33 +71,26 @@ class Chaos(Tool):
 
 
 class Injector(Part):
-    """Injects the faults of one training of one rank.
-
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-        request: The faults.
-        session: The session of this rank.
-        steps: The feed of the training. Its filler micro-batches do not count as samples.
-    """
+    """Injects the faults of one training of one rank, and records its samples without those of filler micro-batches."""
 
     place = "faults"
 
     def __init__(self, trainer: TrainerLike, request: ChaosRequest, session: Any, steps: StepFeed) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._steps = steps
         self._rank = session.identity.rank
         self._config = session.config
-        self._supervisor_pid = session.context.supervisor_pid
+        self.supervisor_pid = session.context.supervisor_pid
         self._attempt = session.context.attempt
         self._folder = Path(request.folder)
         mine = [f for f in request.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is injected in one training.
         written = read_records(self._folder, self._rank)
-        done = [r["fault"] for r in written if r["event"] == "planted" and r["attempt"] == self._attempt]
+        done = [r["fault"] for r in written if r["event"] == "injected" and r["attempt"] == self._attempt]
         self._faults = [fault for fault in mine if str(fault) not in done]
         self._training = sum(r["event"] == "begin" and r["pid"] == os.getpid() for r in written)
         self._samples: Counter[str] = Counter()
-        self._is_poisoned = False
+        self.is_poisoned = False
 
     def overrides(self) -> dict[str, Override]:
         return {
@@ -110,13 +101,7 @@ class Injector(Part):
         }
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        fault = self._take("train")
-        if fault is not None and fault.kind == "memory":
-            _run_out_of_memory(self._trainer.args.device)
-        elif fault is not None and fault.kind == "nan":
-            self._is_poisoned = True
-        else:
-            self._act(fault)
+        self._act(self._take("train"))
         current = self._steps.passes.current
         if current is None or not current.piece.is_filler:
             self._samples.update(fingerprints(inputs))
@@ -124,9 +109,9 @@ class Injector(Part):
 
     def _compute_loss(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
-        if not self._is_poisoned or not model.training:
+        if not self.is_poisoned or not model.training:
             return result
-        self._is_poisoned = False
+        self.is_poisoned = False
         return (result[0] * torch.nan, *result[1:]) if isinstance(result, tuple) else result * torch.nan
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,24 +132,21 @@ class Injector(Part):
 
     def _take(self, phase: str, kind: str | None = None) -> Fault | None:
         """Returns the fault that is due now, each once. `kind` selects "disk_full", which begins with a checkpoint."""
-        finished = int(self._trainer.state.global_step)
+        finished = int(self.trainer.state.global_step)
         # A checkpoint and an evaluation belong to the step that has just been finished.
         step = finished + 1 if phase == "train" else finished
         for fault in self._faults:
-            if kind is None:
-                is_here = fault.phase == phase and (fault.kind in _ACTIONS or (phase, fault.kind) in _OF_STEPS)
-            else:
-                is_here = fault.kind == kind
-            can_act = fault.kind != "corrupt" or newest_checkpoint(self._trainer.args.output_dir) is not None
+            is_here = fault.kind == kind if kind else fault.phase == phase and fault.kind in _ACTIONS
+            can_act = fault.kind != "corrupt" or newest_checkpoint(self.trainer.args.output_dir) is not None
             if is_here and step >= fault.step and can_act:
                 self._faults.remove(fault)
-                self.write("planted", fault=str(fault), kind=fault.kind, step=step)
+                self.write("injected", fault=str(fault), kind=fault.kind, step=step)
                 return fault
         return None
 
     def _act(self, fault: Fault | None) -> None:
         if fault is not None:
-            _ACTIONS[fault.kind](self._supervisor_pid, self._trainer.args.output_dir)
+            _ACTIONS[fault.kind](self)
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds a line to this rank's file, with the time of `time.monotonic`, which all processes share."""
@@ -186,23 +168,8 @@ class Injector(Part):
         self.write("step", step=int(state.global_step), samples=samples)
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        from safetensors.torch import save_file
-
-        model = self._trainer.model
-        if self._rank == 0 or has_shards(model):  # Gathering shards needs all ranks.
-            reshard(model)
-            trained = ((name, whole_of(p.detach())) for name, p in model.named_parameters() if p.requires_grad)
-            weights = {name: value.cpu().clone().contiguous() for name, value in trained}
-        if self._rank == 0:
-            save_file(weights, self._folder / f"weights_{self._training}.safetensors")
-        self.write("end", step=int(state.global_step))
-
-
-def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """Returns the records of a rank, oldest first, without an incomplete last line."""
-    path = folder / f"rank_{rank}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+        weights = {name: sketch_of(value) for name, value in trained_weights(self.trainer.model, self._rank)}
+        self.write("end", step=int(state.global_step), weights=weights)
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:
@@ -211,19 +178,19 @@ def newest_checkpoint(output_dir: str) -> Path | None:
     return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
 
-def _raise(*_: Any) -> None:
-    raise RuntimeError("planted by unsloth-multigpu chaos")
+def _raise(_: Injector) -> None:
+    raise RuntimeError("injected by unsloth-multigpu chaos")
 
 
-def _loop(*_: Any) -> None:
+def _loop(_: Injector) -> None:
     """Keeps the main thread busy forever."""
     while True:
         pass
 
 
-def _corrupt(_pid: int, output_dir: str) -> None:
+def _corrupt(injector: Injector) -> None:
     """Truncates the largest file of the newest checkpoint, as a crash may, and kills this process."""
-    checkpoint = newest_checkpoint(output_dir)
+    checkpoint = newest_checkpoint(injector.trainer.args.output_dir)
     assert checkpoint is not None
     largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
@@ -236,26 +203,28 @@ def _signal(pid: int, number: signal.Signals) -> None:
     time.sleep(_LOOK_S)
 
 
-# Arguments: process id of the supervisor, and the Trainer's output folder.
-_ACTIONS: dict[str, Callable[[int, str], Any]] = {
-    "raise": _raise,
-    "exit": lambda *_: sys.exit(0),
-    "kill": lambda *_: _signal(os.getpid(), signal.SIGKILL),
-    "stop": lambda *_: _signal(os.getpid(), signal.SIGSTOP),
-    "loop": _loop,
-    "corrupt": _corrupt,
-    "kill_supervisor": lambda pid, _: _signal(pid, signal.SIGKILL),
-    "sigterm": lambda pid, _: _signal(pid, signal.SIGTERM),
-}
-
-
-def _run_out_of_memory(device: torch.device) -> None:
+def _run_out_of_memory(injector: Injector) -> None:
     """Raises torch's own error of a device without enough memory."""
+    device = injector.trainer.args.device
     if device.type != "cpu":
         torch.empty(2**50, dtype=torch.uint8, device=device)
     # The limit is restored before the error is reported, which needs memory.
     with _limited(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MEMORY_LEFT_BYTES):
         torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)
+
+
+_ACTIONS: dict[str, Callable[[Injector], Any]] = {
+    "raise": _raise,
+    "exit": lambda _: sys.exit(0),
+    "memory": _run_out_of_memory,
+    "nan": lambda injector: setattr(injector, "is_poisoned", True),
+    "kill": lambda _: _signal(os.getpid(), signal.SIGKILL),
+    "stop": lambda _: _signal(os.getpid(), signal.SIGSTOP),
+    "loop": _loop,
+    "corrupt": _corrupt,
+    "kill_supervisor": lambda injector: _signal(injector.supervisor_pid, signal.SIGKILL),
+    "sigterm": lambda injector: _signal(injector.supervisor_pid, signal.SIGTERM),
+}
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Is this machine ready for training on several GPUs?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

@@ -27,12 +27,8 @@ def check_copies(
 ) -> list[dict[str, Any]]:
     """Copies random bytes between every ordered pair of devices, and compares the results on the host.
 
-    Some consumer GPUs and some IOMMU settings deliver garbage without an error.
-
-    Args:
-        devices: The devices. The CPU may be given several times.
-        num_bytes: Size of one copy.
-        copy: Called with target and source. torch's own copy is direct if the driver allows it.
+    Some consumer GPUs and some IOMMU settings deliver garbage without an error. torch's own copy is direct if the
+    driver allows it. The CPU may be given several times.
 
     Returns:
         For each pair: `source` and `target`, indices of devices; `num_bytes` of one copy; `num_wrong_bytes`, the

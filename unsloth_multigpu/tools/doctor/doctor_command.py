@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
+import psutil
+
+from unsloth_multigpu import versions
+from unsloth_multigpu.accelerator import CHOOSERS, KINDS
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.wire.process import exit_on_signal
-from unsloth_multigpu.words import aligned, listed
+from unsloth_multigpu.words import GIB, aligned, gib, listed
 
-if TYPE_CHECKING:
-    from unsloth_multigpu.tools.doctor.findings import CheckRow
+State = Literal["ok", "note", "FAIL"]
 
+_NVIDIA_SMI_LIMIT_S = 20.0
+# NCCL and DataLoader workers use shared memory, of which a Docker container has 64 MiB by default.
+_MIN_SHARED_BYTES = GIB
+_COPY_HINT = (
+    "Set NCCL_P2P_DISABLE=1 for training. The cause is usually the IOMMU (turn off VT-d, AMD-Vi or ACS in the "
+    "firmware) or a GPU whose driver has no P2P."
+)
+_CPU_REDUCE_HINT = "Other processes may use the cores or the memory; a firewall may block connections to 127.0.0.1."
+_GPU_REDUCE_HINT = (
+    "Run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether direct copies are the cause."
+)
 _HERE = "unsloth_multigpu.tools.doctor"
 # Names of failed checks that are listed.
 _MOST_NAMES = 5
 _STYLES = {"FAIL": "bold red", "note": "yellow"}
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One line of the result.
+
+    Args:
+        section: Heading under which it is listed.
+        name: Name of the check.
+        state: "ok", "FAIL", or "note" for a remark that does not prevent a training.
+        text: The result as text.
+        hint: The next action; every "FAIL" has one.
+        facts: The result as JSON values.
+        log: Last lines of a failed check's output.
+    """
+
+    section: str
+    name: str
+    state: State
+    text: str
+    hint: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,11 +84,7 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Checks this machine and prints each section of the result when it is known.
-
-    Returns:
-        0, or 1 if a check failed.
-    """
+    """Checks this machine and prints each section of the result when it is known. Returns 1 if a check failed."""
     MultiGPUConfig.resolve({})  # Raises for an invalid variable before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
@@ -62,7 +100,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
                 progress.show(what)
     has_failed = any(row.state == "FAIL" for row in rows)
     if own.json:
-        version = installed_version("unsloth-multigpu")
+        version = versions.installed_version("unsloth-multigpu")
         screen.json({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]})
     else:
         screen.line()
@@ -73,28 +111,24 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:
     """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one by one.
 
-    Yields:
-        The name of the next check ("" at the end), and the rows of a section as soon as they are known.
+    Yields the name of the next check ("" at the end), and the rows of a section as soon as they are known.
     """
-    from unsloth_multigpu.tools.doctor import findings as found
-    from unsloth_multigpu.tools.probe import Probe
-
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
         patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
-        yield "devices, and copies between them", found.version_rows()
+        yield "devices, and copies between them", version_rows()
         devices = probe.outcome()
-        yield "", [*found.driver_rows(devices), *found.device_rows(devices)]
-        yield "an all-reduce on all ranks", found.copy_rows(devices)
+        yield "", [*driver_rows(devices), *device_rows(devices)]
+        yield "an all-reduce on all ranks", copy_rows(devices)
         # timeout_s ends a hung collective with its own message, before the time limit of the probe.
         options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
-        yield "imports of the libraries, and every patch", found.reduce_rows(reduced, devices)
+        yield "imports of the libraries, and every patch", reduce_rows(reduced, devices)
         landed = patches.outcome()
-        yield "", found.import_rows(landed)
-        yield "", found.patch_rows(landed)
+        yield "", import_rows(landed)
+        yield "", patch_rows(landed)
 
 
 def verdict(rows: Sequence[CheckRow]) -> str:
@@ -116,3 +150,145 @@ def section_lines(rows: Sequence[CheckRow]) -> list[tuple[str, str | None]]:
             lines.append((f"        Hint: {row.hint}", None))
         lines += [(f"        | {line}", "dim") for line in row.log]
     return lines
+
+
+def version_rows() -> list[CheckRow]:
+    """Checks the versions of interpreter, system and libraries."""
+    # Always "ok": pip refuses an older Python.
+    rows = [CheckRow("versions", "python", "ok", platform.python_version())]
+    is_linux = sys.platform == "linux"
+    hint = "" if is_linux else "Several ranks need Linux, or WSL2."
+    rows.append(CheckRow("versions", "system", "ok" if is_linux else "FAIL", platform.platform(), hint))
+    for row in versions.version_rows():
+        facts = {"installed": row.installed, "supported": row.supported}
+        text = f"{row.installed or 'not installed'} ({supported_text(row.supported)})"
+        hint = "" if row.ok else f'pip install "{row.name}{supported_text(row.supported)}"'
+        if row.is_newer:
+            hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
+        state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"
+        rows.append(CheckRow("versions", row.name, state, text, hint, facts))
+    return rows
+
+
+def supported_text(specifier: str) -> str:
+    """Formats a range with the lower bound first: `>=2.6,<2.16`."""
+    return ",".join(sorted(specifier.split(","), key=lambda part: part.startswith("<")))
+
+
+def driver_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Describes the driver, and the platform that torch was built for."""
+    if "error" in devices:
+        return []
+    driver, _ = _nvidia_driver()
+    names = {"ROCm": "rocm", **{name.upper(): name for name in KINDS}}
+    built_for = next((f"{shown} {devices[name]}" for shown, name in names.items() if devices.get(name)), "the CPU")
+    text = f"NVIDIA driver {driver or 'none'}, torch was built for {built_for}"
+    return [CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
+
+
+def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
+    """Checks that the libraries can be imported, with the patches, in the order of a script."""
+    hint = "Run `python -c 'import {}'`, and reinstall the library in its error."
+    return [
+        CheckRow("imports", name, "FAIL" if error else "ok", error or "imported", hint.format(name) if error else "")
+        for name, error in landed.get("imports", {}).items()
+    ]
+
+
+def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Lists accelerators, cores and memory."""
+    if "error" in devices:
+        hint = devices.get("hint") or "Run `python -c 'import torch; torch.accelerator.device_count()'`."
+        return [CheckRow("devices", "torch", "FAIL", devices["error"], hint, log=tuple(devices.get("log", ())))]
+    rows = []
+    for index, gpu in enumerate(devices["devices"]):
+        text = f"{gpu['name']}, {gib(gpu['total_bytes'], 1)}, {gib(gpu['free_bytes'], 1)} free"
+        rows.append(CheckRow("devices", f"{devices['kind']}:{index}", "ok", text, facts=gpu))
+    if not rows:
+        _, num_known = _nvidia_driver()
+        if num_known and not os.environ.keys() & set(CHOOSERS):
+            text = f"nvidia-smi lists {num_known}, torch {versions.installed_version('torch')} sees none"
+            hint = "Install a torch build for CUDA and this driver: https://pytorch.org/get-started/locally"
+            rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
+        else:
+            rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
+    line, refused = devices["line"], devices["refused"]
+    state: State = "FAIL" if refused else "ok"
+    rows.append(CheckRow("devices", "line", state, refused or line, devices["hint"]))
+    return rows + _host_rows()
+
+
+def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Checks copies between every ordered pair of accelerators."""
+    if "error" in devices:
+        return []
+    rows = []
+    for pair in devices["copies"]:
+        name = f"{devices['kind']}:{pair['source']} -> {devices['kind']}:{pair['target']}"
+        peer = {True: "peer access", False: "no peer access, through the host", None: "peer access not known"}
+        speed = f"{pair['num_bytes'] / 2**20:g} MiB at {pair['gb_per_s']:.1f} GB/s, {peer[pair['has_peer_access']]}"
+        if wrong := pair["num_wrong_bytes"]:
+            text = f"{wrong} of {pair['num_bytes']} bytes arrived wrong; {speed}"
+            rows.append(CheckRow("copies between devices", name, "FAIL", text, _COPY_HINT, pair))
+        else:
+            rows.append(CheckRow("copies between devices", name, "ok", f"every bit arrived; {speed}", facts=pair))
+    return rows or [CheckRow("copies between devices", "pairs", "note", "fewer than two devices, nothing to copy")]
+
+
+def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Checks the all-reduce on all ranks."""
+    hint = _CPU_REDUCE_HINT if devices.get("kind") == "cpu" else _GPU_REDUCE_HINT
+    if "error" in reduced:
+        log = tuple(reduced.get("log", ()))
+        return [CheckRow("all-reduce", "ranks", "FAIL", reduced["error"], reduced.get("hint") or hint, log=log)]
+    name = f"{reduced['num_ranks']} x {reduced['device']}"
+    speed = (
+        f"{reduced['num_bytes'] / 2**20:g} MiB over {reduced['backend']} in {1000 * reduced['seconds']:.1f} ms, "
+        f"algorithm bandwidth {reduced['algorithm_gb_per_s']:.2f} GB/s"
+    )
+    if any(reduced["num_wrong_by_rank"]):
+        text = f"wrong sums, by rank {reduced['num_wrong_by_rank']}; {speed}"
+        return [CheckRow("all-reduce", name, "FAIL", text, hint, dict(reduced))]
+    return [CheckRow("all-reduce", name, "ok", f"every sum is exact; {speed}", facts=dict(reduced))]
+
+
+def patch_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
+    """Checks every patch and instance seam."""
+    if "error" in landed:
+        hint = landed.get("hint") or "A library cannot be imported, see the lines below."
+        return [CheckRow("patches", "functions", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
+    facts = {name: landed[name] for name in ("num_patches", "num_methods")}
+    text = f"{facts['num_patches']} functions and {facts['num_methods']} methods of other libraries are as tested"
+    return [CheckRow("patches", "functions", "ok", text, facts=facts)]
+
+
+def _host_rows() -> list[CheckRow]:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    memory = psutil.virtual_memory()
+    facts = {"total_bytes": memory.total, "available_bytes": memory.available}
+    text = f"{gib(memory.total, 1)}, {gib(memory.available, 1)} available"
+    rows = [
+        CheckRow("devices", "cpu", "ok", f"{num_cores} cores", facts={"num_cores": num_cores}),
+        CheckRow("devices", "memory", "ok", text, facts=facts),
+    ]
+    shared = Path("/dev/shm")
+    if shared.exists():
+        free_bytes = shutil.disk_usage(shared).free
+        is_small = free_bytes < _MIN_SHARED_BYTES
+        hint = "In a container: docker run --ipc=host, or --shm-size=8g." if is_small else ""
+        text = f"{gib(free_bytes, 1)} free"
+        rows.append(
+            CheckRow("devices", "/dev/shm", "note" if is_small else "ok", text, hint, {"free_bytes": free_bytes})
+        )
+    return rows
+
+
+def _nvidia_driver() -> tuple[str | None, int]:
+    """Returns the version of the driver and the number of its GPUs; (None, 0) without a driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, 0
+    lines = done.stdout.split()
+    return (lines[0] if lines else None), len(lines)

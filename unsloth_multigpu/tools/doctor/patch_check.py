@@ -54,21 +54,15 @@ def all_patches() -> list[Patch]:
     ]
 
 
-def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
+def try_patches(patches: Sequence[Patch]) -> dict[str, Any]:
     """Applies the patches and imports their targets, as a rank of a user's script does.
 
-    Args:
-        libraries: Imported first, in this order, if they are installed.
-
-    Returns:
-        `imports`, the error of each library, "" = none; and `num_patches`.
-
-    Raises:
-        MultiGPUError: The first patch that cannot be applied.
+    Returns `imports`, the error of each library, "" = none; and `num_patches`. Raises the error of the first patch that
+    cannot be applied.
     """
     registry = PatchRegistry(patches)
     registry.apply()
-    imports = {name: _import(name) for name in libraries if installed_version(name) is not None}
+    imports = {name: _import(name) for name in _LIBRARIES if installed_version(name) is not None}
     required = {patch.target.partition(":")[0] for patch in patches if not patch.optional}
     waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
     for name in dict.fromkeys(waiting):
@@ -81,8 +75,7 @@ def try_patches(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES)
 def check_instance_seams() -> int:
     """Checks the instance seams by the classes of their owners. Returns their number.
 
-    Raises:
-        PatchError: The first method that has other parameters.
+    Raises PatchError for the first method that has other parameters.
     """
     from accelerate import Accelerator
     from transformers import PreTrainedModel, Trainer

@@ -1,7 +1,5 @@
 """How long would a script take on N GPUs, and what limits it?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

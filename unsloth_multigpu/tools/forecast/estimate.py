@@ -62,11 +62,7 @@ NVLINK, PCIE = Link("nvlink", 240 * _GIGA, 3.4 * _MICRO), Link("pcie", 24 * _GIG
 
 
 def parse_link(name: str, text: str) -> Link:
-    """Parses the name of a link.
-
-    Raises:
-        ConfigError: An unknown name.
-    """
+    """Parses the name of a link. Raises ConfigError for an unknown one."""
     for link in (NVLINK, PCIE):
         if text.lower() == link.name:
             return link
@@ -142,8 +138,7 @@ class Estimate:
 def estimate(work: Workload, num_ranks: int, link: Link) -> Estimate:
     """Estimates the training on `num_ranks` ranks.
 
-    Raises:
-        ConfigError: A step has fewer samples than ranks, so the run would fail, too.
+    Raises ConfigError if a step has fewer samples than ranks, so that the run would fail, too.
     """
     check_divisible(sum(work.sizes), num_ranks)
     alone_s = work.update_s + _seconds(work, [_own_batches(work)] * len(work.steps))[1]

@@ -28,7 +28,6 @@ from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 from unsloth_multigpu.words import duration
 
-SCHEMA_VERSION = 3
 # Minimum of timed steps, so that one slow step does not decide.
 _FEWEST_STEPS = 3
 # A note is printed if the fitted costs differ by more from the measured ones.
@@ -62,15 +61,7 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Measures `program` on one rank, and prints the forecast.
-
-    Args:
-        own: Options of the command.
-        given: Empty.
-        program: The script and its arguments, or `-m`, a module and its arguments.
-
-    Returns:
-        0.
+    """Measures `program` on one rank, and prints the forecast. Returns 0.
 
     Raises:
         ConfigError: An invalid option.
@@ -87,27 +78,26 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
                 f"{len(record['steps'])} step(s) were timed; at least {_FEWEST_STEPS} complete steps are needed.",
                 hint="Raise --steps, and max_steps of the script: the first two steps are not timed.",
             )
-    link = own.link
     work = Workload(**{**record["work"], "cost": CostModel(**record["work"]["cost"])})
     num_samples = sum(work.sizes)
-    rows = [estimate(work, n, link) for n in sorted({1, *own.gpus}) if n <= num_samples]
+    rows = [estimate(work, n, own.link) for n in sorted({1, *own.gpus}) if n <= num_samples]
     refused = [n for n in own.gpus if n > num_samples]
     if own.json:
         values = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 3,
             "command": list(program),
             **{name: record[name] for name in ("trainer", "device", "num_trained", "misfit")},
             "notes": _notes(record),
             "num_timed_steps": len(record["steps"]),
             "measured": {**asdict(work), "steps": len(work.steps)},
-            "link": asdict(link),
+            "link": asdict(own.link),
             "forecasts": [asdict(row) for row in rows],
             "refused": refused,
             "advice": advise(work, rows),
         }
         screen.json(values)
     else:
-        _show(screen, record, work, link, rows, refused)
+        _show(screen, record, work, own.link, rows, refused)
     return 0
 
 

@@ -55,11 +55,7 @@ class Forecast(FirstSteps):
         return self.alone(config)
 
     def part(self, trainer: TrainerLike, session: Any, steps: StepFeed) -> Part:
-        """Returns itself.
-
-        Raises:
-            SetupError: The training cannot be forecast.
-        """
+        """Returns itself. Raises SetupError if the training cannot be forecast."""
         _refuse_unsupported(trainer)
         self._num_steps, self._beat = 0, session.beat
         # Step, indices of the rows in the step, and the time.

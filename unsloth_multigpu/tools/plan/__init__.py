@@ -1,7 +1,5 @@
 """How many GPUs does a script need, and should it be sharded?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

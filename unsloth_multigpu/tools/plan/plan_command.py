@@ -17,7 +17,6 @@ from unsloth_multigpu.shard.script_probe import DEFAULT_LIMIT_S, Answer, Questio
 from unsloth_multigpu.tools.script_program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB, in_gib
 
-SCHEMA_VERSION = 2
 # The script of `--model`, and its defaults: tokens of a sample, rank of the adapters, bits of a weight.
 _MODEL_SCRIPT = "unsloth_multigpu.tools.plan.model_script"
 _TOKENS, _LORA, _BITS = 2048, 16, "16"
@@ -26,11 +25,7 @@ _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20,
 
 
 def parse_memory(name: str, text: str) -> int:
-    """Parses a size such as "24GiB", "80GB" or "24" (GiB). Returns bytes.
-
-    Raises:
-        ConfigError: The text has another form.
-    """
+    """Parses a size such as "24GiB", "80GB" or "24" (GiB), or raises ConfigError. Returns bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ConfigError(
@@ -185,7 +180,7 @@ def _values(answer: Answer, numbers: Sequence[int]) -> dict[str, Any]:
         for row in _asked(answer, numbers)
     ]
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 2,
         "model": training.pop("model"),
         "notes": list(training.pop("notes")),
         "training": training,

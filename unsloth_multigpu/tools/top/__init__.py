@@ -1,7 +1,5 @@
 """What is a running job doing now, rank by rank?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

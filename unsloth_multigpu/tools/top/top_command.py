@@ -37,13 +37,9 @@ class Options(Arguments):
 
 
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
-    """Shows a run.
+    """Shows a run. Returns 0, also if there are several runs, which are listed.
 
-    Returns:
-        0, also if there are several runs, which are listed.
-
-    Raises:
-        SetupError: There is no such run, or there are several and `--json` was given.
+    Raises SetupError if there is no such run, or there are several and `--json` was given.
     """
     screen, name = Screen(), own.run_name
     if name is None and not own.json and len(runs := find_runs()) > 1:
@@ -63,8 +59,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 def choose_run(name: str | None) -> Run:
     """Finds the run with a name, or the only run.
 
-    Raises:
-        SetupError: The run is over or another user's, or there are several and none was named.
+    Raises SetupError if it is over or another user's, or if there are several and none was named.
     """
     runs = find_runs()
     if name is None:

@@ -1,7 +1,5 @@
 """Is it the same training as on one process?"""
 
-from __future__ import annotations
-
 from unsloth_multigpu.cli.command import Command
 
 COMMAND = Command(

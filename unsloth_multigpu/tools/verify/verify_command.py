@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,16 +14,9 @@ from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.script_program import (
-    DEFAULT_LIMIT_S,
-    check_is_no_rank,
-    run_first_steps,
-    thread_variables,
-)
+from unsloth_multigpu.tools.script_program import DEFAULT_LIMIT_S, check_is_no_rank, run_first_steps, thread_variables
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
-
-SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,6 @@ class Options(Arguments):
 def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Runs the first steps of `program` twice, and prints the comparison.
 
-    Args:
-        own: Options of the command.
-        given: Options of a run; None = not given.
-        program: The script and its arguments, or `-m`, a module and its arguments.
-
     Returns:
         0 if both runs agree, the exit code of `DivergenceError` if they differ, that of the script if it failed.
 
@@ -62,37 +49,34 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script has no training that can be recorded.
         RankTimeoutError: A run took longer than `own.timeout_s`.
     """
-    num_steps = own.steps
     config = MultiGPUConfig.resolve({**given, "num_gpus": own.num_gpus})
     num_ranks = _num_ranks(config)
     threads = thread_variables(config.device, num_ranks)
     variables = {variable(name): str(value) for name, value in given.items() if value is not None} | threads
-    records = []
+    runs = []
     with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
             begin_s = time.monotonic()
-            label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
+            label = f"{own.steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             progress.show(label)
-            asked = StepsRequest(str(folder / name), num_steps, num_gpus, dropout=not own.no_dropout)
-            code, found, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
+            asked = StepsRequest(str(folder / name), own.steps, num_gpus, dropout=not own.no_dropout)
+            code, records, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
                 Screen(sys.stderr).line(tail)
                 progress.say(f"{label} ended with exit code {code}.")
                 return code
-            if not found[0]["steps"]:
+            if not records[0]["steps"]:
                 raise SetupError("The training ended before its first step.", hint="Check max_steps and the data.")
-            records.append(found)
+            runs.append(records)
             progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
-    from unsloth_multigpu.tools.verify.run_comparison import merged  # Imports torch.
+    from unsloth_multigpu.tools.verify.receipt import make_receipt, merged, show  # Imports torch.
 
-    receipt = _receipt(program, *map(merged, records))
+    receipt = make_receipt(program, *map(merged, runs))
     screen = Screen()
     if own.json:
         screen.json(receipt)
     else:
-        from unsloth_multigpu.tools.verify.page import show
-
         show(screen, receipt, threads.get("OMP_NUM_THREADS"))
     return 0 if receipt["agree"] else DivergenceError.exit_code
 
@@ -111,23 +95,3 @@ def _num_ranks(config: MultiGPUConfig) -> int:
         )
     ranks_to_start(replace(config, num_gpus=num_ranks))  # Raises before the first run.
     return num_ranks
-
-
-def _receipt(program: Sequence[str], one: Mapping[str, Any], many: Mapping[str, Any]) -> dict[str, Any]:
-    from unsloth_multigpu.tools.verify.run_comparison import compare, is_compared
-
-    found = compare(one, many)
-    compared = [step["compared"] for step in found["steps"] if is_compared(step)]
-    times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
-    one_s, ranks_s = (statistics.median(column) for column in zip(*times, strict=True)) if times else (None, None)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": list(program),
-        "compared": "Compared: the beginning of the script's first train(). The rest of the script was not run.",
-        "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
-        "runs": {"one": one["facts"], "many": many["facts"]},
-        # Median seconds of a step's forward and backward passes.
-        "one_process_s": one_s,
-        "ranks_s": ranks_s,
-        **found,
-    }

@@ -18,14 +18,14 @@ import torch
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import find_engine
-from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
+from unsloth_multigpu.group.shards import has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.rounding import FINE, rounding_bound
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.snapshot import Still
-from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -49,11 +49,7 @@ class Verify(FirstSteps):
         return self.alone(config, verify_every=1, **compared)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
-        """Returns itself.
-
-        Raises:
-            SetupError: The training uses FSDP 1 or DeepSpeed.
-        """
+        """Returns itself. Raises SetupError if the training uses FSDP 1 or DeepSpeed."""
         if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
                 "verify does not support FSDP 1 and DeepSpeed, and the script uses one of them.",
@@ -91,18 +87,8 @@ class Verify(FirstSteps):
             {"name": name, "found": found, "advice": advice}
             for name, found, advice in find_reasons(self._trainer, self._config)
         ]
-        self._weights_before = {name: value.to("cpu", copy=True) for name, value in self._weights()}
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields names and values of the trainable weights on rank 0. Collective if they are sharded."""
-        model = self._trainer.model
-        reshard(model)
-        if self._rank == 0 or has_shards(model):
-            for name, p in model.named_parameters():
-                if p.requires_grad:
-                    whole = whole_of(p.detach())
-                    if self._rank == 0:
-                        yield name, whole
+        weights = trained_weights(self._trainer.model, self._rank)
+        self._weights_before = {name: value.to("cpu", copy=True) for name, value in weights}
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
@@ -140,7 +126,7 @@ class Verify(FirstSteps):
         if self._weights_before is None:
             return
         before, self._weights_before = self._weights_before, None
-        for name, value in self._weights():
+        for name, value in trained_weights(self._trainer.model, self._rank):
             if name in before:
                 update = value.cpu().sub(before.pop(name))
                 self._updates[name] = (sketch_of(update), _moved(update))
@@ -179,8 +165,7 @@ class Verify(FirstSteps):
 def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:
     """Finds reasons in the options why one process and several ranks may legitimately differ.
 
-    Yields:
-        A name; the reason; how to avoid it.
+    Yields a name, the reason, and how to avoid it.
     """
     if not config.keeps_global_batch:
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"

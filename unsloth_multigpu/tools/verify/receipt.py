@@ -1,15 +1,18 @@
-"""Compares the records of a one-process run and of a run on several ranks.
+"""The receipt of `unsloth-multigpu verify`: compares the records of a run in one process and of a run on several ranks.
 
-A run is the result of `merged`, made from the records of `verify_recorder`. The result is a part of the receipt.
+A run is the result of `merged`, made from the records of `verify_recorder`.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Screen
+from unsloth_multigpu.step.comparison import times_in_words
 from unsloth_multigpu.step.rounding import FINE
 from unsloth_multigpu.step.sketch import difference
 
@@ -21,11 +24,7 @@ Values = Mapping[str, Any]
 
 
 def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's record of a run with the samples of all ranks.
-
-    Args:
-        records: Records of all ranks, rank 0's first.
-    """
+    """Returns rank 0's record of a run with the samples of all ranks. The first of `records` is rank 0's."""
     first = records[0]
     for step in first["steps"]:
         same_step = [s for record in records for s in record["steps"] if s["step"] == step["step"]]
@@ -33,12 +32,30 @@ def merged(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
+def make_receipt(program: Sequence[str], one: Values, many: Values) -> dict[str, Any]:
+    """Returns the result of `compare` with the facts of both runs, legitimate differences and the median times."""
+    found = compare(one, many)
+    compared = [step["compared"] for step in found["steps"] if is_compared(step)]
+    times = [(each["one_process_s"], each["dealt_s"]) for each in compared if each["one_process_s"] and each["dealt_s"]]
+    one_s, ranks_s = (statistics.median(column) for column in zip(*times, strict=True)) if times else (None, None)
+    return {
+        "schema_version": 3,
+        "command": list(program),
+        "compared": "Compared: the beginning of the script's first train(). The rest of the script was not run.",
+        "sources": list({source["name"]: source for run in (one, many) for source in run["sources"]}.values()),
+        "runs": {"one": one["facts"], "many": many["facts"]},
+        # Median seconds of a step's forward and backward passes.
+        "one_process_s": one_s,
+        "ranks_s": ranks_s,
+        **found,
+    }
+
+
 def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
     """Returns bounds for relative differences by rounding: of the loss, the gradient norm, and a tensor's update.
 
-    Args:
-        rounding: Relative effect of rounding on a gradient, see `rounding_bound`.
-        optimizer: `TrainingArguments.optim`.
+    `rounding` is the relative effect of rounding on a gradient, see `rounding_bound`; `optimizer` is
+    `TrainingArguments.optim`.
     """
     # Measured with tiny models on 2 and 3 ranks: in fp32 gradient norms differ by 7e-7, updates of LoRA weights by
     # 1.3e-4 (the first steps of Adam are signs of gradients) and of all weights by 7e-5, with learning rates from 1e-3
@@ -50,14 +67,9 @@ def bounds_for(rounding: float, optimizer: str) -> dict[str, float]:
 
 
 def compare(one: Values, many: Values) -> dict[str, Any]:
-    """Compares steps and final weights of both runs.
+    """Compares steps and final weights of the run in one process and of that on several ranks.
 
-    Args:
-        one: The one-process run.
-        many: The run of several ranks.
-
-    Returns:
-        A part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
+    Returns a part of the receipt. `reasons` lists differences and missing figures in their order; empty = both agree.
     """
     facts, other_facts = one["facts"], many["facts"]
     bounds = bounds_for(max(facts["rounding"], other_facts["rounding"]), other_facts["optimizer"])
@@ -156,3 +168,77 @@ def _missing(steps: Sequence[Values], weights: Sequence[Values]) -> Iterator[str
         yield f"{_NOTHING}: no step has a gradient norm above 0 that is a number; {_TOO_EARLY}"
     if not any(weight["counts"] for weight in weights):
         yield f"{_NOTHING}: no weights were moved; {_TOO_EARLY}"
+
+
+def show(screen: Screen, receipt: Values, num_threads: str | None = None) -> None:
+    """Prints a line per step, the weights, legitimate differences, the speed-up and the verdict.
+
+    `num_threads` are the CPU threads of each process; None on a GPU.
+    """
+    facts, bounds, steps = receipt["runs"]["many"], receipt["bounds"], receipt["steps"]
+    ranks = f"{facts['world_size']} ranks"
+    screen.line(f"{facts['trainer']}, {facts['optimizer']}, {facts['device']}")
+    screen.line(receipt["compared"])
+    screen.line()
+    figures = ("1 process", ranks, "difference")
+    columns = ("step", "samples", f"loss, {figures[0]}", *figures[1:], f"gradient norm, {figures[0]}", *figures[1:])
+    loss, grad_norm, rounding = (f"{b:.0e}" for b in (bounds["loss"], bounds["grad_norm"], facts["rounding"]))
+    rows = [*(tuple(_cells(step, bounds)) for step in steps), ("bound", "", "", "", loss, "", "", grad_norm, rounding)]
+    screen.table((*columns, "from the same weights"), rows, num_left=2)
+    screen.line()
+    screen.line(_weights_line(receipt["weights"], bounds["weights"]))
+    for why in dict.fromkeys(s["compared"]["not_compared"] for s in steps if s["compared"] and not is_compared(s)):
+        screen.line(f"gradients from the same weights were not compared: {why}")
+    if receipt["sources"]:
+        screen.line()
+        screen.line("Legitimate differences:")
+        for s in receipt["sources"]:
+            screen.line(f"  {s['name']}: {s['found']}. To avoid it: {s['advice']}.")
+    if receipt["one_process_s"] is not None:
+        screen.line()
+        threads = "" if num_threads is None else f"; CPU threads of each process: {num_threads}"
+        times = times_in_words(receipt["one_process_s"], receipt["ranks_s"], facts["world_size"])
+        screen.line(f"median step without its update: {times}{threads}")
+    screen.line()
+    for line in _verdict(receipt, ranks):
+        screen.line(line, "bold green" if receipt["agree"] else "bold red")
+
+
+def _cells(step: Values, bounds: Mapping[str, float]) -> Iterator[str]:
+    """Yields both runs' values and their difference, marked with "!" above the bound."""
+    yield str(step["step"])
+    yield f"{step['num_samples'][0]} same" if step["has_same_samples"] else "OTHER"
+    for name in ("loss", "grad_norm"):
+        by = step[f"{name}_difference"]
+        yield from ("-" if value is None else format(value, ".6g") for value in step[name])
+        yield ("" if by <= bounds[name] else "!") + format(by, ".1e")
+    off = step["compared"].get("difference")
+    mark = "" if step["compared"].get("is_exact") else "!"
+    yield mark + ("inf" if off is None else f"{off:.1e}") if is_compared(step) else "-"
+
+
+def _weights_line(weights: Sequence[Values], bound: float) -> str:
+    counted = [weight for weight in weights if weight["counts"]]
+    left_out = len(weights) - len(counted)
+    text = f"updates of weights: {len(counted)} trained tensors"
+    if counted:
+        text += f", largest difference {counted[0]['relative']:.1e} in {counted[0]['name']} (bound {bound:.0e})"
+    return text + (f"; {left_out} tensors with almost no change were left out" if left_out else "")
+
+
+def _verdict(receipt: Values, ranks: str) -> Iterator[str]:
+    if receipt["agree"]:
+        yield f"One process and {ranks} agree over {len(receipt['steps'])} steps."
+        return
+    has_nothing = compared_nothing(receipt)
+    first, *others = receipt["reasons"]
+    yield (f"ONE PROCESS AND {ranks.upper()} {'WERE NOT SHOWN TO AGREE' if has_nothing else 'DO NOT AGREE'}: {first}")
+    yield from (f"  {reason}" for reason in others)
+    if has_nothing:
+        return
+    if receipt["sources"]:
+        yield "Remove the legitimate differences, see above, and verify again."
+    elif any("other samples" in reason for reason in receipt["reasons"]):
+        yield "Seed shuffles, splits and generators in the script; the data must not depend on the rank."
+    else:
+        yield "Look for code in the script that depends on the rank or on the rows of a micro-batch."
