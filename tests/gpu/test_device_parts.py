@@ -13,7 +13,7 @@ from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.injector import faults_in
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import PLAIN, hide, light, run_python
+from tests.helpers.run import PLAIN, hide, light, run_python, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
 from unsloth_multigpu.tools.chaos.fault import Fault
@@ -154,8 +154,7 @@ def test_memory_of_a_part_shrinks_with_the_number_of_ranks(tmp_path: Path, engin
 
     def peaks(name: str, num_ranks: int, model: Path) -> list[dict[str, int]]:
         arguments = [PEAKS, str(num_ranks), model, tmp_path / name, *(["--unsloth"] if engine == "unsloth" else [])]
-        run = run_python(arguments, tmp_path, {**variables(num_ranks, CHECK_FIRST_STEP="off"), **options})
-        assert run.code == 0, run.err
+        run_well(arguments, tmp_path, {**variables(num_ranks, CHECK_FIRST_STEP="off"), **options})
         return [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(num_ranks)]
 
     (one,) = peaks("one", 1, model)
@@ -194,8 +193,7 @@ def test_model_spread_over_cards_is_sharded_where_one_cannot_hold_its_training(t
 
     def said(memory: int, *, is_sharded: bool) -> str:
         options = {**PLAIN, **cards(2, memory=str(memory)), "UNSLOTH_MULTIGPU_SHARD": "auto"}
-        run = run_python([BALANCED, model, tmp_path / "out"], tmp_path, options)
-        assert run.code == 0, run.err
+        run = run_well([BALANCED, model, tmp_path / "out"], tmp_path, options)
         for rank in range(2):
             facts = json.loads((tmp_path / f"out.{rank}").read_text())
             assert facts["devices"] == [f"cuda:{rank}"]

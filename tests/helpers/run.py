@@ -85,6 +85,13 @@ def run_python(
     return finish(start(arguments, cwd, env))
 
 
+def run_well(arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
+    """`run_python` of what has to end with exit code 0."""
+    run = run_python(arguments, cwd, env)
+    assert run.code == 0, f"exit code {run.code}\n{run.out}{run.err}"
+    return run
+
+
 def free_port() -> int:
     """Of this machine. It is below those that Linux gives to connections, so that only a test's choice can take it."""
     while True:

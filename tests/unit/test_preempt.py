@@ -142,14 +142,6 @@ def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
 
 
-def test_ranks_with_steps_of_their_own_stop_where_they_synchronize(tmp_path):
-    trainer = Saving()
-    steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
-    with pytest.raises(SystemExit):
-        run_until_asked(steered, trainer, tmp_path, 2)
-    assert trainer.saved == [3]
-
-
 def test_step_that_is_saved_already_is_not_saved_again(tmp_path):
     trainer = Saving()
 

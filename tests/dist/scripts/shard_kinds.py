@@ -1,9 +1,8 @@
 """Trains models of several kinds, sharded or not; notes what was refused.
 
-Usage: shard_kinds.py --num-gpus N --kinds t5,vit --out DIR
+Usage: shard_kinds.py RANKS OUT KIND...
 """
 
-import argparse
 import json
 import os
 import sys
@@ -11,13 +10,8 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--kinds", required=True)
-parser.add_argument("--out", type=Path, required=True)
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus, shard="on" if args.num_gpus > 1 else "off")
+num_ranks, out, kinds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+ump.enable_multi_gpu(num_gpus=num_ranks, shard="on" if num_ranks > 1 else "off")
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
@@ -179,8 +173,8 @@ def own_backward():
     return model, rows, {"trainer_class": OwnBackward}
 
 
-args.out.mkdir(parents=True, exist_ok=True)
-for kind in args.kinds.split(","):
+out.mkdir(parents=True, exist_ok=True)
+for kind in kinds:
     torch.manual_seed(0)
     draw.manual_seed(1)
     model, rows, options = globals()[kind]()
@@ -188,7 +182,7 @@ for kind in args.kinds.split(","):
     watcher = GradientNorms()
     callbacks = [watcher, *options.pop("callbacks", [])]
     arguments = TrainingArguments(
-        str(args.out / "checkpoints"),
+        str(out / "checkpoints"),
         per_device_train_batch_size=4,
         num_train_epochs=2,
         learning_rate=0.1,
@@ -219,11 +213,11 @@ for kind in args.kinds.split(","):
     else:
         after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
         if kind == "llava":
-            trainer.save_model(str(args.out / "save_model" / kind))
-            model.save_pretrained(str(args.out / "save_pretrained" / kind))
+            trainer.save_model(str(out / "save_model" / kind))
+            model.save_pretrained(str(out / "save_pretrained" / kind))
         facts["norms"] = watcher.norms
         facts["part"] = sum(part_of(p).numel() for p in model.parameters()) / sum(p.numel() for p in after.values())
         facts["unmoved"] = [name for name in before if torch.equal(before[name], after[name])]
         if rank == 0:
-            save_file(after, args.out / f"{kind}.safetensors")
-    (args.out / f"{kind}_{rank}.json").write_text(json.dumps(facts))
+            save_file(after, out / f"{kind}.safetensors")
+    (out / f"{kind}_{rank}.json").write_text(json.dumps(facts))
