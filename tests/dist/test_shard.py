@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from examples.tiny_model import build_tiny
 from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
-from tests.helpers.run import ROOT, light, run_python, run_well
+from tests.helpers.run import ROOT, light, light_with_bits, run_python, run_well
 from unsloth_multigpu.errors import DistributedError, SetupError
 from unsloth_multigpu.tools.chaos.fault import Fault
 
@@ -46,10 +46,8 @@ def train(folder, num_gpus, jobs, save_steps=0, code=0, **env):
     model = folder / "model"
     if not model.exists():
         build_tiny(model)
-    hidden = light("rich", "triton")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
     out = folder / f"{env.pop('name', 'ranks')}_{num_gpus}"
-    given = {**hidden, "UNSLOTH_MULTIGPU_SHARD": "on" if num_gpus > 1 else "off", **env}
+    given = {**light_with_bits("rich", "triton"), "UNSLOTH_MULTIGPU_SHARD": "on" if num_gpus > 1 else "off", **env}
     given = {name: value for name, value in given.items() if value is not None}
     run = run_python([SCRIPT, num_gpus, model, out, save_steps, *jobs], folder, given)
     assert run.code == code, run.err

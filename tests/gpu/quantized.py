@@ -14,9 +14,10 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate
 
 model = AutoModelForCausalLM.from_pretrained(
@@ -31,16 +32,7 @@ torch.manual_seed(0)
 model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=4,
-        max_steps=3,
-        logging_steps=1,
-        optim="adamw_bnb_8bit",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    ),
+    args=arguments("checkpoints", 4, max_steps=3, optim="adamw_bnb_8bit"),
     train_dataset=RaggedRows(26),
     data_collator=collate,
 )

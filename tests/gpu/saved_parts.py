@@ -14,9 +14,10 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate
 
 out = Path(sys.argv[3])
@@ -28,17 +29,14 @@ lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"
 model = get_peft_model(model, lora)
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=6,
+    args=arguments(
+        out / "checkpoints",
+        6,
         max_steps=8,
         learning_rate=1e-2,
         adam_epsilon=1e-3,  # Adam with a small one makes the rounding of small gradients visible.
-        logging_steps=1,
         save_strategy="steps" if int(sys.argv[1]) > 1 else "no",
         save_steps=3,
-        report_to=[],
-        disable_tqdm=True,
     ),
     train_dataset=RaggedRows(26),
     data_collator=collate,

@@ -13,7 +13,7 @@ from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.injector import faults_in
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import PLAIN, hide, light, run_python, run_well
+from tests.helpers.run import PLAIN, light_with_bits, run_python, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
 from unsloth_multigpu.tools.chaos.fault import Fault
@@ -21,17 +21,13 @@ from unsloth_multigpu.tools.chaos.fault import Fault
 BALANCED = Path(__file__).with_name("balanced.py")
 PEAKS = Path(__file__).with_name("peaks.py")
 SAVED = Path(__file__).with_name("saved_parts.py")
-VISIBLE_TO_TRL = ",".join(
-    m for m in light("rich", "unsloth", "unsloth_zoo")["HIDDEN_MODULES"].split(",") if m != "bitsandbytes"
-)
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [needs_device, pytest.mark.slow]
 
 
 def variables(num_ranks: int, **more: str) -> dict[str, str]:
     """Of a script that needs bitsandbytes. The planner measures, and no two runs measure the same."""
-    hidden = light("datasets", "rich", "triton", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    hidden = light_with_bits("datasets", "rich", "triton", "unsloth", "unsloth_zoo")
     options = {"SHARD": "on" if num_ranks > 1 else "off", "BALANCE": "off", **more}
     named = {f"UNSLOTH_MULTIGPU_{name}": value for name, value in options.items()}
     return {**hidden, **cards(num_ranks), **named}
@@ -147,10 +143,7 @@ def test_memory_of_a_part_shrinks_with_the_number_of_ranks(tmp_path: Path, engin
     model = Path(build_tiny(tmp_path / "model", hidden_size=512, num_layers=num_layers, vocab_size=300))
     # What these devices compute with is memory of the host, which malloc would keep.
     options = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    if engine == "unsloth":
-        options |= {**hide("scipy", "sklearn", "torchao")}
-    else:
-        options |= {"HIDDEN_MODULES": VISIBLE_TO_TRL}
+    options |= light_with_bits(*(() if engine == "unsloth" else ("rich", "unsloth", "unsloth_zoo")))
 
     def peaks(name: str, num_ranks: int, model: Path) -> list[dict[str, int]]:
         arguments = [PEAKS, str(num_ranks), model, tmp_path / name, *(["--unsloth"] if engine == "unsloth" else [])]

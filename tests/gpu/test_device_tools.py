@@ -225,7 +225,7 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
     begin, epochs, weights = json.loads(run_python(["-c", alone], SCRIPTS, of_ranks(1)).out)
     for rank in ranks:
         assert (rank["kind"], rank["start"]) == ("DistributedDataParallel", begin)
-        for mine, his in zip(rank["loaded"], weights, strict=True):
+        for mine, his in zip(rank["end"], weights, strict=True):
             assert torch.allclose(torch.tensor(mine), torch.tensor(his), atol=1e-5)
     for left, right, whole in zip(ranks[0]["epochs"], ranks[1]["epochs"], epochs, strict=True):
         assert [a + b for a, b in zip(left, right, strict=True)] == whole

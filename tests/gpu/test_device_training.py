@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import BARE, ROOT, Finished, light, run_python, run_well
+from tests.helpers.run import BARE, ROOT, Finished, light, light_with_bits, run_python, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -108,8 +108,7 @@ def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_lat
 def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     model = build_tiny(tmp_path / "model")
-    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    hidden = light_with_bits("datasets", "rich", "unsloth", "unsloth_zoo")
     found = {}
     for num_ranks in (1, 2):
         arguments = [QUANTIZED, str(num_ranks), model, tmp_path / str(num_ranks)]
@@ -122,8 +121,7 @@ def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> Non
 
 def run_in_parts(folder: Path, *arguments: str, in_cells: bool = False, **variables: str) -> tuple[str, str]:
     """What a script, or a notebook's cell, has ended with: "" = well; and what it said."""
-    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    hidden = light_with_bits("datasets", "rich", "unsloth", "unsloth_zoo")
     if not in_cells:
         run = run_python([IN_PARTS, *arguments], folder, {**hidden, **variables})
         return str(run.code or ""), run.err

@@ -31,6 +31,11 @@ def light(*modules: str) -> dict[str, str]:
     return hide("bitsandbytes", "scipy", "sklearn", "torchao", *modules)
 
 
+def light_with_bits(*modules: str) -> dict[str, str]:
+    """The same for a script that needs bitsandbytes."""
+    return hide("scipy", "sklearn", "torchao", *modules)
+
+
 LIGHT = light()
 # For a script that trains a model of transformers, and an adapter of PEFT.
 PLAIN = light("datasets", "rich", "triton")

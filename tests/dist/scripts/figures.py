@@ -17,8 +17,9 @@ out = Path(sys.argv[2])
 ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), check_first_step="off", **json.loads(sys.argv[3]))
 
 import torch
+from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.wire.heartbeat import read_beats
 
@@ -72,19 +73,7 @@ def train(job):
         data["data_collator"] = end_to_end
     trainer = Trainer(
         model=Images() if job.get("kind") == "images" else tiny_llama(),
-        args=TrainingArguments(
-            **{
-                "output_dir": str(out / job["name"]),
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "num_train_epochs": 1,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": [],
-                "disable_tqdm": True,
-                **job.get("arguments", {}),
-            }
-        ),
+        args=arguments(out / job["name"], 4, 2, **{"num_train_epochs": 1, **job.get("arguments", {})}),
         **data,
         callbacks=[callback],
     )

@@ -21,8 +21,8 @@ import own_losses
 import own_steps
 import random_losses
 import torch
-from common import SGD, Said, logged, write_outcome
-from transformers import TrainerCallback, TrainingArguments
+from common import SGD, Said, arguments, logged, write_outcome
+from transformers import TrainerCallback
 
 KINDS = {**own_losses.KINDS, **own_steps.KINDS}
 
@@ -65,13 +65,9 @@ def run(job):
     for parameter_name, parameter in model.named_parameters():
         if any(part in parameter_name for part in ("classifier", "head", "qa_outputs")):
             torch.nn.init.normal_(parameter, std=0.5)
-    config = TrainingArguments(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=1e9,
-        remove_unused_columns=False,
-        **{"num_train_epochs": 2, **SGD, **kind.settings},
+    settings = {"num_train_epochs": 2, **SGD, **kind.settings}
+    config = arguments(
+        out / "checkpoints", batch_size, accumulation, max_grad_norm=1e9, remove_unused_columns=False, **settings
     )
     callbacks = [Grows(rows)] if name == "grows" else []
     collate = kind.collate()

@@ -17,9 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 import torch
 import transformers
-from common import GradientNorms
+from common import GradientNorms, arguments
 from safetensors.torch import save_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks
 from unsloth_multigpu.errors import SetupError
@@ -181,23 +181,12 @@ for kind in kinds:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     watcher = GradientNorms()
     callbacks = [watcher, *options.pop("callbacks", [])]
-    arguments = TrainingArguments(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        learning_rate=0.1,
-        optim=options.pop("optim", "sgd"),
-        optim_args="momentum=0.9",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    settings = {"optim": options.pop("optim", "sgd"), "optim_args": "momentum=0.9", "learning_rate": 0.1}
+    config = arguments(out / "checkpoints", 4, num_train_epochs=2, remove_unused_columns=False, **settings)
     facts = {"refused": ""}
     try:
         trainer_class = options.pop("trainer_class", Trainer)
-        trainer = trainer_class(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
+        trainer = trainer_class(model, config, train_dataset=rows, callbacks=callbacks, **options)
         trainer.train()
         if kind == "vit":
             # Of weights that have one row the second rank has an empty part.
@@ -206,7 +195,7 @@ for kind in kinds:
             # A forward pass without a backward leaves the head whole. Another Trainer finds a model that is sharded.
             trainer.evaluate(rows[:4])
             trainer.train()
-            Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
+            Trainer(model, config, train_dataset=rows, callbacks=callbacks).train()
     except SetupError as error:
         facts["refused"] = str(error)
         assert not watcher.norms or kind == "inner"
