@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def train(
     folder: Path,
     name: str,
     num_ranks: int,
-    *arguments: Path,
+    *arguments: Path | str,
     faults: tuple[Fault, ...] = (),
     code: int = 0,
     **more: str,
@@ -51,13 +52,25 @@ def train(
     return run.err
 
 
-def norms(folder: Path, name: str) -> list[float]:
-    found: list[float] = json.loads((folder / name / "norms_0.json").read_text())
+def facts_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / f"facts_{rank}.json").read_text())
     return found
 
 
 def difference(folder: Path, one: str, two: str) -> float:
     return largest_difference(folder / one / "adapter" / ADAPTER, folder / two / "adapter" / ADAPTER)
+
+
+def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
+    """Each device has a copy of all weights, and an optimizer with states in 8 bits."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    build_tiny(tmp_path / "model", vocab_size=300)
+    for num_ranks in (1, 2):
+        train(tmp_path, str(num_ranks), num_ranks, "adamw_bnb_8bit", SHARD="off")
+    one, *two = (facts_of(tmp_path, *place) for place in (("1", 0), ("2", 0), ("2", 1)))
+    assert "torch.uint8" in one["dtypes"]
+    assert [rank["devices"] for rank in two] == [["cuda:0"], ["cuda:1"]]
+    assert two[0]["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +94,7 @@ def test_killed_rank_costs_no_step_and_the_adapter_is_that_of_one_process(folder
     assert "rank 1 was killed by SIGKILL after step 4" in killed
     assert "all ranks again (1)" in killed
     assert "/checkpoint-3\n" in killed
-    assert norms(folder, "killed")[-5:] == pytest.approx(norms(folder, "one")[3:], rel=1e-5)
+    assert facts_of(folder, "killed")["norms"][-5:] == pytest.approx(facts_of(folder, "one")["norms"][3:], rel=1e-5)
     assert difference(folder, "killed", "one") <= 1e-5
     assert {p.name for p in (folder / "killed" / "adapter").iterdir()} == {
         p.name for p in (folder / "one" / "adapter").iterdir()
@@ -114,7 +127,7 @@ def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
         r"stopped by SIGTERM after step ([45])\. The same command resumes from .*/checkpoint-\1\.", text
     )
     assert stopped, text
-    assert not (folder / "stopped" / "norms_0.json").exists()
+    assert not (folder / "stopped" / "facts_0.json").exists()
     shutil.rmtree(folder / "stopped" / "adapter", ignore_errors=True)
     assert f"/checkpoint-{stopped[1]}\n" in train(folder, "stopped", 2, **options)
     # Each of them has been resumed from another checkpoint.
@@ -124,7 +137,7 @@ def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
 @pytest.mark.thorough
 def test_three_ranks_go_on_from_the_checkpoint_of_two(folder: Path, killed: str) -> None:
     train(folder, "three", 3, folder / "killed" / "checkpoints" / "checkpoint-3")
-    assert norms(folder, "three")[-5:] == pytest.approx(norms(folder, "one")[3:], rel=1e-5)
+    assert facts_of(folder, "three")["norms"][-5:] == pytest.approx(facts_of(folder, "one")["norms"][3:], rel=1e-5)
     assert difference(folder, "three", "one") <= 1e-5
 
 

@@ -20,7 +20,6 @@ SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 SCALED = Path(__file__).with_name("scaled.py")
 COMPARED = Path(__file__).with_name("compared.py")
 IN_PARTS = Path(__file__).with_name("in_parts.py")
-QUANTIZED = Path(__file__).with_name("quantized.py")
 pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices. test_nccl.py has tests of a killed rank and of other numbers of ranks.
 AGAIN = [
@@ -103,20 +102,6 @@ def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_lat
     assert compared["left_bytes"] <= 2 * 2**20
     assert compared["waits"] == without["waits"]
     assert len(compared["waits"]) == 3
-
-
-def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    model = build_tiny(tmp_path / "model")
-    hidden = light_with_bits("datasets", "rich", "unsloth", "unsloth_zoo")
-    found = {}
-    for num_ranks in (1, 2):
-        arguments = [QUANTIZED, str(num_ranks), model, tmp_path / str(num_ranks)]
-        run_well(arguments, tmp_path, {**hidden, **cards(num_ranks)})
-        found[num_ranks] = [json.loads((tmp_path / f"{num_ranks}.{rank}").read_text()) for rank in range(num_ranks)]
-    assert "torch.uint8" in found[1][0]["dtypes"]
-    assert [rank["devices"] for rank in found[2]] == [["cuda:0"], ["cuda:1"]]
-    assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
 
 
 def run_in_parts(folder: Path, *arguments: str, in_cells: bool = False, **variables: str) -> tuple[str, str]:

@@ -100,18 +100,14 @@ def ask(tmp_path, number=signal.SIGTERM):
     ask_to_stop(tmp_path, 0, StopRequest(number, time.monotonic() + 5.0))
 
 
-def run_until_asked(steered, trainer, tmp_path, ask_step):
-    with Loop(trainer, [steered]).steering():
-        trainer.steps(8, on_step=lambda step: ask(tmp_path) if step == ask_step else None)
-
-
 @pytest.mark.parametrize(
     ("strategy", "resume", "saved"), [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])]
 )
 def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
     trainer = Saving(save_strategy=strategy)
-    with pytest.raises(SystemExit) as left:
-        run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, tmp_path, 3)
+    loop = Loop(trainer, [preemption(trainer, tmp_path, resume=resume)])
+    with pytest.raises(SystemExit) as left, loop.steering():
+        trainer.steps(8, on_step=lambda step: ask(tmp_path) if step == 3 else None)
     assert left.value.code == 128 + signal.SIGTERM
     assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (3, saved, [])
 

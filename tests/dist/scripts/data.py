@@ -273,7 +273,6 @@ def train(name, trainer, more=lambda: {}, **options):
         "computed_tokens": record.num_tokens,
         **logged(trainer, "grad_norm", "loss", "learning_rate"),
         "tokens_seen": trainer.state.num_input_tokens_seen,
-        "flos": trainer.state.total_flos,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
         **more(),
     }

@@ -123,7 +123,6 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
         seen["error"] = f"{type(error).__name__}: {error}"
     seen |= {
         "checkpoints": sorted(p.name for p in Path("checkpoints").glob("checkpoint-*")),
-        "losses": [h["loss"] for h in trainer.state.log_history if "loss" in h],
         "num_steps": trainer.state.global_step,
     }
     Path(f"{name}_{rank}.json").write_text(json.dumps(seen))

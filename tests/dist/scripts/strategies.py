@@ -98,8 +98,6 @@ def train(name, line):
         "hashes": watch.hashes,
         "rates": [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h],
         "sent_bytes": report and report.ranks[rank].sent_bytes,
-        "final": hash(tuple(tensor_hashes([p for p in trainer.model.parameters() if p.requires_grad]))),
-        "moments": len(trainer.optimizer.state),
         "wrapper": type(trainer.model_wrapped).__name__,
     }
     Path(f"{name}_{rank}.json").write_text(json.dumps(facts))

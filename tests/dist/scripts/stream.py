@@ -97,7 +97,7 @@ def run(job):
         return trainer, record
 
     trainer, record = trained()
-    facts = logged(trainer, "grad_norm", "loss", "epoch")
+    facts = logged(trainer, "grad_norm", "loss")
     facts["samples"] = list(record.steps.values())
     facts["train_loss"] = trainer.state.log_history[-1]["train_loss"]
     if job == "resumed":
