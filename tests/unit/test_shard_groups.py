@@ -54,6 +54,14 @@ def test_model_that_knows_no_embeddings_has_none():
     check_shared(Convolutions())
 
 
+def test_weight_that_a_third_module_uses_is_refused():
+    model = Model()
+    model.of_encoder = nn.Embedding(5, 4)
+    model.of_encoder.weight = model.embeddings.words.weight
+    with pytest.raises(SetupError, match=r"Model: of_encoder\.weight and the embeddings share one weight"):
+        check_shared(model)
+
+
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_weight_of_two_layers_is_refused_where_it_is_trained(is_trained):
     model = Model()
