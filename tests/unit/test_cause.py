@@ -80,6 +80,12 @@ def test_broken_connection_alone_is_the_cause(broken):
     assert broken.rpartition(".cc:534] ")[2] in cause.message
 
 
+def test_rank_that_does_not_come_is_named_by_the_one_that_has_waited():
+    late = "RankTimeoutError: rank 1 did not come to open the process group within 5 seconds.\nHint: Let all ranks"
+    cause = find_cause(Run().fails(0, late, exit_code=124).events, {0: 124, 1: -signal.SIGTERM}, is_one_node=False)
+    assert (cause.message, cause.exit_code) == ("rank 1 did not come to open the process group within 5 seconds", 124)
+
+
 SHM = "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No space left on device (28)"
 
 
