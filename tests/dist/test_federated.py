@@ -103,13 +103,18 @@ def server():
 
 @pytest.fixture(scope="module")
 def averaged(server):
-    """A training of one server on two slots."""
-    found = {}
+    """One server on two slots, three trainings."""
+    found, strategy = {}, server.new_strategy()
     with pytest.MonkeyPatch.context() as patch:
         watch(patch)
         found["result"] = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG, server_evaluate=count)
         found["weights"] = server.state_dict()
         server.save("plain")
+        # Flower has no other way to let an object draw fewer clients.
+        strategy.fraction_train = strategy.fraction_evaluate = 0.6
+        for name in ("some", "some_again"):
+            found[name] = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG), server.state_dict()
+        strategy.fraction_train = strategy.fraction_evaluate = 1.0
     return found
 
 
@@ -171,6 +176,16 @@ def test_metrics_of_clients_and_server_are_in_the_result(averaged):
 
 def test_saved_weights_are_those_of_the_result(averaged):
     assert_same_bits(load_file("plain/model.safetensors"), averaged["weights"])
+
+
+def test_share_of_the_clients_is_drawn_alike_each_time(averaged):
+    (one, weights), (other, weights_again) = averaged["some"], averaged["some_again"]
+    drawn = [sorted(c for d in r.devices for c in d.client_ids) for r in one.rounds]
+    assert drawn == [sorted(c for d in r.devices for c in d.client_ids) for r in other.rounds]
+    assert [len(ids) for ids in drawn] == [3, 3, 3]
+    assert len({tuple(ids) for ids in drawn}) > 1
+    assert_same_bits(weights, weights_again)
+    assert difference(weights, averaged["weights"]) > 1e-3
 
 
 def test_training_that_was_stopped_goes_on_to_the_same_bits(server, averaged):

@@ -190,7 +190,7 @@ def send(grid, *client_ids):
     return replies, records
 
 
-def test_call_of_flower_that_strategies_do_not_need_is_refused(make_grid):
+def test_grid_has_flowers_two_calls_that_strategies_need(make_grid):
     grid = make_grid(3, [ONE, TWO])
     assert grid.devices_of_slots == ["cuda:0", "cuda:1"]
     assert grid.send_and_receive([]) == []
