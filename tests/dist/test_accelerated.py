@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, LIGHT, run_python
+from tests.helpers.run import BARE, LIGHT, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerated.py"
 LOOPS = ["uneven", "accumulated", "resumed", "by_tokens", "stream", "diffusion", "trainer"]
@@ -65,8 +65,7 @@ assert accelerator.num_processes == 2
 def train(folder, num_ranks, loops):
     out = folder / f"{num_ranks}.json"
     launch = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", str(num_ranks)] if num_ranks > 1 else []
-    run = run_python([*launch, SCRIPT, out, *loops], folder, LIGHT)
-    assert run.code == 0, run.err
+    run = run_well([*launch, SCRIPT, out, *loops], folder, LIGHT)
     return json.loads(out.read_text()), run.err
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.run import BARE, Finished, run_python
+from tests.helpers.run import BARE, Finished, run_python, run_well
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -23,8 +23,7 @@ def of_ranks(folder: Path, name: str, ranks: Sequence[int] = (0, 1)) -> list[dic
 
 
 def draws(folder: Path, *arguments: str, launcher: Sequence[str] = ()) -> tuple[list[dict[str, Any]], Finished]:
-    run = run_python([*launcher, SCRIPTS / "draws.py", "drawn", *arguments], folder, BARE)
-    assert run.code == 0, run.err
+    run = run_well([*launcher, SCRIPTS / "draws.py", "drawn", *arguments], folder, BARE)
     return of_ranks(folder, "drawn"), run
 
 

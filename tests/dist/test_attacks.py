@@ -96,8 +96,7 @@ def train(folder, num_ranks, names, num_random=0, name=""):
     """Does jobs in one start of ranks, once."""
     out = folder / f"{name}{num_ranks}"
     if not out.exists():
-        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(names), "--random", num_random, "--out", out]
-        run = run_python([SCRIPT, *map(str, arguments)], folder, BARE)
+        run = run_python([SCRIPT, num_ranks, out, num_random, *names], folder, BARE)
         # A training of two ranks is refused, which the script catches.
         assert run.code == (69 if REFUSED in names else 0), run.err
     return out

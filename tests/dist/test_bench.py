@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.run import light, orphans, run_python
+from tests.helpers.run import light, orphans, run_well
 
 BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
 LIBRARIES = light("rich", "triton")
@@ -19,8 +19,7 @@ def test_bench_compares_the_arms(tmp_path):
     home.mkdir()
     options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
     options += ["--gradient-checkpointing", "--steps", "1", "--warmup", "1"]
-    run = run_python([*BENCH, *QUICK, *options, "--json"], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
-    assert run.code == 0, run.err
+    run = run_well([*BENCH, *QUICK, *options, "--json"], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
     outcome = json.loads(run.out)
     one, ours, torchrun = outcome["results"]
     for result in (ours, torchrun):
@@ -51,8 +50,7 @@ def test_bench_compares_the_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_compares_the_other_arms(tmp_path):
     arms = "one_process,ours_off,rebalance,ours_one,guarded_one"
-    run = run_python([*BENCH, *QUICK, "--arms", arms, "--json"], tmp_path, LIBRARIES)
-    assert run.code == 0, run.err
+    run = run_well([*BENCH, *QUICK, "--arms", arms, "--json"], tmp_path, LIBRARIES)
     results = {r["name"]: r for r in json.loads(run.out)["results"]}
     assert list(results) == arms.split(",")
     for name, result in results.items():
@@ -66,8 +64,7 @@ def test_bench_compares_the_other_arms(tmp_path):
 def test_bench_trains_with_unsloth(tmp_path):
     options = ["--library", "unsloth", "--train", "lora", "--gradient-checkpointing", "--arms", "one_process,ours"]
     options += ["--warmup", "1", "--model-size", "64x1", "--json"]
-    run = run_python([*BENCH, *QUICK, *options], tmp_path, {"TMPDIR": str(tmp_path)})
-    assert run.code == 0, run.err
+    run = run_well([*BENCH, *QUICK, *options], tmp_path, {"TMPDIR": str(tmp_path)})
     outcome = json.loads(run.out)
     one, ours = outcome["results"]
     assert ours["has_same_samples"]
@@ -83,8 +80,7 @@ def test_bench_trains_with_unsloth(tmp_path):
 def test_bench_compares_strategies(tmp_path):
     # One process with replicas, two ranks that meet in each step, and two that meet in every fourth.
     options = ["--arms", "one_process,legacy,allreduce,local_sgd", "--steps", "3", "--accumulation", "2"]
-    run = run_python([*BENCH, *QUICK, *options, "--json"], tmp_path, LIBRARIES)
-    assert run.code == 0, run.err
+    run = run_well([*BENCH, *QUICK, *options, "--json"], tmp_path, LIBRARIES)
     outcome = json.loads(run.out)
     one, legacy, allreduce, local_sgd = outcome["results"]
     assert [len(outcome["runs"][result["name"]][0]) for result in outcome["results"]] == [1, 1, 2, 2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, orphans, run_python
+from tests.helpers.run import BARE, orphans, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
 CHAOS = ["-m", "unsloth_multigpu.cli.main", "chaos"]
@@ -47,8 +47,7 @@ def test_killed_run_goes_on_to_the_same_weights_and_leaves_the_users_folder_alon
     shutil.copy(SCRIPT.with_name("tiny_llama.py"), home)
     before = files_in(home)
     options = ["--faults", "kill@1:4", "--max-restarts", "1", "--json"]
-    run = run_python([*CHAOS, *options, "train.py", "--steps", "5"], home, {**BARE, "TMPDIR": str(scratch)})
-    assert run.code == 0, run.out + run.err
+    run = run_well([*CHAOS, *options, "train.py", "--steps", "5"], home, {**BARE, "TMPDIR": str(scratch)})
     (row,) = json.loads(run.out)["rows"]
     assert row["told"].startswith("rank 1 was killed by SIGKILL after step 3")
     assert row["told"].endswith("Starting all ranks again (1).")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import light, run_python
+from tests.helpers.run import light, run_well
 from tests.helpers.tiny import build_tiny, topics
 
 HIDDEN = light("triton", "unsloth", "unsloth_zoo")
@@ -35,8 +35,7 @@ def test_command_of_trl_trains_as_one_process(tmp_path: Path, name: str) -> None
         out = tmp_path / num_gpus
         own = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(out)]
         command = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", num_gpus, "trl", name]
-        run = run_python([*command, *own, *FIXED.split(), *SIZES.split()], tmp_path, HIDDEN)
-        assert run.code == 0, run.err
+        run = run_well([*command, *own, *FIXED.split(), *SIZES.split()], tmp_path, HIDDEN)
         (state,) = out.glob("checkpoint-2/trainer_state.json")
         norms = [row["grad_norm"] for row in json.loads(state.read_text())["log_history"] if "grad_norm" in row]
         found.append((norms, load_file(out / "model.safetensors")))

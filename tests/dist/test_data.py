@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import light, run_python
+from tests.helpers.run import light, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "data.py"
 LIBRARIES = light("peft", "rich", "triton")
@@ -54,8 +54,7 @@ def train(folder, num_ranks, name="plain"):
         out.mkdir()
         names = [*(ON_THREE if num_ranks == 3 else SOURCES), *RESUMED, *EVALUATED, BY_HAND]
         names = MORE if is_more else [*names, *(MORE_EVALUATED if num_ranks == 3 else [])]
-        run = run_python([SCRIPT, str(num_ranks), out, ",".join(names)], folder, LIBRARIES)
-        assert run.code == 0, run.err
+        run = run_well([SCRIPT, str(num_ranks), out, ",".join(names)], folder, LIBRARIES)
         (out / "stderr.txt").write_text(run.err)
     return out
 
@@ -189,8 +188,7 @@ def test_one_process_is_planned_when_asked(folder):
     out = folder / "one"
     out.mkdir()
     variables = {**LIBRARIES, "UNSLOTH_MULTIGPU_BALANCE": "tokens"}
-    run = run_python([SCRIPT, "1", out, ",".join(names)], folder, variables)
-    assert run.code == 0, run.err
+    run_well([SCRIPT, "1", out, ",".join(names)], folder, variables)
     for name in names:
         planned, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)
         assert samples([planned]) == samples([plain])
@@ -204,8 +202,7 @@ def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
     names = ["plain", "list"]
     out = folder / "guarded"
     out.mkdir()
-    run = run_python([SCRIPT, "1", out, ",".join(names)], folder, {**LIBRARIES, "UNSLOTH_MULTIGPU_ON_NAN": "skip"})
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, "1", out, ",".join(names)], folder, {**LIBRARIES, "UNSLOTH_MULTIGPU_ON_NAN": "skip"})
     assert "by length" not in run.err
     for name in names:
         guarded, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, start
+from tests.helpers.run import BARE, finish, run_well, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "decisions.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
@@ -45,8 +45,7 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path
     one.mkdir()
     two.mkdir()
     alone = start([SCRIPT, "together"], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
-    run = finish(start([SCRIPT, "together"], two, TWO_RANKS))
-    assert run.code == 0, run.err
+    run_well([SCRIPT, "together"], two, TWO_RANKS)
     assert finish(alone).code == 0
     assert found(two, 0) == found(two, 1) == found(one)
     assert events(found(two)) == {
@@ -72,8 +71,7 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path
 @pytest.mark.thorough
 def test_ranks_that_step_by_themselves_act_on_rank_0s_decision_when_they_synchronize(tmp_path):
     options = {"UNSLOTH_MULTIGPU_STRATEGY": "local_sgd:every_steps=4"}
-    run = finish(start([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options}))
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options})
     assert found(tmp_path, 0) == found(tmp_path, 1)
     assert events(found(tmp_path)) == {
         # What callbacks decide counts at the next synchronization; the schedule of the arguments is not moved.
@@ -89,6 +87,5 @@ def test_ranks_that_step_by_themselves_act_on_rank_0s_decision_when_they_synchro
 @pytest.mark.thorough
 def test_ranks_wait_for_rank_0s_upload_longer_than_for_a_collective(tmp_path):
     (tmp_path / "train.py").write_text(UPLOADS)
-    run = finish(start(["train.py"], tmp_path, BARE))
-    assert run.code == 0, run.err
+    run_well(["train.py"], tmp_path, BARE)
     assert all((tmp_path / f"after_{rank}").exists() for rank in range(2))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import hide, run_well
 from tests.helpers.tiny import build_tiny
 
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
@@ -21,8 +21,7 @@ def trained(tmp_path_factory):
     model = build_tiny(folder / "model")
     for num_ranks in ("1", "2"):
         out = folder / f"{num_ranks}.json"
-        run = run_python([SCRIPT, model, out], folder, {**HIDDEN, "UNSLOTH_MULTIGPU_NUM_GPUS": num_ranks})
-        assert run.code == 0, run.err
+        run = run_well([SCRIPT, model, out], folder, {**HIDDEN, "UNSLOTH_MULTIGPU_NUM_GPUS": num_ranks})
         logs.append(json.loads(out.read_text()))
     return *logs, run.err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, start
+from tests.helpers.run import BARE, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "figures.py"
 SAVES = {"arguments": {"save_strategy": "steps", "save_steps": 3}}
@@ -28,9 +28,7 @@ def runs(tmp_path_factory):
     found = {}
     for name, num_ranks, options in (("one", 1, {"resume": "auto"}), ("two", 2, {})):
         jobs = [job for job in JOBS if num_ranks > 1 or job["name"] not in ("slow", "saved")]
-        given = ["--options", json.dumps(options), "--jobs", json.dumps(jobs)]
-        run = finish(start([SCRIPT, "--num-gpus", num_ranks, "--out", path / name, *given], path, BARE))
-        assert run.code == 0, run.err
+        run = run_well([SCRIPT, num_ranks, path / name, json.dumps(options), json.dumps(jobs)], path, BARE)
         found[name] = [json.loads((path / name / f"facts_{rank}.json").read_text()) for rank in range(num_ranks)]
         found[f"{name} said"] = run.err
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import light, run_python
+from tests.helpers.run import light, run_python, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "generation.py"
@@ -30,8 +30,7 @@ DRAWN = "drawn:2x6:grpo"
 def start_ranks(path, name, num_ranks, jobs, **options):
     arguments = map(str, [num_ranks, path / "model", path / name, *jobs])
     # TRL's Triton kernel is left out.
-    run = run_python([SCRIPT, *arguments], path, {**light("rich", "triton"), **options})
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, *arguments], path, {**light("rich", "triton"), **options})
     (path / f"{name}.txt").write_text(run.err)
 
 

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from tests.helpers.run import BARE, ROOT, run_python
+from tests.helpers.run import BARE, ROOT, run_well
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OUTSIDE = ("tools", "strategies", "legacy", "federated")
@@ -31,7 +31,6 @@ def copied(folder, *left_out):
 def test_package_trains_without_the_folders_that_lie_outside(tmp_path):
     env = copied(tmp_path, *OUTSIDE)
     (tmp_path / "train.py").write_text(TRAIN)
-    run = run_python(["train.py"], tmp_path, env)
-    assert run.code == 0, run.err
+    run = run_well(["train.py"], tmp_path, env)
     assert f"from {tmp_path}/unsloth_multigpu/__init__.py trained 2 on 2" in run.out
     assert not [name for name in OUTSIDE if (tmp_path / "unsloth_multigpu" / name).exists()]

@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, free_port, run_python, start
+from tests.helpers.run import BARE, finish, free_port, run_python, run_well, start
 from unsloth_multigpu.launch.allocator import allocator_variables
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
@@ -23,30 +22,17 @@ def facts(folder, num_ranks=2):
     return found
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        ["-X", "faulthandler", "-W", "ignore", "-b", SCRIPT],
-        pytest.param(["-m", "whoami"], marks=pytest.mark.thorough),
-        pytest.param(
-            ["-c", "import runpy, sys; sys.argv[0] = 'whoami.py'; runpy.run_path('whoami.py', run_name='__main__')"],
-            marks=pytest.mark.thorough,
-        ),
-    ],
-    ids=["interpreter_options", "module", "command"],
-)
-def test_command_is_started_again_as_it_was(tmp_path, form):
-    shutil.copy(SCRIPT, tmp_path)
+def test_command_is_started_again_as_it_was(tmp_path):
+    options = ["-X", "faulthandler", "-W", "ignore", "-b"]
     variables = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", "OMP_NUM_THREADS": ""}
-    run = run_python([*form, tmp_path, *ARGUMENTS], cwd=tmp_path, env=variables)
-    assert run.code == 0, run.err
+    run_well([*options, SCRIPT, tmp_path, *ARGUMENTS], cwd=tmp_path, env=variables)
     shared_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in facts(tmp_path):
         assert rank["arguments"] == ARGUMENTS
         assert rank["name"] == "__main__"
         assert rank["launcher"] == "unsloth_multigpu"
         assert rank["threads"] == shared_threads
-        assert rank["flags"] == ([True, 1] if "-X" in form else [False, 0])
+        assert rank["flags"] == [True, 1]
         assert rank["allocator"] == UNSLOTHS_ALLOCATOR
 
 
@@ -56,8 +42,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path, program):
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
         "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
     }[program]
-    run = run_python(["-m", *module, SCRIPT, tmp_path], tmp_path, BARE)
-    assert run.code == 0, run.err
+    run_well(["-m", *module, SCRIPT, tmp_path], tmp_path, BARE)
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
     assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
 
@@ -84,22 +69,13 @@ def test_ranks_of_srun_are_joined(tmp_path):
     assert {f["launcher"] for f in facts(tmp_path)} == {"slurm"}
 
 
-@pytest.mark.thorough
-def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
-    variables = {**slurm(0, free_port()), "UNSLOTH_MULTIGPU_NUM_GPUS": "4"}
-    run = run_python([SCRIPT, tmp_path], cwd=tmp_path, env=variables)
-    assert run.code == 1
-    assert "num_gpus=4, but slurm started 2 rank(s) here." in run.err
-
-
 def test_batch_options_change_the_number_of_steps(tmp_path):
     # 24 rows in batches of 4: six steps of one process.
     expected = {
         "UNSLOTH_MULTIGPU_GLOBAL_BATCH=scale": 3,
         "UNSLOTH_MULTIGPU_BATCH_SIZE_PER_GPU=3": 4,
     }
-    run = run_python([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=BARE)
-    assert run.code == 0, run.err
+    run_well([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=BARE)
     assert json.loads((tmp_path / "steps.json").read_text()) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.run import PLAIN, ROOT, run_python
+from tests.helpers.run import PLAIN, ROOT, run_well
 
 SCRIPT = f"""
 import json, os, sys
@@ -35,8 +35,7 @@ NOT_ASKED_FOR = ("notebook", "shard", "tools", "strategies", "legacy", "federate
 
 def test_a_rank_of_a_plain_training_loads_what_it_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    run = run_python(["train.py"], tmp_path, PLAIN)
-    assert run.code == 0, run.err
+    run = run_well(["train.py"], tmp_path, PLAIN)
     loaded = json.loads(run.out.strip().splitlines()[-1])
     folders = {name.split(".")[1] for name in loaded if "." in name}
     assert folders & set(NOT_ASKED_FOR) == set()

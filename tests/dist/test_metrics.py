@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import finish, light, start
+from tests.helpers.run import light, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "metrics.py"
@@ -54,10 +54,8 @@ class Runs(dict):
 
     def __missing__(self, name):
         num_ranks, balance, jobs = RUNS[name]
-        arguments = ["--num-gpus", num_ranks, "--balance", balance, "--jobs", ",".join(jobs)]
-        folders = ["--model", self.folder / "model", "--out", self.folder / name]
-        run = finish(start([SCRIPT, *arguments, *folders], self.folder, light("rich", "triton")))
-        assert run.code == 0, run.err
+        command = [SCRIPT, num_ranks, balance, self.folder / "model", self.folder / name, *jobs]
+        run_well(command, self.folder, light("rich", "triton"))
         files = {job: [f"{job.replace(':', '_')}_{rank}.json" for rank in range(num_ranks)] for job in jobs}
         self[name] = {
             job: [json.loads((self.folder / name / file).read_text()) for file in own] for job, own in files.items()

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import light, run_python
+from tests.helpers.run import light, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "multimodal.py"
@@ -25,8 +25,7 @@ def train(path, jobs):
     build_tiny(path / "model", hidden_size=32, num_layers=1, vocab_size=300)
     for num_ranks in (1, 2):
         arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *jobs])
-        run = run_python([SCRIPT, *arguments], path, light("rich", "triton"))
-        assert run.code == 0, run.err
+        run = run_well([SCRIPT, *arguments], path, light("rich", "triton"))
         (path / f"{num_ranks}.txt").write_text(run.err)
     return path
 

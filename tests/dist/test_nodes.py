@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.namespace import Host, two_hosts
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import BARE, Finished, finish, orphans, run_python, wait_until
+from tests.helpers.run import BARE, Finished, finish, orphans, run_well, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
 HANG_TIMEOUT_S = 6.0
@@ -54,8 +54,7 @@ def outcome(tmp_path_factory):
         for path in (job, alone):
             path.mkdir(exist_ok=True)
             (path / "go_again").touch()
-        run = run_python([SCRIPT, "--folder", alone, "again"], alone, {**BARE, "HERE": str(alone)})
-        assert run.code == 0, run.err
+        run_well([SCRIPT, "--folder", alone, "again"], alone, {**BARE, "HERE": str(alone)})
         (job / "go_cut").touch()
 
         def trains() -> bool:

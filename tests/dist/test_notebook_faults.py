@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, free_port, run_python, wait_until
+from tests.helpers.run import LIGHT, free_port, run_well, wait_until
 
 # The variables of a group of one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -207,6 +207,5 @@ child.connection.close()
 
 def test_the_debugger_of_a_kernel_stays_out_of_its_workers(tmp_path: Path) -> None:
     # A worker with it would wait for a client of its own, and the line for the worker.
-    done = run_python(["-c", DEBUGGED], tmp_path)
-    assert done.code == 0, done.err
+    run_well(["-c", DEBUGGED], tmp_path)
     assert (tmp_path / "log").read_text().split()[-1] == "False"

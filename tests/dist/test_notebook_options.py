@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_well
 
 pytestmark = pytest.mark.slow
 
@@ -93,8 +93,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]
     """The same in a script: planned, and with a step left out."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "train.py").write_text(f'{ENABLE}{TRAINING}train("a")\ntrain("b", "nan")\n')
-    run = run_python(["train.py"], folder, LIGHT)
-    assert run.code == 0, run.err
+    run = run_well(["train.py"], folder, LIGHT)
     return [_facts(line) for line in run.out.splitlines() if line.startswith("[[")]
 
 

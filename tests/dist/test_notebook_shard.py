@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.need import UNSLOTH
 from tests.helpers.notebook import CellResult, NotebookRun
-from tests.helpers.run import LIGHT, ROOT, hide, run_python
+from tests.helpers.run import LIGHT, ROOT, hide, run_well
 from tests.helpers.tiny import build_tiny
 
 pytestmark = pytest.mark.slow
@@ -118,8 +118,7 @@ def _beside_one_process(folder: Path, training: str, alone: str, env: dict[str, 
     build_tiny(folder / "model")
     found_here = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
     (folder / "alone.py").write_text(found_here + training + alone)
-    done = run_python(["alone.py"], folder, env)
-    assert done.code == 0, done.err
+    done = run_well(["alone.py"], folder, env)
     (folder / "alone").write_text(done.out)
     with NotebookRun(folder, env) as run:
         for source in (found_here + ENABLE, training):

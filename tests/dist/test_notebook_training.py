@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import ROOT, run_well
 from tests.helpers.tiny import build_tiny
 
 ENABLE = """
@@ -105,8 +105,7 @@ def _last_json(text: str) -> list[list[str]]:
 
 
 def test_training_is_that_of_torchrun(notebook: NotebookRun, tmp_path: Path) -> None:
-    run = run_python(["-m", "torch.distributed.run", "--nproc-per-node", "2", notebook.folder / "script.py"], tmp_path)
-    assert run.code == 0, run.err
+    run_well(["-m", "torch.distributed.run", "--nproc-per-node", "2", notebook.folder / "script.py"], tmp_path)
     script = json.loads((tmp_path / "trained.json").read_text())
     history, _ = json.loads((notebook.folder / "trained.json").read_text())
     assert len(history) == 5

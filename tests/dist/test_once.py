@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "once.py"
@@ -16,8 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "once.py"
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("once")
     build_tiny(path / "model")
-    run = run_python([SCRIPT, path / "model", path], path, LIGHT)
-    assert run.code == 0, run.err
+    run_well([SCRIPT, path / "model", path], path, LIGHT)
     return [json.loads((path / f"once_{rank}.json").read_text()) for rank in (0, 1)]
 
 

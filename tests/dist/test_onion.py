@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, start
+from tests.helpers.run import BARE, run_well
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FROZEN = Path(__file__).parent / "onion.json"
@@ -25,11 +25,10 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("onion")
     seen = {}
     for number, (name, (num_ranks, options)) in enumerate(RUNS.items()):
-        arguments = ["--num-gpus", num_ranks, "--out", folder / f"{number}.json", *map(json.dumps, options)]
         own = folder / str(number)
         own.mkdir()
-        run = finish(start([SCRIPTS / "onion.py", *arguments], own, BARE))
-        assert run.code == 0, run.err
+        arguments = [num_ranks, folder / f"{number}.json", *map(json.dumps, options)]
+        run_well([SCRIPTS / "onion.py", *arguments], own, BARE)
         trainings = json.loads((folder / f"{number}.json").read_text())
         seen |= {f"{name} {json.dumps(o)}": training for o, training in zip(options, trainings, strict=True)}
     if os.environ.get("UPDATE_ONION"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.helpers.run import BARE, run_python
+from tests.helpers.run import BARE, run_well
 
 SCRIPT = """
 import os, sys
@@ -27,8 +27,7 @@ def test_files_of_options_reach_every_rank(tmp_path: Path) -> None:
     (folder / "multigpu.yaml").write_text("num_gpus: 2\ntimeout_s: 60\ngrace_s: 8\nlog_dir: records\n")
     (folder / "train.py").write_text(SCRIPT)
     run = ["-m", "unsloth_multigpu.cli.main", "run", "--config", "multigpu.yaml", "--grace-s", "9", "train.py"]
-    done = run_python(run, folder, {**BARE, "UNSLOTH_MULTIGPU_TIMEOUT_S": "70"})
-    assert done.code == 0, done.err
+    run_well(run, folder, {**BARE, "UNSLOTH_MULTIGPU_TIMEOUT_S": "70"})
     for rank in range(2):
         # The file over the table, the variable over the file, the flag over both, and the table where nothing else is.
         assert json.loads((folder / f"facts_{rank}.json").read_text()) == [2, 2, 70.0, 9.0, 4]

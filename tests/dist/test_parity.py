@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
@@ -55,9 +55,7 @@ def train(folder, num_ranks):
     if out.exists():
         return
     jobs = {1: JOBS, 2: [*JOBS, BROKEN], 3: ON_THREE}[num_ranks]
-    arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--model", folder / "model", "--out", out]
-    run = run_python([SCRIPT, *map(str, arguments)], folder, LIGHT)
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, num_ranks, folder / "model", out, *jobs], folder, LIGHT)
     (out / "stderr.txt").write_text(run.err)
 
 

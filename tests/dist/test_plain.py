@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.dist.scripts.plain import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, train
-from tests.helpers.run import BARE, run_python
+from tests.helpers.run import BARE, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "plain.py"
 
@@ -15,8 +15,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "plain.py"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("plain")
-    run = run_python(["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, out], cwd=out)
-    assert run.code == 0, run.err
+    run = run_well(["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, out], cwd=out)
     assert "destroy_process_group" not in run.err
     return [json.loads((out / f"plain_{rank}.json").read_text()) for rank in range(2)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python
+from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "plan_me.py"
 PLAN = ["-m", "unsloth_multigpu.cli.main", "plan"]
@@ -45,8 +45,7 @@ def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     options = ["--model", "model", "--lora", "8", "--bits", "4", "--tokens", "30", "--gpus", "2", "--memory", "24GiB"]
-    run = run_python([*PLAN, *options, "--json"], tmp_path, {**QUANTISED, "TMPDIR": str(scratch)})
-    assert run.code == 0, run.err
+    run = run_well([*PLAN, *options, "--json"], tmp_path, {**QUANTISED, "TMPDIR": str(scratch)})
     training = json.loads(run.out)["training"]
     # All linear layers but the head.
     assert training["num_quantised"] == LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)

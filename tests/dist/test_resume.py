@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import PLAIN, run_python
+from tests.helpers.run import PLAIN, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
 pytestmark = pytest.mark.slow
@@ -37,8 +37,7 @@ RUNS = {
 
 def train(folder, num_gpus, lines):
     configurations = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
-    run = run_python([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], folder, PLAIN)
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], folder, PLAIN)
     return run.err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, run_python
+from tests.helpers.run import BARE, run_python, run_well
 
 RUN = ["-m", "unsloth_multigpu.cli.main", "run"]
 ARGUMENTS = ["--num-gpus", "7", "-h", "--", "a b", "$HOME", ""]
@@ -92,8 +92,7 @@ def test_program_sees_what_plain_python_shows(program, num_ranks, form):
     plain.mkdir()
     ours.mkdir()
     assert run_python([*form, plain, *ARGUMENTS], program).code == 0
-    run = run_python([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", *form, ours, *ARGUMENTS], program)
-    assert run.code == 0, run.err
+    run_well([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", *form, ours, *ARGUMENTS], program)
     expected = facts_of(plain, 0)
     assert expected["argv"][2:] == ARGUMENTS
     assert expected["spawned"] == [101]
@@ -117,8 +116,7 @@ def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
         """)
     )
     options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--verify-every=0"]
-    run = run_python([*RUN, *options, "train.py"], tmp_path)
-    assert run.code == 0, run.err
+    run = run_well([*RUN, *options, "train.py"], tmp_path)
     assert run.out == "steered 2 waiting for import\n"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, start
+from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "other_transformers.py"
 
@@ -36,7 +36,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "other_transformers.py"
     ],
 )
 def test_seam_that_has_moved_is_an_error_that_names_it(tmp_path, num_ranks, old, new, named):
-    run = finish(start([SCRIPT, "--num-gpus", num_ranks, old, new], tmp_path, BARE))
+    run = run_python([SCRIPT, num_ranks, old, new], tmp_path, BARE)
     assert run.code != 0, run.err
     assert "PatchError: " in run.err
     message = run.err.partition("PatchError: ")[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, run_python
+from tests.helpers.run import BARE, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "security.py"
 
@@ -13,8 +13,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "security.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("security")
-    run = run_python([SCRIPT, folder], folder, BARE)
-    assert run.code == 0, run.err
+    run_well([SCRIPT, folder], folder, BARE)
     return folder
 
 

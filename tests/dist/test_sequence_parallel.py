@@ -26,9 +26,7 @@ def folder(tmp_path_factory):
 
 
 def start(folder, out, jobs, *options, env=PLAIN):
-    return run_python(
-        [SCRIPT, "--jobs", ",".join(jobs), "--model", folder / "model", "--out", folder / out, *options], folder, env
-    )
+    return run_python([SCRIPT, folder / "model", folder / out, ",".join(jobs), *options], folder, env)
 
 
 def train(folder, out, jobs, *options, env=PLAIN):

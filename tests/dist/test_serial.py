@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.legacy.replica import copy_of
@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serial")
     model = build_tiny(folder / "model", hidden_size=32, num_layers=1, vocab_size=400)
-    run = run_python([SCRIPT, model, folder], folder, LIGHT)
-    assert run.code == 0, run.err
+    run_well([SCRIPT, model, folder], folder, LIGHT)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.fake_cuda import cards, needs_device, reports
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import ROOT, finish, light, orphans, run_python, start, wait_until
+from tests.helpers.run import ROOT, finish, light, orphans, run_python, run_well, start, wait_until
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import GeneratorError
 from unsloth_multigpu.wire.process import is_alive
@@ -62,8 +62,7 @@ def test_ranks_train_on_what_the_server_draws_with_their_weights(tmp_path, model
     one.mkdir()
     two.mkdir()
     for path, environment in ((one, PLAIN), (two, served(two))):
-        run = run_python([SCRIPT, model, path], path, environment)
-        assert run.code == 0, run.err
+        run = run_well([SCRIPT, model, path], path, environment)
     (alone, weights), (first, of_first) = outcome(one, "grpo"), outcome(two, "grpo")
     second, of_second = outcome(two, "grpo", rank=1)
     assert len(alone["grad_norm"]) == 3
@@ -104,8 +103,7 @@ def test_run_ends_with_a_server_that_dies(tmp_path, model, fault, what):
 @pytest.mark.thorough
 def test_run_is_started_again_with_a_new_server(tmp_path, model):
     environment = served(tmp_path, "dies:2 once", UNSLOTH_MULTIGPU_MAX_RESTARTS="1")
-    run = run_python([SCRIPT, model, tmp_path], tmp_path, environment)
-    assert run.code == 0, run.err
+    run = run_well([SCRIPT, model, tmp_path], tmp_path, environment)
     assert "while it was serving. Starting all ranks again (1)" in run.err
     assert facts_of(tmp_path)["calls"] == 3
     assert_nothing_left(tmp_path)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from examples.tiny_model import build_tiny
 from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
-from tests.helpers.run import ROOT, light, run_python
+from tests.helpers.run import ROOT, light, light_with_bits, run_python, run_well
 from unsloth_multigpu.errors import DistributedError, SetupError
 from unsloth_multigpu.tools.chaos.fault import Fault
 
@@ -42,17 +42,14 @@ trainer.train()
 """
 
 
-def train(folder, num_gpus, jobs, *options, code=0, **env):
+def train(folder, num_gpus, jobs, save_steps=0, code=0, **env):
     model = folder / "model"
     if not model.exists():
         build_tiny(model)
-    hidden = light("rich", "triton")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
     out = folder / f"{env.pop('name', 'ranks')}_{num_gpus}"
-    given = {**hidden, "UNSLOTH_MULTIGPU_SHARD": "on" if num_gpus > 1 else "off", **env}
+    given = {**light_with_bits("rich", "triton"), "UNSLOTH_MULTIGPU_SHARD": "on" if num_gpus > 1 else "off", **env}
     given = {name: value for name, value in given.items() if value is not None}
-    command = [SCRIPT, "--num-gpus", num_gpus, "--jobs", ",".join(jobs), "--model", model, "--out", out, *options]
-    run = run_python([str(part) for part in command], folder, given)
+    run = run_python([SCRIPT, num_gpus, model, out, save_steps, *jobs], folder, given)
     assert run.code == code, run.err
     return out, run.err
 
@@ -75,12 +72,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return train(folder, 1, SAVED, "--save-steps", 3)[0]
+    return train(folder, 1, SAVED, 3)[0]
 
 
 @pytest.fixture(scope="module")
 def sharded(folder, alone):
-    return train(folder, 2, SAVED, "--save-steps", 3)
+    return train(folder, 2, SAVED, 3)
 
 
 def assert_same_training(one, many, job, num_ranks):
@@ -200,7 +197,7 @@ def test_run_that_is_killed_has_no_disk_and_is_stopped_goes_on_bit_by_bit(folder
     # Each meets the fault of its start: the ranks start again twice, and then the user does.
     faults = (Fault("kill", 1, 5), Fault("disk_full", 0, 6, attempt=1, phase="save"), Fault("sigterm", 0, 4, attempt=2))
     options = {"name": "faults", "UNSLOTH_MULTIGPU_MAX_RESTARTS": "2", "UNSLOTH_MULTIGPU_RESUME": "auto", **unplanned}
-    out, text = train(folder, 2, [job], "--save-steps", 3, code=-15, **options, **faults_in(planted, *faults))
+    out, text = train(folder, 2, [job], 3, code=-15, **options, **faults_in(planted, *faults))
     killed, full = (
         "rank 1 was killed by SIGKILL after step 4",
         "checkpoint-6 could not be saved, earlier checkpoints are",
@@ -213,7 +210,7 @@ def test_run_that_is_killed_has_no_disk_and_is_stopped_goes_on_bit_by_bit(folder
     assert [record["step"] for record in records(planted, 0, "begin")] == [0, 3, 3]
     assert {p.name for p in (out / job / "checkpoints").iterdir()} == {"checkpoint-3", f"checkpoint-{stopped[1]}"}
     assert not facts(out, job)
-    train(folder, 2, [job], "--save-steps", 3, **options)
+    train(folder, 2, [job], 3, **options)
     assert len(facts(out, job)[0]["norms"]) == 8 - int(stopped[1])
     assert largest_difference(unbroken / job, out / job) == 0
 
@@ -237,7 +234,7 @@ def test_save_of_rank_0_alone_ends_with_what_to_do(folder):
 @pytest.mark.thorough
 def test_offloaded_parts_train_as_those_on_the_device(folder, sharded):
     job = SAVED[1]
-    out, _ = train(folder, 2, [job], "--save-steps", 8, name="offload", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1")
+    out, _ = train(folder, 2, [job], 8, name="offload", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1")
     for rank in facts(out, job):
         assert rank["offload"] == ["CPUOffloadPolicy"]
     assert {name for rank in facts(sharded[0], job) for name in rank["offload"]} == {"OffloadPolicy"}
@@ -288,8 +285,7 @@ def test_verify_compares_sharded_ranks_with_one_process(folder):
     )
     command = ["-m", "unsloth_multigpu.cli.main", "verify", "--steps", "2", "--num-gpus", "2", script, model, ROOT]
     env = {**light("rich", "triton", "datasets", "peft"), "UNSLOTH_MULTIGPU_SHARD": "on"}
-    run = run_python([str(part) for part in command], folder, env)
-    assert run.code == 0, run.err
+    run = run_well([str(part) for part in command], folder, env)
     assert "One process and 2 ranks agree over 2 steps" in run.out
     assert "s as one process, " in run.out
     # Of one process, and of two ranks.

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 def train(folder, num_gpus, kinds):
     out = folder / str(num_gpus)
-    run = run_python([SCRIPT, "--num-gpus", str(num_gpus), "--kinds", ",".join(kinds), "--out", out], folder, BARE)
+    run = run_python([SCRIPT, num_gpus, out, *kinds], folder, BARE)
     # Those that are refused come last, and the script goes on without them.
     assert run.code == (SetupError.exit_code if set(kinds) & set(REFUSED) else 0), run.err
     return out

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import BARE, run_python
+from tests.helpers.run import BARE, run_well
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
 # Nothing of these is to be read that the training does not see.
@@ -27,8 +27,7 @@ def train(folder, num_ranks):
     """Does all jobs when a test first asks for that number of ranks."""
     out = folder / str(num_ranks)
     if not out.exists():
-        run = run_python([SCRIPT, str(num_ranks), out, *{1: PLAIN_JOBS, **ON}[num_ranks]], folder, BARE)
-        assert run.code == 0, run.err
+        run_well([SCRIPT, str(num_ranks), out, *{1: PLAIN_JOBS, **ON}[num_ranks]], folder, BARE)
     return out
 
 

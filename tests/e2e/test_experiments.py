@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_well
 
 EXPERIMENTS = ROOT / "examples" / "experiments"
 ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -24,8 +24,7 @@ def read_png_size(path: Path) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
-    run = run_python([EXPERIMENTS / "hypernetwork.py", "--quick", "--out", "figures"], tmp_path, ENV)
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run_well([EXPERIMENTS / "hypernetwork.py", "--quick", "--out", "figures"], tmp_path, ENV)
     facts = json.loads((tmp_path / "figures" / "hypernetwork.json").read_text())
     assert facts["command"] == "python examples/experiments/hypernetwork.py --quick --out figures"
     assert list(facts["tasks"]) == ["text", "digits"]
@@ -52,8 +51,7 @@ def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_python([EXPERIMENTS / "gradient_sync.py", "--quick", "--out", "figures"], tmp_path, ENV)
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run_well([EXPERIMENTS / "gradient_sync.py", "--quick", "--out", "figures"], tmp_path, ENV)
     results = json.loads((tmp_path / "figures" / "gradient_sync.json").read_text())
     variants = results["tasks"]["digits"]["variants"]
     runs = {name: variant["runs"][0] for name, variant in variants.items()}
@@ -97,6 +95,5 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
 def test_federated_aggregation_measures_three_ways(tmp_path: Path) -> None:
-    run = run_python([EXPERIMENTS / "federated_aggregation.py", "--quick"], tmp_path, {**ENV, **LIGHT})
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run = run_well([EXPERIMENTS / "federated_aggregation.py", "--quick"], tmp_path, {**ENV, **LIGHT})
     assert [run.out.count(f"| {arm} |") for arm in ("mean", "project", "frozen A")] == [3, 3, 3]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_python, run_well
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,8 +24,7 @@ OPTIONS = ["--num-gpus", "2", "--clients", "4", "--rounds", "2", "--batch-size",
 
 @pytest.mark.thorough
 def test_clients_with_different_topics_learn_one_adapter(tmp_path: Path) -> None:
-    run = run_python([EXAMPLE, *OPTIONS], tmp_path, ENV)
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run = run_well([EXAMPLE, *OPTIONS], tmp_path, ENV)
     assert "clients=4 slots=2" in run.out
     rounds = re.findall(r"^ +(\d) +[\d.]+ +\d+ +2 cl \d+% +2 cl \d+% +([\d.]+) +([\d.]+) ", run.out, re.M)
     assert [number for number, _, _ in rounds] == ["1", "2"]

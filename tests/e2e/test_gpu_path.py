@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.notebook_shape import notebook_shapes
-from tests.helpers.run import ROOT, finish, hide, run_python, start
+from tests.helpers.run import ROOT, finish, hide, run_well, start
 from tests.helpers.tiny import build_tiny
 
 pytestmark = [
@@ -220,8 +220,7 @@ def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(mode
 @pytest.mark.thorough
 def test_vision_model_equals_one_process(model: Path) -> None:
     folder, one, two = (model.parent / name for name in ("llava", "vision_one", "vision_two"))
-    built = run_python(["-m", "tests.helpers.tiny_vision", model, folder], ROOT)
-    assert built.code == 0, built.err
+    run_well(["-m", "tests.helpers.tiny_vision", model, folder], ROOT)
     with (
         start_script("gpu_path_vision.py", folder, one, "--plain") as one_process,
         start_script("gpu_path_vision.py", folder, two) as two_ranks,

@@ -15,7 +15,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from tests.helpers.notebook import kernel_environment, oldest_ipython
-from tests.helpers.run import LIGHT, ROOT, Finished, run_python
+from tests.helpers.run import LIGHT, ROOT, Finished, run_python, run_well
 from tests.helpers.tiny import build_tiny, topics
 
 EXAMPLES = ROOT / "examples"
@@ -152,8 +152,7 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
 
     (beside / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = run_python([*torchrun, "train.py"], beside, {**TWO_RANKS, **LIGHT})
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run_well([*torchrun, "train.py"], beside, {**TWO_RANKS, **LIGHT})
     steps, steps_beside = history_of(folder), history_of(beside)
     assert len(steps) == 10
     for step, step_beside in zip(steps, steps_beside, strict=True):
@@ -168,8 +167,7 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
 def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
     nbformat.write(example("notebook"), tmp_path / "notebook.ipynb")
     command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", "done", "notebook.ipynb"]
-    run = run_python(command, tmp_path, TWO_RANKS)
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run_well(command, tmp_path, TWO_RANKS)
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
     assert output_of(done, "install") == ""
     assert "samples per step: 8 = 2 ranks x" in output_of(done, "train")
@@ -202,8 +200,7 @@ def test_kaggle_notebook_runs_whole_under_papermill(num_ranks: int, tmp_path: Pa
     }
     (tmp_path / "parameters.yaml").write_text(json.dumps(parameters))  # JSON is YAML.
     files = ["-f", tmp_path / "parameters.yaml", EXAMPLES / "notebook_kaggle.ipynb", tmp_path / "done.ipynb"]
-    run = run_python(["-m", "papermill", *files], folder, {**(TWO_RANKS if num_ranks == 2 else NO_PIP), **LIGHT})
-    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    run_well(["-m", "papermill", *files], folder, {**(TWO_RANKS if num_ranks == 2 else NO_PIP), **LIGHT})
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
     assert output_of(done, "install") == ""
     if num_ranks == 2:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.injector import fail_at, records
-from tests.helpers.run import LIGHT, ROOT, finish, orphans, run_python, start
+from tests.helpers.run import LIGHT, ROOT, finish, orphans, run_well, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -34,8 +34,7 @@ def test_workers_of_ray_train_as_one_process_also_after_one_was_killed(tmp_path:
         pytest.skip("Ray gives its own processes 30 s to start, and this machine did not let them")
     assert run.code == 0, said
     assert not orphans(str(EXAMPLE))
-    one = run_python([EXAMPLE, "--workers", "0", "--folder", "one"], tmp_path, ENV)
-    assert one.code == 0, one.err
+    run_well([EXAMPLE, "--workers", "0", "--folder", "one"], tmp_path, ENV)
 
     assert len(records(faults, 1, "injected")) == 1
     begins = [record["step"] for record in records(faults, 0, "begin")]

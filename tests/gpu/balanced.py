@@ -13,23 +13,16 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, device_map="balanced")
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=2,
-        max_steps=2,
-        optim="adamw_torch_fused",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    ),
+    args=arguments("checkpoints", 2, max_steps=2, optim="adamw_torch_fused"),
     train_dataset=RaggedRows(8),
     data_collator=collate,
 )

@@ -21,8 +21,9 @@ import torch
 from fake_cuda import trace_waits, waits
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.step.proof import StepProof
 
@@ -66,16 +67,7 @@ model = tiny_llama(hidden_size=512, num_layers=3)
 facts["gradient_bytes"] = sum(p.nbytes for p in model.parameters())
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
-        out.stem,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=6,
-        logging_steps=100,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    ),
+    args=arguments(out.stem, 2, 2, max_steps=6, logging_steps=100),
     # Nothing of a step is the script's own code, which would be compared again in step 4.
     train_dataset=[{"input_ids": row, "labels": row} for row in torch.randint(64, (20, 24)).tolist()],
     callbacks=[Watch()],

@@ -14,7 +14,10 @@ ump.enable_multi_gpu()
 
 import torch
 import transformers.modeling_utils
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 
 kind, folder, out = sys.argv[1].split(), sys.argv[2], sys.argv[3]
 rows = next((int(word[5:]) for word in kind if word.startswith("rows=")), 2)
@@ -46,17 +49,14 @@ if "full" not in kind:
 ids = torch.randint(0, 300, (24, 128), generator=torch.Generator().manual_seed(0)).tolist()
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
+    args=arguments(
         "checkpoints",
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=2,
+        rows,
+        2,
         max_steps=3,
         optim=optimizer,
         gradient_checkpointing="checkpointing" in kind,
         gradient_checkpointing_kwargs={"use_reentrant": False},
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     ),
     train_dataset=[{"input_ids": row, "labels": row} for row in ids],
     callbacks=[Peak()],

@@ -25,10 +25,10 @@ from transformers import (
     BitsAndBytesConfig,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate
 
 facts = {}
@@ -73,15 +73,7 @@ rows = RaggedRows(26)
 rows.rows = [row[:8] for row in rows.rows]  # Activations are to be small beside the weights.
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=2,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    ),
+    args=arguments("checkpoints", 2, max_steps=3),
     train_dataset=rows,
     data_collator=collate,
     callbacks=[Peaks()],

@@ -17,8 +17,9 @@ ump.enable_multi_gpu(num_gpus=num_ranks, balance="off")
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 scales = []
 
@@ -32,16 +33,14 @@ class Scale(TrainerCallback):
 torch.manual_seed(0)
 trainer = Trainer(
     model=tiny_llama(),
-    args=TrainingArguments(
+    args=arguments(
         out.stem,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=6,  # Whole micro-batches for 2 and 3 ranks.
+        2,
+        6,  # Whole micro-batches for 2 and 3 ranks.
         max_steps=6,
+        save_strategy="steps",
         save_steps=3,
-        logging_steps=1,
         learning_rate=1e-3,
-        report_to=[],
-        disable_tqdm=True,
         fp16=torch.cuda.is_available(),
     ),
     train_dataset=RaggedRows(72),

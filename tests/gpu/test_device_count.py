@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fake_cuda import cards, needs_device
-from tests.helpers.run import light, run_python
+from tests.helpers.run import light_with_bits, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.shard.memory import RESERVE
 
 COUNTED = Path(__file__).with_name("counted.py")
-SEEN = ",".join(m for m in light("datasets", "rich", "triton")["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
 pytestmark = [needs_device, pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(1800)]
 # bitsandbytes' optimizers do not train what accelerate has sharded.
 KINDS = {
@@ -51,14 +50,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_count_is_within_a_tenth_of_the_peak(kind: str, folder: Path) -> None:
     model = folder / ("moe" if "moe" in kind else "dense")
     command = [COUNTED, kind, model, folder / "peak"]
-    variables = {**cards(2), "HIDDEN_MODULES": SEEN, "UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": "off"}
-    plan = run_python(["-m", "unsloth_multigpu.cli.main", "plan", "--json", "--gpus", "2", *command], folder, variables)
-    assert plan.code == 0, plan.err
+    variables = {
+        **cards(2),
+        **light_with_bits("datasets", "rich", "triton"),
+        "UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": "off",
+    }
+    plan = run_well(["-m", "unsloth_multigpu.cli.main", "plan", "--json", "--gpus", "2", *command], folder, variables)
     rows = {row["mode"]: row["total"] - sum(row["overhead"].values()) for row in json.loads(plan.out)["forecasts"]}
     for mode in KINDS[kind]:
         shard = {"UNSLOTH_MULTIGPU_SHARD": "on" if mode == "sharded" else "off"}
-        run = run_python(command, folder, {**variables, **shard})
-        assert run.code == 0, run.err
+        run_well(command, folder, {**variables, **shard})
         peaks = [int((folder / f"peak.{rank}").read_text()) for rank in range(2)]
         print(f"{kind}, {mode}: counted {rows[mode]:,}, peaks {peaks}, {rows[mode] / max(peaks):.3f}")
         assert rows[mode] == pytest.approx(max(peaks), rel=0.1), (kind, mode)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.helpers import need
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.injector import faults_in
 from tests.helpers.outcome import largest_difference
-from tests.helpers.run import PLAIN, hide, light, run_python
+from tests.helpers.run import PLAIN, light_with_bits, run_python, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.shard.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVE
 from unsloth_multigpu.tools.chaos.fault import Fault
@@ -21,17 +22,13 @@ from unsloth_multigpu.tools.chaos.fault import Fault
 BALANCED = Path(__file__).with_name("balanced.py")
 PEAKS = Path(__file__).with_name("peaks.py")
 SAVED = Path(__file__).with_name("saved_parts.py")
-VISIBLE_TO_TRL = ",".join(
-    m for m in light("rich", "unsloth", "unsloth_zoo")["HIDDEN_MODULES"].split(",") if m != "bitsandbytes"
-)
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [needs_device, pytest.mark.slow]
 
 
 def variables(num_ranks: int, **more: str) -> dict[str, str]:
     """Of a script that needs bitsandbytes. The planner measures, and no two runs measure the same."""
-    hidden = light("datasets", "rich", "triton", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    hidden = light_with_bits("datasets", "rich", "triton", "unsloth", "unsloth_zoo")
     options = {"SHARD": "on" if num_ranks > 1 else "off", "BALANCE": "off", **more}
     named = {f"UNSLOTH_MULTIGPU_{name}": value for name, value in options.items()}
     return {**hidden, **cards(num_ranks), **named}
@@ -41,7 +38,7 @@ def train(
     folder: Path,
     name: str,
     num_ranks: int,
-    *arguments: Path,
+    *arguments: Path | str,
     faults: tuple[Fault, ...] = (),
     code: int = 0,
     **more: str,
@@ -55,13 +52,25 @@ def train(
     return run.err
 
 
-def norms(folder: Path, name: str) -> list[float]:
-    found: list[float] = json.loads((folder / name / "norms_0.json").read_text())
+def facts_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name / f"facts_{rank}.json").read_text())
     return found
 
 
 def difference(folder: Path, one: str, two: str) -> float:
     return largest_difference(folder / one / "adapter" / ADAPTER, folder / two / "adapter" / ADAPTER)
+
+
+def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
+    """Each device has a copy of all weights, and an optimizer with states in 8 bits."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    build_tiny(tmp_path / "model", vocab_size=300)
+    for num_ranks in (1, 2):
+        train(tmp_path, str(num_ranks), num_ranks, "adamw_bnb_8bit", SHARD="off")
+    one, *two = (facts_of(tmp_path, *place) for place in (("1", 0), ("2", 0), ("2", 1)))
+    assert "torch.uint8" in one["dtypes"]
+    assert [rank["devices"] for rank in two] == [["cuda:0"], ["cuda:1"]]
+    assert two[0]["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +94,7 @@ def test_killed_rank_costs_no_step_and_the_adapter_is_that_of_one_process(folder
     assert "rank 1 was killed by SIGKILL after step 4" in killed
     assert "all ranks again (1)" in killed
     assert "/checkpoint-3\n" in killed
-    assert norms(folder, "killed")[-5:] == pytest.approx(norms(folder, "one")[3:], rel=1e-5)
+    assert facts_of(folder, "killed")["norms"][-5:] == pytest.approx(facts_of(folder, "one")["norms"][3:], rel=1e-5)
     assert difference(folder, "killed", "one") <= 1e-5
     assert {p.name for p in (folder / "killed" / "adapter").iterdir()} == {
         p.name for p in (folder / "one" / "adapter").iterdir()
@@ -118,7 +127,7 @@ def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
         r"stopped by SIGTERM after step ([45])\. The same command resumes from .*/checkpoint-\1\.", text
     )
     assert stopped, text
-    assert not (folder / "stopped" / "norms_0.json").exists()
+    assert not (folder / "stopped" / "facts_0.json").exists()
     shutil.rmtree(folder / "stopped" / "adapter", ignore_errors=True)
     assert f"/checkpoint-{stopped[1]}\n" in train(folder, "stopped", 2, **options)
     # Each of them has been resumed from another checkpoint.
@@ -128,7 +137,7 @@ def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
 @pytest.mark.thorough
 def test_three_ranks_go_on_from_the_checkpoint_of_two(folder: Path, killed: str) -> None:
     train(folder, "three", 3, folder / "killed" / "checkpoints" / "checkpoint-3")
-    assert norms(folder, "three")[-5:] == pytest.approx(norms(folder, "one")[3:], rel=1e-5)
+    assert facts_of(folder, "three")["norms"][-5:] == pytest.approx(facts_of(folder, "one")["norms"][3:], rel=1e-5)
     assert difference(folder, "three", "one") <= 1e-5
 
 
@@ -147,15 +156,11 @@ def test_memory_of_a_part_shrinks_with_the_number_of_ranks(tmp_path: Path, engin
     model = Path(build_tiny(tmp_path / "model", hidden_size=512, num_layers=num_layers, vocab_size=300))
     # What these devices compute with is memory of the host, which malloc would keep.
     options = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    if engine == "unsloth":
-        options |= {**hide("scipy", "sklearn", "torchao")}
-    else:
-        options |= {"HIDDEN_MODULES": VISIBLE_TO_TRL}
+    options |= light_with_bits(*(() if engine == "unsloth" else ("rich", "unsloth", "unsloth_zoo")))
 
     def peaks(name: str, num_ranks: int, model: Path) -> list[dict[str, int]]:
         arguments = [PEAKS, str(num_ranks), model, tmp_path / name, *(["--unsloth"] if engine == "unsloth" else [])]
-        run = run_python(arguments, tmp_path, {**variables(num_ranks, CHECK_FIRST_STEP="off"), **options})
-        assert run.code == 0, run.err
+        run_well(arguments, tmp_path, {**variables(num_ranks, CHECK_FIRST_STEP="off"), **options})
         return [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(num_ranks)]
 
     (one,) = peaks("one", 1, model)
@@ -194,8 +199,7 @@ def test_model_spread_over_cards_is_sharded_where_one_cannot_hold_its_training(t
 
     def said(memory: int, *, is_sharded: bool) -> str:
         options = {**PLAIN, **cards(2, memory=str(memory)), "UNSLOTH_MULTIGPU_SHARD": "auto"}
-        run = run_python([BALANCED, model, tmp_path / "out"], tmp_path, options)
-        assert run.code == 0, run.err
+        run = run_well([BALANCED, model, tmp_path / "out"], tmp_path, options)
         for rank in range(2):
             facts = json.loads((tmp_path / f"out.{rank}").read_text())
             assert facts["devices"] == [f"cuda:{rank}"]

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NUM_CARDS, of_ranks
 from tests.helpers.fake_cuda import cards, needs_device, reports
-from tests.helpers.run import BARE, LIGHT, PLAIN, ROOT, finish, light, orphans, run_python, start, wait_until
+from tests.helpers.run import BARE, LIGHT, PLAIN, ROOT, finish, light, orphans, run_python, run_well, start, wait_until
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.wire.run import find_runs
 
@@ -41,8 +41,7 @@ HANG_TIMEOUT_S = 8.0
 @pytest.mark.thorough
 def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
     # It imports what it finds. Unsloth takes as long as all the rest.
-    run = run_python([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})
-    assert run.code == 0, run.out
+    run = run_well([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})
     rows = json.loads(run.out)["rows"]
     assert [row["name"] for row in rows if row["section"] == "devices"][1:3] == NAMES
     copies = {row["name"] for row in rows if row["section"] == "copies between devices"}
@@ -54,8 +53,7 @@ def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     script = [SCRIPTS / "tiny_train.py", "--out", tmp_path / "log.json"]
-    run = run_python([*COMMAND, "verify", "--json", "--steps", "2", *script], tmp_path, {**BARE, **VISIBLE})
-    assert run.code == 0, run.out + run.err
+    run = run_well([*COMMAND, "verify", "--json", "--steps", "2", *script], tmp_path, {**BARE, **VISIBLE})
     found = json.loads(run.out)
     assert found["agree"]
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 2]
@@ -73,8 +71,7 @@ def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None
     sizes = [24 * 2**30, 12 * 2**30]
     variables = cards(2, memory=",".join(f"{index}={size}" for index, size in enumerate(sizes)))
     command = [*COMMAND, "plan", "--json", "--gpus", "1,2", SCRIPTS / "plan_me.py", tmp_path / "model", "lora"]
-    run = run_python(command, tmp_path, {**PLAIN, **variables})
-    assert run.code == 0, run.err
+    run = run_well(command, tmp_path, {**PLAIN, **variables})
     found = json.loads(run.out)
     assert [device["total_bytes"] for device in found["devices"]] == sizes
     assert found["device_bytes"] == min(sizes)
@@ -207,8 +204,7 @@ def test_stop_in_a_training_ends_the_cell_and_the_next_one_trains(notebook: Any)
 @pytest.mark.thorough
 def test_clients_see_one_device_each_and_the_server_opens_none(tmp_path: Path) -> None:
     pytest.importorskip("flwr", reason="Flower needs Python 3.11")
-    run = run_python([ROOT / "tests" / "gpu" / "clients.py", tmp_path], tmp_path, {**LIGHT, **VISIBLE})
-    assert run.code == 0, run.err
+    run_well([ROOT / "tests" / "gpu" / "clients.py", tmp_path], tmp_path, {**LIGHT, **VISIBLE})
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["2"] == [{"cuda:0": [0, 2, 4], "cuda:1": [1, 3]}] * 2
     slots = sorted(facts["slots of 2"], key=lambda slot: slot["visible"])
@@ -223,14 +219,13 @@ def test_clients_see_one_device_each_and_the_server_opens_none(tmp_path: Path) -
 @pytest.mark.thorough
 def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
     report = {"FAKE_CUDA_REPORT": str(tmp_path / "report")} if IS_FAKE else {}
-    run = run_python([*TORCHRUN, SCRIPTS / "plain.py", tmp_path], tmp_path, {**VISIBLE, **report})
-    assert run.code == 0, run.err
+    run_well([*TORCHRUN, SCRIPTS / "plain.py", tmp_path], tmp_path, {**VISIBLE, **report})
     ranks = [json.loads((tmp_path / f"plain_{rank}.json").read_text()) for rank in range(2)]
     alone = "from plain import *; m, s, e = train(0); print(json.dumps([s, e, [p.tolist() for p in m.parameters()]]))"
     begin, epochs, weights = json.loads(run_python(["-c", alone], SCRIPTS, of_ranks(1)).out)
     for rank in ranks:
         assert (rank["kind"], rank["start"]) == ("DistributedDataParallel", begin)
-        for mine, his in zip(rank["loaded"], weights, strict=True):
+        for mine, his in zip(rank["end"], weights, strict=True):
             assert torch.allclose(torch.tensor(mine), torch.tensor(his), atol=1e-5)
     for left, right, whole in zip(ranks[0]["epochs"], ranks[1]["epochs"], epochs, strict=True):
         assert [a + b for a, b in zip(left, right, strict=True)] == whole
@@ -243,7 +238,6 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
 def test_each_of_eight_ranks_opens_its_own_device(tmp_path: Path) -> None:
     variables = cards(8, report=tmp_path / "report")
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "8", "--batch-size", "10", "--out", tmp_path / "log.json"]
-    run = run_python(script, tmp_path, {**BARE, **variables})
-    assert run.code == 0, run.err
+    run = run_well(script, tmp_path, {**BARE, **variables})
     assert "8 ranks on 8 x " in run.err
     assert [each.opened for each in reports(tmp_path / "report")] == [[rank] for rank in range(8)]

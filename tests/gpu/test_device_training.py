@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 
 from tests.helpers.fake_cuda import cards, needs_device
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import BARE, ROOT, Finished, light, run_python
+from tests.helpers.run import BARE, ROOT, Finished, light, light_with_bits, run_python, run_well
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 SCALED = Path(__file__).with_name("scaled.py")
 COMPARED = Path(__file__).with_name("compared.py")
 IN_PARTS = Path(__file__).with_name("in_parts.py")
-QUANTIZED = Path(__file__).with_name("quantized.py")
 pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices. test_nccl.py has tests of a killed rank and of other numbers of ranks.
 AGAIN = [
@@ -51,8 +50,7 @@ def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path, num_ra
     def train(num_ranks: int, checkpoint: str = "") -> dict[str, list[float]]:
         out = tmp_path / f"{num_ranks}.json"
         arguments = [SCALED, str(num_ranks), out, *filter(None, [checkpoint])]
-        run = run_python(arguments, tmp_path, {**BARE, **cards(num_ranks)})
-        assert run.code == 0, run.err
+        run_well(arguments, tmp_path, {**BARE, **cards(num_ranks)})
         found: dict[str, list[float]] = json.loads(out.read_text())
         return found
 
@@ -93,8 +91,7 @@ def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_lat
     def train(num_ranks: int, check: str) -> dict[str, Any]:
         out = tmp_path / f"{num_ranks}_{check}.json"
         options = {"UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": check}
-        run = run_python([COMPARED, str(num_ranks), out], tmp_path, {**BARE, **cards(num_ranks), **options})
-        assert run.code == 0, run.err
+        run_well([COMPARED, str(num_ranks), out], tmp_path, {**BARE, **cards(num_ranks), **options})
         return dict(json.loads(out.read_text()))
 
     one, compared, without = train(1, "off"), train(2, "auto"), train(2, "off")
@@ -107,26 +104,9 @@ def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_lat
     assert len(compared["waits"]) == 3
 
 
-def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    model = build_tiny(tmp_path / "model")
-    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
-    found = {}
-    for num_ranks in (1, 2):
-        arguments = [QUANTIZED, str(num_ranks), model, tmp_path / str(num_ranks)]
-        run = run_python(arguments, tmp_path, {**hidden, **cards(num_ranks)})
-        assert run.code == 0, run.err
-        found[num_ranks] = [json.loads((tmp_path / f"{num_ranks}.{rank}").read_text()) for rank in range(num_ranks)]
-    assert "torch.uint8" in found[1][0]["dtypes"]
-    assert [rank["devices"] for rank in found[2]] == [["cuda:0"], ["cuda:1"]]
-    assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
-
-
 def run_in_parts(folder: Path, *arguments: str, in_cells: bool = False, **variables: str) -> tuple[str, str]:
     """What a script, or a notebook's cell, has ended with: "" = well; and what it said."""
-    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
-    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    hidden = light_with_bits("datasets", "rich", "unsloth", "unsloth_zoo")
     if not in_cells:
         run = run_python([IN_PARTS, *arguments], folder, {**hidden, **variables})
         return str(run.code or ""), run.err
@@ -190,11 +170,8 @@ def test_parts_in_the_hosts_memory_train_as_on_one_device(tmp_path: Path, offloa
         ("parts", 2, {"UNSLOTH_MULTIGPU_SHARD": "on", "UNSLOTH_MULTIGPU_SHARD_OFFLOAD": offload}),
     ):
         job, out = "momentum_full:32x8x1", tmp_path / name
-        arguments = ["--num-gpus", num_ranks, "--jobs", job, "--model", model, "--out", out, "--save-steps", "3"]
-        run = run_python(
-            [SCRIPTS / "shard.py", *map(str, arguments)], tmp_path, {**hidden, **cards(num_ranks), **options}
-        )
-        assert run.code == 0, run.err
+        command = [SCRIPTS / "shard.py", num_ranks, model, out, 3, job]
+        run_well(command, tmp_path, {**hidden, **cards(num_ranks), **options})
         norms[name] = json.loads((out / job / "facts_0.json").read_text())["norms"]
         assert (out / job / "checkpoints" / "checkpoint-3").is_dir()
     assert norms["parts"] == pytest.approx(norms["whole"], rel=1e-5)

@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 
 from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NEEDS_CARD, cards, of_ranks, place_of
 from tests.helpers.outcome import distance, outcome
-from tests.helpers.run import BARE, PLAIN, ROOT, finish, free_port, light, orphans, run_python, start, wait_until
+from tests.helpers.run import (
+    BARE,
+    PLAIN,
+    ROOT,
+    finish,
+    free_port,
+    light,
+    orphans,
+    run_python,
+    run_well,
+    start,
+    wait_until,
+)
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -45,9 +57,8 @@ def trained(tmp_path_factory):
     def train(num_ranks, jobs):
         if (num_ranks, *jobs) not in done:
             out = done[(num_ranks, *jobs)] = folder / str(len(done))
-            arguments = ["--num-gpus", str(num_ranks), "--jobs", ",".join(jobs), "--model", model, "--out", str(out)]
-            run = run_python([SCRIPTS / "parity.py", *arguments], folder, {**LIBRARIES, **of_ranks(num_ranks)})
-            assert run.code == 0, run.err
+            command = [SCRIPTS / "parity.py", num_ranks, model, out, *jobs]
+            run_well(command, folder, {**LIBRARIES, **of_ranks(num_ranks)})
         return done[(num_ranks, *jobs)]
 
     return train
@@ -86,11 +97,8 @@ def test_sharded_ranks_train_as_one_process(tmp_path):
     model, norms = build_tiny(tmp_path / "model"), []
     for num_ranks, shard in ((1, "off"), (2, "on")):
         out = tmp_path / str(num_ranks)
-        arguments = ["--num-gpus", str(num_ranks), "--jobs", SHARDED_JOB, "--model", model, "--out", str(out)]
-        run = run_python(
-            [SCRIPTS / "shard.py", *arguments], tmp_path, {**of_ranks(num_ranks), "UNSLOTH_MULTIGPU_SHARD": shard}
-        )
-        assert run.code == 0, run.err
+        command = [SCRIPTS / "shard.py", num_ranks, model, out, 0, SHARDED_JOB]
+        run = run_well(command, tmp_path, {**of_ranks(num_ranks), "UNSLOTH_MULTIGPU_SHARD": shard})
         norms.append(json.loads((out / SHARDED_JOB / "facts_0.json").read_text())["norms"])
     assert "sharded by FSDP2 of accelerate: a rank holds 50." in run.err
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -113,8 +121,7 @@ def test_hung_rank_is_named_and_the_run_ends(tmp_path):
 
 
 def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
-    run = run_python([SCRIPTS / "messages.py", "skip", "without"], tmp_path, {**PLAIN, **of_ranks(2)})
-    assert run.code == 0, run.err
+    run = run_well([SCRIPTS / "messages.py", "skip", "without"], tmp_path, {**PLAIN, **of_ranks(2)})
     line = "step 3: gradient norm is nan; loss of rank 1, micro-batch 0, was nan: left out on all ranks (1 so far)"
     assert run.err.count(line) == 1
     skipped, without = (
@@ -138,8 +145,7 @@ def resume(folder, num_ranks, lines):
     options = json.dumps({"resume": "auto", "max_restarts": 1, "balance": "off"})
     configurations = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
     arguments = [SCRIPTS / "resume.py", str(num_ranks), options, *configurations]
-    run = run_python(arguments, folder, {**PLAIN, **of_ranks(num_ranks)})
-    assert run.code == 0, run.err
+    run = run_well(arguments, folder, {**PLAIN, **of_ranks(num_ranks)})
     return run.err
 
 
@@ -181,8 +187,7 @@ def test_notebook_trains_as_one_card(tmp_path):
     one, two = (str(tmp_path / f"{name}.json") for name in ("one", "two"))
     script = tmp_path / "one.py"
     script.write_text(TRAINING.format(scripts=str(SCRIPTS), out=one))
-    run = run_python([script], tmp_path, {**PLAIN, **of_ranks(1)})
-    assert run.code == 0, run.err
+    run_well([script], tmp_path, {**PLAIN, **of_ranks(1)})
     with NotebookRun(tmp_path, {**PLAIN, **of_ranks(2)}) as notebook:
         for source in (
             "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)",

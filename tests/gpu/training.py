@@ -20,8 +20,9 @@ if num_ranks:
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 VOCABULARY = 64
 # Counted in these steps: planner and stopwatch are through with what they do at first.
@@ -99,15 +100,12 @@ rows = RaggedRows(512, vocab_size=VOCABULARY)
 rows.lengths = [len(row) for row in rows.rows]  # For the planner.
 trainer = Trainer(
     model=model,
-    args=TrainingArguments(
+    args=arguments(
         "checkpoints",
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4 if kind == "waits" else 1,
+        4,
+        4 if kind == "waits" else 1,
         max_steps=LAST + 2 if kind == "waits" else 16,
         logging_steps=100,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     ),
     train_dataset=rows,
     data_collator=collate,

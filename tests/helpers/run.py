@@ -31,6 +31,11 @@ def light(*modules: str) -> dict[str, str]:
     return hide("bitsandbytes", "scipy", "sklearn", "torchao", *modules)
 
 
+def light_with_bits(*modules: str) -> dict[str, str]:
+    """The same for a script that needs bitsandbytes."""
+    return hide("scipy", "sklearn", "torchao", *modules)
+
+
 LIGHT = light()
 # For a script that trains a model of transformers, and an adapter of PEFT.
 PLAIN = light("datasets", "rich", "triton")
@@ -83,6 +88,13 @@ def run_python(
 ) -> Finished:
     """Starts and waits."""
     return finish(start(arguments, cwd, env))
+
+
+def run_well(arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
+    """`run_python` of what has to end with exit code 0."""
+    run = run_python(arguments, cwd, env)
+    assert run.code == 0, f"exit code {run.code}\n{run.out}{run.err}"
+    return run
 
 
 def free_port() -> int:

@@ -187,14 +187,6 @@ def test_error_that_a_script_has_caught_is_no_exit(is_gone):
     assert cause.traceback.startswith("Hint: Catch errors of train() on all ranks or on none")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_hard_exit_inside_training_is_an_early_exit(rank):
-    # os._exit(0) says nothing: the last word of the rank is "training", and only its process is missing.
-    run = Run().training(0, 1).fails(1 - rank, CLOSED)
-    cause = find_cause(run.events, {1 - rank: 1}, gone={rank}, beats=at_steps({rank: 2}))
-    assert cause.message == f"rank {rank} left with exit code 0 after step 2, while other ranks were training"
-
-
 def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection():
     run = Run().training(0, 1).add("exiting", 0).fails(1, CLOSED, step=2)
     # It is not gone yet, or was stopped with the survivors while it was going.
@@ -282,14 +274,6 @@ def test_exit_code_is_never_zero_nor_above_255():
     codes = [{1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
     for found, exit_codes, gone in itertools.product(events, codes, [set(), {0}, {1}]):
         assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
-
-
-@pytest.mark.parametrize(("step", "where"), [(-1, ""), (0, " before the first step")])
-def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step, where):
-    error = "FileNotFoundError: 'train.jsonl'"
-    cause = find_cause(alike(Run(), 1, 0, step=step, error=error).events, {0: 1, 1: 1}, num_ranks=2)
-    assert cause.message == f"all 2 ranks failed alike{where}: FileNotFoundError: 'train.jsonl'"
-    assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, f"Traceback of {error}\n")
 
 
 def alike(run, *ranks, step=-1, error="ValueError: a"):

@@ -1,5 +1,6 @@
 """What makes a checkpoint complete, which are deleted, and which one a training resumes from."""
 
+import hashlib
 import os
 import random
 from pathlib import Path
@@ -27,7 +28,7 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
-from unsloth_multigpu.group.random_state import seeded_draws
+from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange
 from unsloth_multigpu.seam import instance_attribute
@@ -267,13 +268,6 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, 
     assert ours.arguments.get("resume_from_checkpoint") == found
 
 
-def test_checkpoint_says_whether_its_training_was_sharded(tmp_path):
-    ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
-    ours.resume.is_sharded = True
-    ours._save(trainer.save, None)
-    assert sealed(tmp_path / "checkpoint-3").is_sharded
-
-
 @pytest.mark.parametrize("how", ["auto", "newest", "named"])
 @pytest.mark.parametrize("was", [True, False])
 def test_training_does_not_resume_in_the_other_mode(tmp_path, was, how):
@@ -305,6 +299,12 @@ def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path):
             assert draws() != before
             found.add(str(before))
     assert len(found) == 2
+
+
+def test_seeds_of_places_stay_those_that_checkpoints_were_trained_with():
+    for place in ((42, 0, 3), (0,), (2**40, 1, 0)):
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        assert draw_seed(*place) == int.from_bytes(digest, "little") >> 1
 
 
 class Saving(FakeTrainer):

@@ -114,6 +114,14 @@ TWO_NODES = {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"}
         ({**TWO_NODES, "rdzv_endpoint": "host"}, "rdzv_endpoint='host'; expected HOST:PORT", "Leave"),
         ({**TWO_NODES, "rdzv_id": None}, "rdzv_id=None, but nnodes='2'", 'rdzv_id="any-name"'),
         ({**TWO_NODES, "node_rank": 2}, "node_rank=2, but nnodes='2'; expected 0 .. 1", "from 0"),
+        *(
+            ({"sequence_parallel": 2, **other}, "sequence_parallel=2 needs strategy='ddp'", "")
+            for other in ({"shard": "on"}, {"strategy": "allreduce"}, {"global_batch": "scale"})
+        ),
+        *(
+            ({"generators": 1, **other}, "generators=1 needs one node and ranks with equal, unsharded weights", "")
+            for other in (TWO_NODES, {"shard": "on"}, {"strategy": "diloco"})
+        ),
     ],
 )
 def test_option_that_another_makes_meaningless_is_an_error(options, message, hint):

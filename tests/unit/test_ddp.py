@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
@@ -26,10 +26,6 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-
-
-ONE_OF_TWO = SimpleNamespace(rank=0, world_size=2, launcher="torchrun")
-WAITS = Waits(lambda: torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,8 +192,7 @@ def wrap(config, model, accelerator, find_unused_parameters=None):
     """What a `train()` does that wraps the model."""
     trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
     trainer.accelerator = accelerator
-    manager = SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS)
-    with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
+    with Loop(trainer, [DDPWrapping(trainer, manager_of(None, 0, 2, config))]).steering():
         accelerator.wrap_model(model)
 
 
@@ -255,7 +250,7 @@ def test_tool_follows_a_training_that_another_parallelism_steers():
 
     trainer = FakeTrainer()
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
+    manager = manager_of(None, 0, 2)
     steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
     steered.of_tool = Following(trainer, manager)
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))

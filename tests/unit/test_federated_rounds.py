@@ -159,6 +159,7 @@ def test_draw_of_clients_is_repeatable_and_leaves_the_random_state_alone():
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert grids[0].asked == grids[1].asked
     assert grids[0].asked != grids[2].asked
+    assert {len(clients) for _, clients in grids[0].asked} == {2}
     assert len({tuple(clients) for _, clients in grids[0].asked}) > 1
 
 

@@ -122,15 +122,6 @@ def test_taken_port_is_an_error_that_the_log_explains(make, capfd):
     assert "Address already in use" in capfd.readouterr().err
 
 
-def test_server_that_dies_while_it_serves_is_an_error(make, tmp_path):
-    with make() as server:
-        turned(server, lambda: is_ready(tmp_path, 0))
-        os.kill(server._process.pid, signal.SIGKILL)
-        said = turned(server, lambda: server.error is not None)
-    assert said[-1].startswith("generators=2: the server was ended by SIGKILL")
-    assert said[-1].endswith(" while it was serving")
-
-
 def test_server_ends_with_its_supervisor(make, tmp_path):
     supervisor = os.fork()
     if supervisor == 0:

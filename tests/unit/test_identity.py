@@ -37,12 +37,6 @@ def test_process_that_nobody_launched_is_no_rank():
     assert read_identity({"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"}) is None
 
 
-def test_torchrun_on_two_nodes():
-    identity = read_identity(TORCHRUN)
-    assert identity == RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
-    assert identity.local_world_size < identity.world_size
-
-
 def test_our_own_ranks_are_known_by_the_folder_of_the_run():
     identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
     assert identity.launcher == "unsloth_multigpu"
@@ -95,11 +89,6 @@ def test_contradiction_is_an_error(changed, message):
     with pytest.raises(LaunchError, match=message) as error:
         read_identity({**TORCHRUN, **changed})
     assert "\nHint: Unset " in str(error.value)
-
-
-def test_srun_on_one_node():
-    # The port comes from the job, so that two jobs on one host do not meet.
-    assert read_identity(SRUN) == RankIdentity(3, 3, 4, 4, "slurm", "gpu07", 15000 + 3456)
 
 
 def test_srun_on_three_nodes_gives_each_rank_its_place():

@@ -1,6 +1,6 @@
 """The stand-ins that let processes of tests start sooner give way to torch's own modules."""
 
-from tests.helpers.run import run_python
+from tests.helpers.run import run_well
 
 PROGRAM = """
 import sys
@@ -36,5 +36,4 @@ assert uses_shapes.guard_or_false is symbolic_shapes.guard_or_false
 
 
 def test_stand_ins_give_way_to_torchs_own_modules(tmp_path):
-    done = run_python(["-c", PROGRAM], tmp_path)
-    assert done.code == 0, done.err
+    run_well(["-c", PROGRAM], tmp_path)

@@ -76,51 +76,18 @@ def test_signal_of_any_rank_is_heard_by_all_at_one_point(leads, asked_rank):
     assert heard == [[15 * (asked_rank == 0)] * 2, [15, 15], [15, 15]]
 
 
-def trained(rank, flags_of_step, may_stop, caplog):
-    """The steps after which the loop of one rank acted on a save, and what it logged."""
-    acted = []
-    trainer = FakeTrainer()
+def test_decision_that_is_too_late_for_a_synchronization_is_told(caplog):
+    trainer, acted = FakeTrainer(), []
     trainer.state.max_steps = 100
-    store = trained.store
-    manager = manager_of(store, rank, 2, CONFIG)
-    exchange = SimpleNamespace(may_stop=True)
-    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, rank)), exchange)
-    decision._scheduled = lambda moment: 4 * (moment == Moment.STEP and trainer.state.global_step == 1)
-    caplog.clear()
+    manager, exchange = manager_of(HashStore(), 0, 2, CONFIG), SimpleNamespace(may_stop=True)
+    decision = OneDecision(trainer, manager, Lead(manager, HeartbeatPage(None, 0)), exchange)
+    decision._scheduled = lambda _: 0
     with Loop(trainer, [decision]).steering():
         for step in range(1, 7):
             trainer.state.global_step = step
-            exchange.may_stop = may_stop(step)
-            trainer.control.should_save = step in flags_of_step
+            exchange.may_stop = step == 4
+            trainer.control.should_save = step == 5
             trainer.event("on_step_end")
             acted += [step] if trainer.control.should_save else []
-    return acted, [record.getMessage() for record in caplog.records]
-
-
-@pytest.fixture(autouse=True)
-def new_store():
-    trained.store = HashStore()
-
-
-def test_ranks_apart_act_on_the_schedule_and_on_decisions_where_they_synchronize(caplog):
-    # Rank 0 decides after step 2; after step 1 all ranks save by the arguments of the training.
-    at_4 = lambda step: step == 4  # noqa: E731
-    assert trained(0, {1, 2}, at_4, caplog)[0] == [1, 4]
-    acted, said = trained(1, {1}, at_4, caplog)
-    assert (acted, said) == ([1, 4], [])
-
-
-def test_decision_that_is_too_late_for_a_synchronization_is_told(caplog):
-    acted, said = trained(0, {5}, lambda step: step == 4, caplog)
     assert acted == []
-    assert said[-1] == "should_save came too late for another step"
-
-
-@pytest.mark.parametrize(("of_rank_0", "is_told"), [(set(), True), ({4}, False), ({2}, False)])
-def test_flag_of_another_rank_is_told_where_rank_0_never_sets_it(caplog, of_rank_0, is_told):
-    together = lambda step: True  # noqa: E731
-    trained(0, of_rank_0, together, caplog)
-    acted, said = trained(1, {3, 5}, together, caplog)
-    assert acted == sorted(of_rank_0)
-    told = "a callback of rank 1 has set control.should_save after step 3, and none of rank 0 did: rank 0's decision"
-    assert [text[: len(told)] for text in said] == [told] * is_told
+    assert caplog.messages[-1] == "should_save came too late for another step"

@@ -84,6 +84,11 @@ def write(tmp_path, monkeypatch, installed):
             del sys.modules[name]
 
 
+@pytest.fixture
+def module(write):
+    return importlib.import_module(write())
+
+
 def tag(original, *args, **kwargs):
     """The replacement of all tests: says that it was called."""
     return ("ours", original(*args, **kwargs))
@@ -111,8 +116,7 @@ def states(patches):
         ("Thing.Inner.deep", lambda m: m.Thing.Inner().deep(), "deep"),
     ],
 )
-def test_target_of_each_kind_lands_verifies_and_is_restored(write, path, call, plain):
-    module = importlib.import_module(write())
+def test_target_of_each_kind_lands_verifies_and_is_restored(module, path, call, plain):
     holder = functools.reduce(getattr, path.split(".")[:-1], module)
     before = list(vars(holder).items())
     patches = registry(f"{module.__name__}:{path}")
@@ -129,8 +133,7 @@ def test_target_of_each_kind_lands_verifies_and_is_restored(write, path, call, p
 
 
 @pytest.mark.parametrize("path", ["Thing", "Thing.size", "Thing.gets_no_self"])
-def test_target_that_is_no_function_raises(write, path):
-    module = importlib.import_module(write())
+def test_target_that_is_no_function_raises(module, path):
     with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is not a function"):
         registry(f"{module.__name__}:{path}").apply()
 
@@ -180,8 +183,7 @@ def test_undone_before_the_import_never_lands(write):
     assert importlib.import_module(name).function(1) == 1
 
 
-def test_version_outside_the_range_raises_and_touches_nothing(write, installed):
-    module = importlib.import_module(write())
+def test_version_outside_the_range_raises_and_touches_nothing(module, installed):
     installed["other"] = "0.9"
     patches = PatchRegistry(
         [
@@ -215,8 +217,7 @@ def test_distribution_that_is_absent_leaves_the_patch_out(installed):
 
 
 @pytest.mark.parametrize("path", ["gone", "Thing.gone", "Gone.method"])
-def test_missing_target_raises_unless_optional(write, path):
-    module = importlib.import_module(write())
+def test_missing_target_raises_unless_optional(module, path):
     with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: there is no such target"):
         registry(f"{module.__name__}:{path}").apply()
     optional = registry(f"{module.__name__}:{path}", optional=True)
@@ -237,8 +238,7 @@ def test_other_name_of_a_class_is_patched_once(write):
     assert not hasattr(module.Thing.method, "__wrapped__")
 
 
-def test_missing_parameter_raises_naming_it(write):
-    module = importlib.import_module(write())
+def test_missing_parameter_raises_naming_it(module):
     registry(f"{module.__name__}:function", needs=("x", "scale")).apply()
     with pytest.raises(PatchError, match=r"Thing\.method in lib 1\.2: it has no parameter trial"):
         registry(f"{module.__name__}:Thing.method", needs=("self", "trial")).apply()
@@ -274,8 +274,7 @@ def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(wr
     patches.verify()
 
 
-def test_verify_accepts_a_closure_over_ours_without_a_word(write):
-    module = importlib.import_module(write())
+def test_verify_accepts_a_closure_over_ours_without_a_word(module):
     patches = registry(f"{module.__name__}:Thing.method")
     patches.apply()
     found = module.Thing.method
@@ -288,8 +287,7 @@ def test_verify_accepts_a_closure_over_ours_without_a_word(write):
         patches.verify()
 
 
-def test_verify_names_what_replaced_ours(write):
-    module = importlib.import_module(write())
+def test_verify_names_what_replaced_ours(module):
     patches = registry(f"{module.__name__}:Thing.method")
     patches.apply()
     original = module.Thing.method.__wrapped__
@@ -305,8 +303,7 @@ def test_verify_names_what_replaced_ours(write):
     assert e.value.hint
 
 
-def test_apply_again_over_a_foreign_wrapper_calls_ours_once(write):
-    module = importlib.import_module(write())
+def test_apply_again_over_a_foreign_wrapper_calls_ours_once(module):
     first = registry(f"{module.__name__}:Thing.method")
     first.apply()
     found = module.Thing.method

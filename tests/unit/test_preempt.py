@@ -100,18 +100,14 @@ def ask(tmp_path, number=signal.SIGTERM):
     ask_to_stop(tmp_path, 0, StopRequest(number, time.monotonic() + 5.0))
 
 
-def run_until_asked(steered, trainer, tmp_path, ask_step):
-    with Loop(trainer, [steered]).steering():
-        trainer.steps(8, on_step=lambda step: ask(tmp_path) if step == ask_step else None)
-
-
 @pytest.mark.parametrize(
     ("strategy", "resume", "saved"), [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3])]
 )
 def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
     trainer = Saving(save_strategy=strategy)
-    with pytest.raises(SystemExit) as left:
-        run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, tmp_path, 3)
+    loop = Loop(trainer, [preemption(trainer, tmp_path, resume=resume)])
+    with pytest.raises(SystemExit) as left, loop.steering():
+        trainer.steps(8, on_step=lambda step: ask(tmp_path) if step == 3 else None)
     assert left.value.code == 128 + signal.SIGTERM
     assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (3, saved, [])
 
@@ -141,14 +137,6 @@ def test_stop_in_or_before_an_evaluation_saves_the_step_before_it(tmp_path, num_
         trainer.steps(8, num_eval_batches=2)
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], evaluates)
     assert steered.cuts_off_evaluation()
-
-
-def test_ranks_with_steps_of_their_own_stop_where_they_synchronize(tmp_path):
-    trainer = Saving()
-    steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
-    with pytest.raises(SystemExit):
-        run_until_asked(steered, trainer, tmp_path, 2)
-    assert trainer.saved == [3]
 
 
 def test_step_that_is_saved_already_is_not_saved_again(tmp_path):

@@ -6,16 +6,15 @@ import pytest
 from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.sequence import layers_of
 
 
 class Model(nn.Module):
-    def __init__(self, layers, attention="sdpa", num_heads=4):
+    def __init__(self, layers, num_heads=4):
         super().__init__()
         self.layers = layers
-        self.config = SimpleNamespace(_attn_implementation=attention, num_attention_heads=num_heads)
+        self.config = SimpleNamespace(_attn_implementation="sdpa", num_attention_heads=num_heads)
 
     def get_decoder(self):
         return self
@@ -39,7 +38,6 @@ def test_layers_of_a_model_are_found():
     [
         (nn.Linear(1, 1), "Linear is no model of transformers with decoder layers"),
         (Model(nn.ModuleList([Fast(1, 1)])), "Unsloth computes attention by code of its own"),
-        (Model(nn.ModuleList([nn.Linear(1, 1)]), attention="eager"), "attn_implementation='eager' is not among"),
         (Model(nn.ModuleList([nn.Linear(1, 1)]), num_heads=3), "sequence_parallel=2 does not divide 3 attention heads"),
     ],
 )
@@ -47,12 +45,6 @@ def test_model_whose_attention_is_not_shared_is_refused(model, what):
     with pytest.raises(SetupError, match=what) as error:
         layers_of(model, 2)
     assert error.value.hint
-
-
-@pytest.mark.parametrize("other", [{"shard": "on"}, {"strategy": "allreduce"}, {"global_batch": "scale"}])
-def test_other_options_are_refused_beside_it(other):
-    with pytest.raises(ConfigError, match="sequence_parallel=2 needs strategy='ddp'"):
-        MultiGPUConfig(sequence_parallel=2, **other)
 
 
 def test_group_counts_as_one_where_a_step_is_too_small():

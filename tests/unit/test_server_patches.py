@@ -12,7 +12,6 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
 from unsloth_multigpu.hooks import server_patches
 from unsloth_multigpu.hooks.server_patches import ask_for_server, name_server
-from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
@@ -113,9 +112,3 @@ def test_ranks_of_another_launcher_are_refused():
     told = "is started by the process that starts the ranks, and torchrun has started them"
     with pytest.raises(SetupError, match=told):
         open_session(MultiGPUConfig(generators=1), RankIdentity(0, 0, 2, 2, "torchrun"), Console())
-
-
-def test_ranks_are_told_the_port(tmp_path):
-    for generators in (0, 1):
-        told = rank_environment(MultiGPUConfig(generators=generators), 2, tmp_path, tmp_path, "id", {})
-        assert (RunContext.read(told).server_port in range(20000, 32000)) == bool(generators)

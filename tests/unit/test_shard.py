@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shard_engine import Engine, check_versions
 from unsloth_multigpu.group.shards import is_entered_below, tried_pass, whole_of
-from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard import describe, script_probe
@@ -22,10 +22,6 @@ from unsloth_multigpu.shard.script_probe import Answer
 from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-from unsloth_multigpu.wire.identity import RankIdentity
-
-ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="ours")
-WAITS = Waits(lambda: torch.device("cpu"))
 
 
 class Fails(torch.nn.Module):
@@ -93,11 +89,10 @@ def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(i
 
 
 def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog):
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     trainer = FakeTrainer()
     trainer.is_fsdp_enabled = True
     trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
-    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
+    steered = DDPTrainer(trainer, manager_of(None, 0, 2), None, HeartbeatPage(None, 0))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
     assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text

@@ -92,14 +92,6 @@ def test_server_without_devices_of_its_own_is_an_error(monkeypatch, kind, count,
 
 
 @pytest.mark.parametrize(
-    "others", [SEVERAL_NODES, {"shard": "on"}, {"strategy": "diloco"}], ids=["nodes", "shard", "strategy"]
-)
-def test_server_beside_what_it_cannot_serve_is_an_error(others):
-    with pytest.raises(ConfigError, match="generators=1 needs one node and ranks with equal, unsharded weights"):
-        MultiGPUConfig(generators=1, **others)
-
-
-@pytest.mark.parametrize(
     ("kind", "count", "num_gpus", "device", "message", "hint"),
     [
         ("cuda", 1, 4, "auto", "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),

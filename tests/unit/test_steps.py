@@ -136,35 +136,25 @@ class Maker:
         return [1]
 
 
-def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
-    own = type("OwnLoader", (Maker, Losing), {})
-    with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        steered(own())._deals_steps()
-
-
-def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_be_dealt(monkeypatch):
+def test_trainer_of_trl_with_a_loader_of_its_own_is_refused_where_samples_are_to_be_dealt(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
     for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
         assert not steered(own(), SINGLE_PROCESS, **options)._deals_steps()
-    with pytest.raises(SetupError, match="Maker builds batches of its own"):
-        steered(own(), SINGLE_PROCESS, balance="tokens")._deals_steps()
+    for identity, options in ((ONE_OF_TWO, {}), (SINGLE_PROCESS, {"balance": "tokens"})):
+        with pytest.raises(SetupError, match="Maker builds batches of its own"):
+            steered(own(), identity, **options)._deals_steps()
 
 
-# `balance` deals what was generated.
-OF_THE_PLANNER = {"max_tokens_per_micro_batch": 64}
-
-
-@pytest.mark.parametrize("name", OF_THE_PLANNER)
-def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
+def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples():
+    name = "max_tokens_per_micro_batch"
     of_planner = {n for n, row in options_of(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
-    assert of_planner == {"balance", *OF_THE_PLANNER}
+    assert of_planner == {"balance", name}  # `balance` deals what was generated.
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
     told = f"^{name}=.* deals samples by their length, but .* makes its samples"
     with pytest.raises(SetupError, match=told) as error:
-        steered(trainer, **{name: OF_THE_PLANNER[name]})._deals_steps()
+        steered(trainer, **{name: 64})._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
     assert not steered(trainer)._deals_steps()
 

@@ -115,14 +115,6 @@ def test_rank_that_does_not_end_is_killed(stop, beat):
     assert stop.how == "at once"
 
 
-def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
-    send(signal.SIGTERM)
-    assert stop.turn(BOTH) is None
-    end_time(tmp_path)
-    assert [stop.turn(BOTH), stop.turn(BOTH)] == [signal.SIGKILL] * 2
-    assert stop.how == "late"
-
-
 def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, tmp_path):
     ask_to_stop(tmp_path, 0, StopRequest(signal.SIGUSR1, time.monotonic() + 5.0))
     assert stop.turn(BOTH) is None

@@ -22,11 +22,9 @@ class Half(FakeTrainer):
         self.model[0].requires_grad_(False)
         self.optimizer = torch.optim.SGD(self.model[1].parameters())
 
-    def step(self, unfreeze=None):
-        """A step of the loop; `unfreeze` is trained from the midst of it on."""
+    def step(self):
+        """A step of the loop."""
         self.event("on_step_begin")
-        if unfreeze is not None:
-            unfreeze.requires_grad_(True)
         self.model(torch.ones(1, 1)).sum().backward()
         self.event("on_pre_optimizer_step")
         self.state.global_step += 1
@@ -60,14 +58,6 @@ def test_what_knows_its_parameters_refuses_more_of_them_and_goes_on_with_fewer(s
         trainer.step()
         trainer.model[1].bias.requires_grad_(False)
         trainer.step()
-
-
-def test_change_within_a_step_is_refused_before_the_optimizer_steps():
-    trainer = Half()
-    with followed(trainer):
-        trainer.step()
-        with pytest.raises(SetupError, match=r"0\.weight became trainable or frozen within step 2"):
-            trainer.step(unfreeze=trainer.model[0].weight)
 
 
 def test_parameters_that_only_the_optimizer_has_are_found():

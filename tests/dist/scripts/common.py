@@ -6,21 +6,20 @@ import os
 
 import torch
 from safetensors.torch import save_file
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu.step.proof import StepProof
 
+# Nothing is written or shown but the log of each step.
+QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
 # Each gradient shows in the weights as it is.
-SGD = {
-    "learning_rate": 0.05,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "seed": 7,
-    "disable_tqdm": True,
-}
+SGD = {**QUIET, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "seed": 7}
+
+
+def arguments(folder, batch_size, accumulation=1, **more):
+    """Of a quiet training; `more` replaces what is usual."""
+    sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    return TrainingArguments(str(folder), **{**QUIET, **sizes, **more})
 
 
 class Comparing:

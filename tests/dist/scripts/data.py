@@ -16,7 +16,7 @@ ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import datasets
 import torch
-from common import Comparing, MeanLoss, logged
+from common import Comparing, MeanLoss, arguments, logged
 from tiny_llama import collate, tiny_llama
 from transformers import (
     BertConfig,
@@ -252,17 +252,8 @@ def small_model():
 
 
 def build(name, kind=Trainer, data=None, model=None, collator=collate, eval_data=None, **settings):
-    defaults = {"num_train_epochs": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
-    settings = {**defaults, "per_device_eval_batch_size": 3, **settings}
-    args = TrainingArguments(
-        str(out / name),
-        per_device_train_batch_size=3,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
+    settings = {"num_train_epochs": 2, "learning_rate": 1e-2, "per_device_eval_batch_size": 3, **settings}
+    args = arguments(out / name, 3, 2, **settings)
     data = Rows() if data is None else data
     model = (model or small_model)()
     return kind(model=model, args=args, train_dataset=data, data_collator=collator, eval_dataset=eval_data)
@@ -282,7 +273,6 @@ def train(name, trainer, more=lambda: {}, **options):
         "computed_tokens": record.num_tokens,
         **logged(trainer, "grad_norm", "loss", "learning_rate"),
         "tokens_seen": trainer.state.num_input_tokens_seen,
-        "flos": trainer.state.total_flos,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
         **more(),
     }

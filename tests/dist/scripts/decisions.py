@@ -8,8 +8,8 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(timeout_s=60, hang_timeout_s=30)
 
-from common import Line, points
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from common import Line, arguments, points
+from transformers import Trainer, TrainerCallback
 
 RANK = int(os.environ.get("RANK", "0"))
 ROWS = points(32)
@@ -71,12 +71,10 @@ def only(rank, step):
     return lambda mine: step if mine == rank else None
 
 
-def train(name, *callbacks, trainer_class=Trainer, **arguments):
+def train(name, *callbacks, trainer_class=Trainer, **given):
     recorder = Recorder()
-    settings = {"save_strategy": "no", "logging_steps": 100, "max_steps": 8, **arguments}
-    args = TrainingArguments(
-        name, per_device_train_batch_size=4, learning_rate=0.1, optim="sgd", report_to=[], disable_tqdm=True, **settings
-    )
+    settings = {"learning_rate": 0.1, "optim": "sgd", "logging_steps": 100, "max_steps": 8, **given}
+    args = arguments(name, 4, **settings)
     callbacks = [recorder, *callbacks]
     trainer = trainer_class(Line(), args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=callbacks)
     for callback in callbacks:
@@ -135,6 +133,6 @@ def cases_apart():
 
 if __name__ == "__main__":
     chosen = {"together": cases, "apart": cases_apart}[sys.argv[1]]
-    found = {name: train(name, *callbacks, **arguments) for name, callbacks, arguments in chosen()}
+    found = {name: train(name, *callbacks, **given) for name, callbacks, given in chosen()}
     with open(f"found_{RANK}.json", "w") as file:
         json.dump(found, file)

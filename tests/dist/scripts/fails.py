@@ -11,7 +11,8 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, max_restarts=9)
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from common import arguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.errors import DivergenceError
 
@@ -39,19 +40,17 @@ def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
     draw = random.Random(0)
     rows = [{"x": torch.full((64,), draw.random()), "labels": 0} for _ in range(24)]
     rows[5]["labels"] += noise
-    arguments = TrainingArguments(
+    args = arguments(
         folder,
-        per_device_train_batch_size=batch_size,
+        batch_size,
         num_train_epochs=1,
         save_strategy="steps" if attempt == 2 else "no",
         save_steps=1,
         eval_strategy="epoch" if attempt > 2 else "no",
-        report_to=[],
-        disable_tqdm=True,
         remove_unused_columns=False,
     )
     data = {"train_dataset": rows, "eval_dataset": rows[4:9]}
-    Trainer(model=Model().to(dtype), args=arguments, callbacks=[Fault()], **data).train()
+    Trainer(model=Model().to(dtype), args=args, callbacks=[Fault()], **data).train()
 
 
 if attempt < 2:

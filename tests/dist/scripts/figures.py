@@ -1,29 +1,25 @@
 """Trains, and writes each rank's figures: its report, its log, what stood on the pages after the last step.
 
-Usage: figures.py --num-gpus N --out FOLDER [--options JSON] --jobs JSON
+Usage: figures.py RANKS OUT OPTIONS JOBS, the last two in JSON
 """
 
-import argparse
 import dataclasses
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--options", type=json.loads, default={})
-parser.add_argument("--jobs", type=json.loads, required=True)
-args = parser.parse_args()
+out = Path(sys.argv[2])
 # Of the steps as they are trained: a comparison takes time of its own, before a step of a script's collator.
-ump.enable_multi_gpu(num_gpus=args.num_gpus, check_first_step="off", **args.options)
+ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), check_first_step="off", **json.loads(sys.argv[3]))
 
 import torch
+from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.wire.heartbeat import read_beats
 
@@ -77,19 +73,7 @@ def train(job):
         data["data_collator"] = end_to_end
     trainer = Trainer(
         model=Images() if job.get("kind") == "images" else tiny_llama(),
-        args=TrainingArguments(
-            **{
-                "output_dir": str(args.out / job["name"]),
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "num_train_epochs": 1,
-                "logging_steps": 1,
-                "save_strategy": "no",
-                "report_to": [],
-                "disable_tqdm": True,
-                **job.get("arguments", {}),
-            }
-        ),
+        args=arguments(out / job["name"], 4, 2, **{"num_train_epochs": 1, **job.get("arguments", {})}),
         **data,
         callbacks=[callback],
     )
@@ -107,6 +91,6 @@ def train(job):
     }
 
 
-facts = {job["name"]: train(job) for job in args.jobs}
-args.out.mkdir(parents=True, exist_ok=True)
-(args.out / f"facts_{RANK}.json").write_text(json.dumps(facts))
+facts = {job["name"]: train(job) for job in json.loads(sys.argv[4])}
+out.mkdir(parents=True, exist_ok=True)
+(out / f"facts_{RANK}.json").write_text(json.dumps(facts))

@@ -16,8 +16,9 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
+from common import arguments
 from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.group import facts
 
@@ -100,16 +101,14 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
     plant = Plant(model, spoil, steps, ranks)
     trainer = InOrder(
         model=model,
-        args=TrainingArguments(
+        args=arguments(
             "checkpoints",
+            4,
             run_name=name,
-            per_device_train_batch_size=4,
             num_train_epochs=1,
             optim="sgd",
             lr_scheduler_type="constant",
-            report_to=[],
-            disable_tqdm=True,
-            **{"learning_rate": 0.1, "save_strategy": "no", "logging_steps": 1, **(args or {})},
+            **{"learning_rate": 0.1, **(args or {})},
         ),
         train_dataset=rows,
         data_collator=collate,
@@ -124,7 +123,6 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
         seen["error"] = f"{type(error).__name__}: {error}"
     seen |= {
         "checkpoints": sorted(p.name for p in Path("checkpoints").glob("checkpoint-*")),
-        "losses": [h["loss"] for h in trainer.state.log_history if "loss" in h],
         "num_steps": trainer.state.global_step,
     }
     Path(f"{name}_{rank}.json").write_text(json.dumps(seen))

@@ -1,13 +1,12 @@
 """Trains several kinds of Trainers in one process group and writes all that they logged on each rank.
 
-Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
+Usage: metrics.py RANKS BALANCE MODEL OUT JOB...
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
 evaluates 11 rows in batches of 4 after every second step, "resume" goes on from the second step. The kind "own"
 collects a metric of its own, as a tensor and without a gather, "nan" has some losses that are none, and "stream" has
 micro-batches that are left over when an epoch ends.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -16,15 +15,8 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--jobs", required=True)
-parser.add_argument("--model", required=True)
-parser.add_argument("--out", required=True)
-parser.add_argument("--balance", default="auto")
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus, balance=args.balance)
+model_folder, out, jobs = sys.argv[3], Path(sys.argv[4]), sys.argv[5:]
+ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), balance=sys.argv[2])
 
 import torch
 import trl.trainer.utils
@@ -61,18 +53,17 @@ rank = int(os.environ.get("RANK", "0"))
 
 
 trl.trainer.utils._ChunkedLogProbFunction = LogProbs
-tokenizer = AutoTokenizer.from_pretrained(args.model)
-out = Path(args.out)
+tokenizer = AutoTokenizer.from_pretrained(model_folder)
 out.mkdir(parents=True, exist_ok=True)
 
 
 def causal_lm():
-    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=new_classifier(args.model, 1, tokenizer) if trainer is RewardTrainer else causal_lm(),
+        model=new_classifier(model_folder, 1, tokenizer) if trainer is RewardTrainer else causal_lm(),
         args=config(max_length=96, **settings, **common),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
@@ -143,7 +134,7 @@ class NanTrainer(Trainer):
 
 def classifier(texts, evaluated, common, trainer=Trainer):
     return trainer(
-        model=new_classifier(args.model, 3, tokenizer),
+        model=new_classifier(model_folder, 3, tokenizer),
         args=TrainingArguments(include_num_input_tokens_seen="all", **common),
         train_dataset=labelled(texts),
         eval_dataset=labelled(evaluated),
@@ -230,5 +221,5 @@ def run(job):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-for job in args.jobs.split(","):
+for job in jobs:
     run(job)

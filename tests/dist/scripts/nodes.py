@@ -15,9 +15,10 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu()
 
 import torch
+from common import arguments
 from safetensors.torch import save_file
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 is_first_round = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -49,17 +50,14 @@ def train(name):
     model = tiny_llama()
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
-            str(here / "checkpoints"),
-            per_device_train_batch_size=4,
+        args=arguments(
+            here / "checkpoints",
+            4,
             max_steps={"cut": 100_000, "again": 12}[name],
-            logging_steps=1,
             save_strategy="steps" if name == "again" else "no",
             save_steps=1,
             save_total_limit=2,
             learning_rate=1e-3,
-            report_to=[],
-            disable_tqdm=True,
         ),
         train_dataset=RaggedRows(24),
         data_collator=collate,

@@ -16,9 +16,9 @@ import datasets.io.csv
 import datasets.io.json
 import datasets.io.parquet
 import torch
-from common import Comparing
+from common import Comparing, arguments
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 model_dir, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -87,9 +87,7 @@ note("after_lonely_call", memory.map(lambda row: {"twice": row["length"] * 2})["
 torch.manual_seed(100 + rank)  # New LoRA weights that differ per rank.
 model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(r=4, target_modules=["q_proj"]))
 rows = [{"input_ids": torch.arange(3, 12), "labels": torch.arange(3, 12)} for _ in range(8)]
-args = TrainingArguments(
-    "checkpoints", per_device_train_batch_size=4, max_steps=2, save_steps=1, report_to=[], disable_tqdm=True
-)
+args = arguments("checkpoints", 4, max_steps=2, save_strategy="steps", save_steps=1)
 trainer = Trainer(model=model, args=args, train_dataset=rows)
 dropout_masks = []
 

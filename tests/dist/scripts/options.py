@@ -9,31 +9,12 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import torch
-from transformers import Trainer, TrainingArguments
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x, labels=None):
-        return {"loss": self.layer(x).square().mean()}
+from common import Line, arguments, points
+from transformers import Trainer
 
 
 def num_steps():
-    arguments = TrainingArguments(
-        "out",
-        per_device_train_batch_size=4,
-        num_train_epochs=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    rows = [{"x": torch.full((4,), float(i)), "labels": 0} for i in range(24)]
-    trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
+    trainer = Trainer(Line(), arguments("out", 4, num_train_epochs=1), train_dataset=points(24))
     trainer.train()
     return trainer.state.global_step
 

@@ -1,34 +1,28 @@
 """Trains with code that scripts write, job by job, and writes gradient norms, weights and what was said of each.
 
-Usage: own_code.py --num-gpus N --out DIR [--jobs counter:24x4x2,contrastive:26x4x6] [--random 40]
+Usage: own_code.py RANKS OUT NUM_RANDOM JOB...
 A job is a kind with rows x batch size x accumulation. Losses that are put together at random go to random.json.
 """
 
-import argparse
 import json
 import logging
 import os
 import random
+import sys
 import warnings
 from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--jobs", default="")
-parser.add_argument("--random", type=int, default=0)
-parser.add_argument("--out", type=Path, required=True)
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus)
+out, num_random, jobs = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import own_losses
 import own_steps
 import random_losses
 import torch
-from common import SGD, Said, logged, write_outcome
-from transformers import TrainerCallback, TrainingArguments
+from common import SGD, Said, arguments, logged, write_outcome
+from transformers import TrainerCallback
 
 KINDS = {**own_losses.KINDS, **own_steps.KINDS}
 
@@ -71,13 +65,9 @@ def run(job):
     for parameter_name, parameter in model.named_parameters():
         if any(part in parameter_name for part in ("classifier", "head", "qa_outputs")):
             torch.nn.init.normal_(parameter, std=0.5)
-    config = TrainingArguments(
-        str(args.out / "checkpoints"),
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=1e9,
-        remove_unused_columns=False,
-        **{"num_train_epochs": 2, **SGD, **kind.settings},
+    settings = {"num_train_epochs": 2, **SGD, **kind.settings}
+    config = arguments(
+        out / "checkpoints", batch_size, accumulation, max_grad_norm=1e9, remove_unused_columns=False, **settings
     )
     callbacks = [Grows(rows)] if name == "grows" else []
     collate = kind.collate()
@@ -101,13 +91,13 @@ def run(job):
         "buffers": {name: float(buffer.double().sum()) for name, buffer in model.named_buffers()},
         "num_calls": getattr(trainer, "num_calls", 0) + getattr(collate, "num_calls", 0),
     }
-    write_outcome(args.out, job, facts, model.named_parameters())
+    write_outcome(out, job, facts, model.named_parameters())
 
 
 warnings.simplefilter("ignore")
-args.out.mkdir(parents=True, exist_ok=True)
-found = [random_losses.run(seed) for seed in range(args.random)]
+out.mkdir(parents=True, exist_ok=True)
+found = [random_losses.run(seed) for seed in range(num_random)]
 if found and os.environ.get("RANK", "0") == "0":
-    (args.out / "random.json").write_text(json.dumps(found))
-for job in filter(None, args.jobs.split(",")):
+    (out / "random.json").write_text(json.dumps(found))
+for job in jobs:
     run(job)

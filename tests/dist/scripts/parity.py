@@ -1,10 +1,9 @@
 """Trains several kinds of Trainers in one process group and writes what each saw and did, for comparison.
 
-Usage: parity.py --num-gpus N --jobs trainer_peft:26x3x3,broken_trainer_peft:26x3x3 --model DIR --out DIR
+Usage: parity.py RANKS MODEL OUT JOB...
 A job is a kind with rows x batch size x accumulation; "broken_" normalises by each rank's own tokens.
 """
 
-import argparse
 import hashlib
 import importlib.util
 import os
@@ -19,14 +18,8 @@ from packaging.version import Version
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--jobs", required=True)
-parser.add_argument("--model", required=True)
-parser.add_argument("--out", required=True)
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus)
+num_ranks, model_folder, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+ump.enable_multi_gpu(num_gpus=num_ranks)
 
 # Older ones ask for a GPU.
 HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
@@ -59,7 +52,7 @@ if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
     trl.trainer.utils._ChunkedLogProbFunction = LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
-tokenizer = AutoTokenizer.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(model_folder)
 COMMON = {
     "num_train_epochs": 2,
     "learning_rate": 2e-3,
@@ -75,18 +68,18 @@ COMMON = {
     "adam_epsilon": 1e-6,
 }
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-folder = str(Path(args.out) / "checkpoints")
+folder = str(out / "checkpoints")
 
 
 def causal_lm():
-    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
 
 def unsloth_lm(**options):
     from unsloth import FastLanguageModel
 
     options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
-    return FastLanguageModel.from_pretrained(args.model, **options)[0]
+    return FastLanguageModel.from_pretrained(model_folder, **options)[0]
 
 
 def fast_lora(checkpointing=False):
@@ -156,7 +149,7 @@ def dpo(texts, common):
 
 def classifier(texts, common):
     # Its loss is a mean over rows although the model takes loss arguments.
-    model = new_classifier(args.model, 3, tokenizer)
+    model = new_classifier(model_folder, 3, tokenizer)
     rows = tokenized(texts).add_column("labels", [len(t) % 3 for t in texts])
     collator = DataCollatorWithPadding(tokenizer)
     return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
@@ -237,7 +230,6 @@ def run(job):
 
 has_filler = False
 batch_samples, StepFeed._batch_samples = StepFeed._batch_samples, look_at_step
-out = Path(args.out)
 out.mkdir(parents=True, exist_ok=True)
-for job in args.jobs.split(","):
+for job in jobs:
     run(job)

@@ -27,8 +27,9 @@ ump.enable_multi_gpu(
 )
 
 import torch
+from common import arguments
 from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 rank = os.environ["RANK"]
 Path(f"started_{rank}").touch()
@@ -75,18 +76,15 @@ if rank == "0":
 torch.manual_seed(0)
 trainer = Trainer(
     model=tiny_llama(hidden_size=16, num_layers=1),
-    args=TrainingArguments(
+    args=arguments(
         "checkpoints",
-        per_device_train_batch_size=4,
+        4,
         per_device_eval_batch_size=1,
         max_steps=100_000,
         eval_strategy="steps" if args.evaluate else "no",
         eval_steps=2,
         save_strategy=args.save,
         save_steps=100_000,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
     ),
     train_dataset=Rows(64),
     eval_dataset=Rows(100_000 if args.evaluate else 8),

@@ -4,9 +4,9 @@ import logging
 import random
 
 import torch
-from common import SGD, Said, logged
+from common import SGD, Said, arguments, logged
 from torch.nn import functional
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import unsloth_multigpu as ump
 
@@ -88,16 +88,8 @@ def run(seed):
     reduction, outer = rng.choice(list(REDUCTIONS)), rng.choice(("", "", *OUTER))
     torch.manual_seed(seed)
     model, copies = Tokens(), rng.choice((1, 1, 3))
-    arguments = {**SGD, "per_device_train_batch_size": rng.randrange(2, 6), "learning_rate": 0.2}
-    config = TrainingArguments(
-        "unused",
-        gradient_accumulation_steps=accumulation,
-        max_steps=5,
-        max_grad_norm=1e9,
-        remove_unused_columns=False,
-        use_cpu=True,
-        **arguments,
-    )
+    settings = {**SGD, "learning_rate": 0.2, "max_steps": 5, "max_grad_norm": 1e9, "use_cpu": True}
+    config = arguments("unused", rng.randrange(2, 6), accumulation, remove_unused_columns=False, **settings)
     trainer = Composed(model=model, args=config, train_dataset=make_rows(rng, 23), data_collator=collator(copies))
     trainer.reduction, trainer.outer = REDUCTIONS[reduction], OUTER[outer]
     trainer.weights = torch.tensor([1.0, 2.0, 4.0, 8.0]) if rng.random() < 0.3 else None

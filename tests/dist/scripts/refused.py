@@ -7,7 +7,8 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
-from transformers import Trainer, TrainingArguments
+from common import arguments
+from transformers import Trainer
 
 way = sys.argv[1]
 
@@ -25,10 +26,7 @@ class Model(torch.nn.Module):
 
 def train(batch, factor=1.0):
     rows = [{"x": torch.tensor([i / 4, 1.0]), "labels": torch.tensor(2.0)} for i in range(12)]
-    args = TrainingArguments(
-        "out", per_device_train_batch_size=batch, max_steps=3, report_to=[], disable_tqdm=True, save_strategy="no"
-    )
-    trainer = Trainer(Model(factor), args, train_dataset=rows)
+    trainer = Trainer(Model(factor), arguments("out", batch, max_steps=3), train_dataset=rows)
     try:
         trainer.train()
     except Exception as error:

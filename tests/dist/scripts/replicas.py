@@ -18,9 +18,9 @@ ump.enable_multi_gpu(num_gpus=num_gpus)
 
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from common import logged
-from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from common import arguments, logged
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback
 
 rank = int(os.environ["RANK"])
 NORM = "model.layers.0.input_layernorm.weight"
@@ -48,15 +48,6 @@ class Plant(TrainerCallback):
             weight.data.view(torch.int32)[5] ^= 1
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        ids = torch.tensor([1 + (index * 7 + i) % 63 for i in range(12)])
-        return {"input_ids": ids, "labels": ids}
-
-
 def train(name, line, is_last):
     plant, max_steps, hook = line.pop("plant", ""), line.pop("max_steps", 5), line.pop("hook", None)
     ump.disable_multi_gpu()
@@ -66,18 +57,16 @@ def train(name, line, is_last):
     torch.manual_seed(0)
     trainer = Trainer(
         model=tiny_llama(),
-        args=TrainingArguments(
+        args=arguments(
             f"checkpoints_{name}",
-            per_device_train_batch_size=6,
+            6,
             max_steps=max_steps,
-            logging_steps=1,
             learning_rate=1e-3,
             save_strategy="steps" if plant == "flip" else "no",
             save_steps=1,
-            report_to=[],
-            disable_tqdm=True,
         ),
-        train_dataset=Rows(),
+        train_dataset=RaggedRows(24),
+        data_collator=collate,
         callbacks=[Plant(plant)],
     )
     if hook is not None:

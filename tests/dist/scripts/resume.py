@@ -20,10 +20,10 @@ ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 
 import numpy
 import torch
-from common import Comparing
+from common import Comparing, arguments
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 rank = int(os.environ.get("RANK", "0"))
 attempt = os.environ.get("UNSLOTH_MULTIGPU_ATTEMPT", "0")
@@ -121,24 +121,20 @@ def train(name, line):
     if "tear" in line and attempt == "1" and rank == 0:
         newest = max(Path(folder).iterdir(), key=lambda path: int(path.name.split("-")[1]))
         (newest / line["tear"]).write_bytes(b"")
-    args = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
+    given = {
         "num_train_epochs": 2,
         "save_strategy": "steps",
         "save_steps": 3,
         "learning_rate": 5e-3,
         "optim": "adamw_torch",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
         "remove_unused_columns": False,
         "label_names": ["labels"],
+        **line.get("args", {}),
     }
     kind = OwnOrderTrainer if line.get("own_order") else Trainer
     trainer = kind(
         model=model,
-        args=TrainingArguments(folder, **{**args, **line.get("args", {})}),
+        args=arguments(folder, 4, **given),
         train_dataset=Stream() if line.get("stream") else Rows(),
         eval_dataset=[Rows()[0]],
         data_collator=Collator(Rows.is_random),

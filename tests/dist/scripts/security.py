@@ -30,7 +30,8 @@ ump.enable_multi_gpu(num_gpus=2)
 import psutil
 import torch
 import torch.distributed.distributed_c10d as c10d
-from transformers import Trainer, TrainingArguments
+from common import Line, arguments, points
+from transformers import Trainer
 
 rank = int(os.environ["RANK"])
 pickled = []
@@ -51,34 +52,13 @@ for name in ("_object_to_tensor", "_tensor_to_object"):
     setattr(c10d, name, watched(name))
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x, labels=None):
-        return {"loss": (self.layer(x) - 1).square().mean(), "logits": x}
-
-
 def train():
-    rows = [{"x": torch.full((4,), float(i)), "labels": torch.tensor(i)} for i in range(8)]
-    arguments = TrainingArguments(
-        str(folder / "out"),
-        per_device_train_batch_size=4,
-        num_train_epochs=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     Trainer(
-        model=Model(),
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
+        model=Line(),
+        args=arguments(folder / "out", 4, num_train_epochs=1, **steps),
+        train_dataset=points(8),
+        eval_dataset=points(8),
         compute_metrics=lambda prediction: {"n": len(prediction.label_ids)},
     ).train()
 

@@ -1,9 +1,8 @@
 """Trains a Trainer of transformers or TRL whose ranks share samples, and writes what it did, for comparison.
 
-Usage: sequence_parallel.py --jobs full,lora --out DIR [OPTION=VALUE ...], options of the line
+Usage: sequence_parallel.py MODEL OUT JOBS [OPTION=VALUE ...], with JOBS in commas and options of the line
 """
 
-import argparse
 import random
 import sys
 from importlib.metadata import version
@@ -11,14 +10,8 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--jobs", required=True)
-parser.add_argument("--out", required=True)
-parser.add_argument("--model", default="")
-parser.add_argument("options", nargs="*")
-args = parser.parse_args()
-
-ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split("=") for each in args.options)})
+model_folder, out, jobs, *options = sys.argv[1:]
+ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split("=") for each in options)})
 
 import torch
 from common import SGD, logged, move_off_zero, write_outcome
@@ -43,7 +36,7 @@ SHAPE = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-folder = str(Path(args.out) / "checkpoints")
+folder = str(Path(out) / "checkpoints")
 
 
 def ragged(num_rows=10):
@@ -112,7 +105,7 @@ def sft(**layout):
         # By a Triton kernel on any device; later ones use it where there is a card.
         trl.trainer.utils._ChunkedLogProbFunction = LogProbs
     config = SFTConfig(folder, **COMMON, bf16=False, **layout)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     return SFTTrainer(model=llama(), args=config, train_dataset=Dataset.from_list(ragged()), processing_class=tokenizer)
 
 
@@ -131,9 +124,9 @@ def row_mean():
     return of_transformers(llama(), cls=RowMean)
 
 
-out = Path(args.out)
+out = Path(out)
 out.mkdir(parents=True, exist_ok=True)
-for job in args.jobs.split(","):
+for job in jobs.split(","):
     torch.manual_seed(3)
     trainer = globals()[job]()
     trainer.train()

@@ -1,12 +1,11 @@
 """Trains several kinds of models, sharded or whole, and writes what each step and each rank had, for comparison.
 
-Usage: shard.py --num-gpus N --jobs full:32x8x1,lora:30x2x4 --model DIR --out DIR
+Usage: shard.py RANKS MODEL OUT SAVE_STEPS JOB..., with SAVE_STEPS=0: nothing is saved.
 A job is a kind with rows x batch size x accumulation. Before a kind, "asked_": the script itself asks for FSDP2;
 "momentum_": SGD with momentum; "epsilon_": Adam with a large epsilon.
 Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -16,16 +15,10 @@ from types import SimpleNamespace
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--jobs", required=True)
-parser.add_argument("--model", required=True)
-parser.add_argument("--out", required=True)
-parser.add_argument("--save-steps", type=int, default=0)
-args = parser.parse_args()
-
+num_ranks, model_folder, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+save_steps, jobs = int(sys.argv[4]), sys.argv[5:]
 # The rest by variables.
-ump.enable_multi_gpu(num_gpus=args.num_gpus)
+ump.enable_multi_gpu(num_gpus=num_ranks)
 
 ENGINE = os.environ.get("ENGINE", "accelerate")
 sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
@@ -51,7 +44,7 @@ from unsloth_multigpu.step.passes import StepPasses
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
-tokenizer = AutoTokenizer.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(model_folder)
 BY_SGD = ("asked_scaled", "asked_full", "unsloth_full", "sft_full")
 # Before a kind: what its optimizer is told. Such a large epsilon hides the rounding of small gradients from Adam.
 TOLD = {
@@ -63,7 +56,7 @@ LORA = {"r": 6, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj
 
 
 def loaded(**options):
-    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **options)
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, **options)
 
 
 def full():
@@ -115,7 +108,7 @@ def unsloth_lm(**options):
     from unsloth import FastLanguageModel
 
     options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
-    return FastLanguageModel.from_pretrained(args.model, **options)[0]
+    return FastLanguageModel.from_pretrained(model_folder, **options)[0]
 
 
 def unsloth_full():
@@ -180,7 +173,7 @@ def trainer_of(kind, texts, common, folder):
         return of_kind[1](model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
     rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
     if kind.startswith("asked_"):
-        kind, common = kind.removeprefix("asked_"), {**common, "fsdp": args.num_gpus > 1}
+        kind, common = kind.removeprefix("asked_"), {**common, "fsdp": num_ranks > 1}
     evaluation = {"eval_strategy": "steps", "eval_steps": 2} if kind in ("full", "scaled") else {}
     if kind == "scaled":
         common = {**common, "label_smoothing_factor": 0.1}
@@ -204,12 +197,12 @@ def offload_policies(model):
     return {type(group.offload_policy).__name__ for state in states for group in state._fsdp_param_groups}
 
 
-for job in args.jobs.split(","):
+for job in jobs:
     kind, _, shape = job.partition(":")
     num_rows, batch, accumulation = map(int, shape.split("x"))
-    folder = Path(args.out, job)
+    folder = Path(out, job)
     folder.mkdir(parents=True, exist_ok=True)
-    saving = {"save_strategy": "steps", "save_steps": args.save_steps} if args.save_steps else {"save_strategy": "no"}
+    saving = {"save_strategy": "steps", "save_steps": save_steps} if save_steps else {"save_strategy": "no"}
     common = {
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": accumulation,
@@ -258,7 +251,7 @@ for job in args.jobs.split(","):
     (folder / f"facts_{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
         save_file({name: value.clone() for name, value in after.items()}, folder / "weights.safetensors")
-    if args.save_steps:
+    if save_steps:
         trainer.save_model(str(folder / "save_model"))
         model.save_pretrained(str(folder / "save_pretrained"))
         if kind == "lora":

@@ -1,9 +1,8 @@
 """Trains models of several kinds, sharded or not; notes what was refused.
 
-Usage: shard_kinds.py --num-gpus N --kinds t5,vit --out DIR
+Usage: shard_kinds.py RANKS OUT KIND...
 """
 
-import argparse
 import json
 import os
 import sys
@@ -11,21 +10,16 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--num-gpus", type=int, required=True)
-parser.add_argument("--kinds", required=True)
-parser.add_argument("--out", type=Path, required=True)
-args = parser.parse_args()
-
-ump.enable_multi_gpu(num_gpus=args.num_gpus, shard="on" if args.num_gpus > 1 else "off")
+num_ranks, out, kinds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+ump.enable_multi_gpu(num_gpus=num_ranks, shard="on" if num_ranks > 1 else "off")
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 import torch
 import transformers
-from common import GradientNorms
+from common import GradientNorms, arguments
 from safetensors.torch import save_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks
 from unsloth_multigpu.errors import SetupError
@@ -179,31 +173,20 @@ def own_backward():
     return model, rows, {"trainer_class": OwnBackward}
 
 
-args.out.mkdir(parents=True, exist_ok=True)
-for kind in args.kinds.split(","):
+out.mkdir(parents=True, exist_ok=True)
+for kind in kinds:
     torch.manual_seed(0)
     draw.manual_seed(1)
     model, rows, options = globals()[kind]()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     watcher = GradientNorms()
     callbacks = [watcher, *options.pop("callbacks", [])]
-    arguments = TrainingArguments(
-        str(args.out / "checkpoints"),
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        learning_rate=0.1,
-        optim=options.pop("optim", "sgd"),
-        optim_args="momentum=0.9",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    settings = {"optim": options.pop("optim", "sgd"), "optim_args": "momentum=0.9", "learning_rate": 0.1}
+    config = arguments(out / "checkpoints", 4, num_train_epochs=2, remove_unused_columns=False, **settings)
     facts = {"refused": ""}
     try:
         trainer_class = options.pop("trainer_class", Trainer)
-        trainer = trainer_class(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
+        trainer = trainer_class(model, config, train_dataset=rows, callbacks=callbacks, **options)
         trainer.train()
         if kind == "vit":
             # Of weights that have one row the second rank has an empty part.
@@ -212,18 +195,18 @@ for kind in args.kinds.split(","):
             # A forward pass without a backward leaves the head whole. Another Trainer finds a model that is sharded.
             trainer.evaluate(rows[:4])
             trainer.train()
-            Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
+            Trainer(model, config, train_dataset=rows, callbacks=callbacks).train()
     except SetupError as error:
         facts["refused"] = str(error)
         assert not watcher.norms or kind == "inner"
     else:
         after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
         if kind == "llava":
-            trainer.save_model(str(args.out / "save_model" / kind))
-            model.save_pretrained(str(args.out / "save_pretrained" / kind))
+            trainer.save_model(str(out / "save_model" / kind))
+            model.save_pretrained(str(out / "save_pretrained" / kind))
         facts["norms"] = watcher.norms
         facts["part"] = sum(part_of(p).numel() for p in model.parameters()) / sum(p.numel() for p in after.values())
         facts["unmoved"] = [name for name in before if torch.equal(before[name], after[name])]
         if rank == 0:
-            save_file(after, args.out / f"{kind}.safetensors")
-    (args.out / f"{kind}_{rank}.json").write_text(json.dumps(facts))
+            save_file(after, out / f"{kind}.safetensors")
+    (out / f"{kind}_{rank}.json").write_text(json.dumps(facts))

@@ -30,39 +30,16 @@ def train(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
     if where == "inside":
         ump.enable_multi_gpu(**LINE)
-    import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.linear = torch.nn.Linear(4, 1)
-
-        def forward(self, x, labels=None):
-            return {"loss": (self.linear(x).squeeze(-1) - labels).square().mean()}
+    from common import Line, arguments, logged, points
+    from transformers import Trainer, TrainerCallback
 
     class Stop(TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             if where != "inside":
                 Path(out, f"trained_{rank}").touch()
 
-    torch.manual_seed(1)
-    rows = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(15)]
-    args = TrainingArguments(
-        str(out / "checkpoints"),
-        per_device_train_batch_size=4,
-        max_steps=6,
-        learning_rate=0.1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        seed=3,
-    )
-    trainer = Trainer(model=Model(), args=args, train_dataset=rows, callbacks=[Stop()])
+    args = arguments(out / "checkpoints", 4, max_steps=6, learning_rate=0.1, seed=3)
+    trainer = Trainer(model=Line(), args=args, train_dataset=points(15), callbacks=[Stop()])
     trainer.train()
     status = ump.get_multi_gpu_status()
     if num_ranks:
@@ -71,7 +48,7 @@ def train(rank):
         helper.join()
     facts = {
         "status": [status.is_enabled, status.rank, status.world_size],
-        "norms": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
+        "norms": logged(trainer, "grad_norm")["grad_norm"],
         "weights": [w for p in trainer.model.parameters() for w in p.flatten().tolist()],
         "samples": status.report and status.report.ranks[rank].num_samples,
     }

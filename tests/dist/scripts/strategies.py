@@ -17,11 +17,11 @@ num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
 import torch
-from common import logged
+from common import arguments, logged
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_llama import collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.group.replicas import tensor_hashes
 from unsloth_multigpu.strategies.sync import GradientSync
@@ -72,15 +72,12 @@ def train(name, line):
     watch = Watch()
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(
+        args=arguments(
             f"checkpoints_{name}",
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=4,
+            2,
+            4,
             lr_scheduler_type="cosine",
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            **{"max_grad_norm": 0.5, "learning_rate": 5e-3, "save_strategy": "no", **args},
+            **{"max_grad_norm": 0.5, "learning_rate": 5e-3, **args},
         ),
         train_dataset=Rows(length),
         data_collator=collate,
@@ -101,8 +98,6 @@ def train(name, line):
         "hashes": watch.hashes,
         "rates": [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h],
         "sent_bytes": report and report.ranks[rank].sent_bytes,
-        "final": hash(tuple(tensor_hashes([p for p in trainer.model.parameters() if p.requires_grad]))),
-        "moments": len(trainer.optimizer.state),
         "wrapper": type(trainer.model_wrapped).__name__,
     }
     Path(f"{name}_{rank}.json").write_text(json.dumps(facts))

@@ -12,25 +12,14 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
-from common import InOrder
+from common import InOrder, arguments
 from safetensors.torch import load_file
-from tiny_llama import collate, tiny_llama
-from transformers import TrainerCallback, TrainingArguments
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import TrainerCallback
 
 rank = int(os.environ["RANK"])
 DILOCO = {"strategy": ump.DiLoCo(every_steps=4)}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, num_rows):
-        self.num_rows = num_rows
-
-    def __len__(self):
-        return self.num_rows
-
-    def __getitem__(self, index):
-        return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(6 + index * 5 % 11)]}
 
 
 class EpochEndsEarly(TrainerCallback):
@@ -43,19 +32,18 @@ def tiny():
     return tiny_llama(num_layers=1)
 
 
-def trainer_of(model, line, num_rows, callbacks=(), **arguments):
+def trainer_of(model, line, num_rows, callbacks=(), **given):
     ump.disable_multi_gpu()
     ump.enable_multi_gpu(num_gpus=2, **line)
-    common = {"per_device_train_batch_size": 4, "logging_steps": 100, "report_to": [], "disable_tqdm": True}
-    args = TrainingArguments("checkpoints", **{**common, "save_strategy": "no", **arguments})
-    data = {"train_dataset": Rows(num_rows), "eval_dataset": Rows(8), "data_collator": collate}
+    args = arguments("checkpoints", 4, **{"logging_steps": 100, **given})
+    data = {"train_dataset": RaggedRows(num_rows), "eval_dataset": RaggedRows(8), "data_collator": collate}
     return InOrder(model=model, args=args, callbacks=list(callbacks), **data)
 
 
 def difference_from_best(line):
     """The epoch ends two steps after the last save, and no step says that the training ends with it."""
-    arguments = {"num_train_epochs": 1, "learning_rate": 5e-2, "load_best_model_at_end": True, **EVALUATED}
-    trainer = trainer_of(tiny(), line, 40, [EpochEndsEarly()], **arguments)
+    given = {"num_train_epochs": 1, "learning_rate": 5e-2, "load_best_model_at_end": True, **EVALUATED}
+    trainer = trainer_of(tiny(), line, 40, [EpochEndsEarly()], **given)
     trainer.train()
     best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
     own = dict(trainer.model.named_parameters())

@@ -15,9 +15,9 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, Comparing, MeanLoss, logged, write_outcome
+from common import SGD, Comparing, MeanLoss, arguments, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -84,26 +84,20 @@ class Record:
 
 
 def run(job):
-    trainer_class, rows, batch, accumulation, arguments = JOBS[job]
+    trainer_class, rows, batch, accumulation, given = JOBS[job]
     folder = out / f"checkpoints_{job}"
     saves = {"save_strategy": "steps", "save_steps": 1} if job == "resumed" else {}
 
     def trained(**more):
         torch.manual_seed(1)
-        args = TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            use_cpu=True,
-            **{**SGD, **saves, **arguments},
-        )
+        args = arguments(folder, batch, accumulation, use_cpu=True, **{**SGD, **saves, **given})
         trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
         record = Record(trainer, rows.rows)
         trainer.train(**more)
         return trainer, record
 
     trainer, record = trained()
-    facts = logged(trainer, "grad_norm", "loss", "epoch")
+    facts = logged(trainer, "grad_norm", "loss")
     facts["samples"] = list(record.steps.values())
     facts["train_loss"] = trainer.state.log_history[-1]["train_loss"]
     if job == "resumed":

@@ -14,9 +14,9 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, timeout_s=20.0, verify_every=100)
 
 import torch
-from common import SGD, logged, write_outcome
+from common import SGD, arguments, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -113,19 +113,12 @@ JOBS = {
 
 
 def run(job):
-    trainer_class, callback, frozen, arguments = JOBS[job]
+    trainer_class, callback, frozen, given = JOBS[job]
     torch.manual_seed(1)
     model = tiny_llama(num_layers=4)
     for layer in frozen:
         train_layer(model, layer, False)
-    args = TrainingArguments(
-        str(out / f"checkpoints_{job}"),
-        per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
-        num_train_epochs=3,
-        use_cpu=True,
-        **{**SGD, **arguments},
-    )
+    args = arguments(out / f"checkpoints_{job}", 3, 2, num_train_epochs=3, use_cpu=True, **{**SGD, **given})
     trainer = trainer_class(
         model=model, args=args, train_dataset=RaggedRows(20), data_collator=collate, callbacks=[callback()]
     )

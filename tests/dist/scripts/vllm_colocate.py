@@ -96,6 +96,5 @@ if __name__ == "__main__":
         **logged(trainer, "grad_norm", "reward"),
         "drawn": drawn,
         "ranks of the engine": engine.tensor_parallel_size,
-        "vllm": vllm.__version__,
     }
     write_outcome(out, "grpo", facts, trainer.model.named_parameters())

@@ -9,8 +9,8 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu()
 
 import torch
-from common import Line, points
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from common import Line, arguments, points
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import Trainer as Defining
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -41,18 +41,8 @@ class Changes(TrainerCallback):
         args.gradient_accumulation_steps = 1
 
 
-def make(*callbacks, data=ROWS, cls=Trainer, **arguments):
-    settings = {"max_steps": 4, "gradient_accumulation_steps": 2, **arguments}
-    args = TrainingArguments(
-        "out",
-        per_device_train_batch_size=2,
-        learning_rate=0.1,
-        optim="sgd",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
+def make(*callbacks, data=ROWS, cls=Trainer, **given):
+    args = arguments("out", 2, 2, **{"max_steps": 4, "learning_rate": 0.1, "optim": "sgd", **given})
     return cls(Line(), args, train_dataset=data, callbacks=list(callbacks))
 
 

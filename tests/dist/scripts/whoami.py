@@ -21,8 +21,6 @@ if status.world_size > 1:
     dist.all_reduce(total)
 facts = {
     "rank": status.rank,
-    "local_rank": status.local_rank,
-    "world_size": status.world_size,
     "launcher": status.launcher,
     "total": float(total),
     "arguments": sys.argv[2:],
