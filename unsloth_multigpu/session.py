@@ -180,33 +180,20 @@ class Session:
             result = serial.run(original_train)
             self.report = serial.report
             return result
-        steered = None
         if self.identity.world_size == 1 and self.config.strategy != DDP():
             logger.warning("strategy=%s has no effect in one process", self.config.strategy)
         if self._is_steered():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
-            steered = DDPTrainer(
-                trainer,
-                self.manager(),
-                self.events,
-                self.beat,
-                arguments,
-                train_index,
-                self.context,
-                is_comparison=self.tool.is_comparison,
-            )
-            steered.steps.plans_one_process = self.tool.plans_one_process
-            self._steered = steered
-        of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
-        if steered is not None:
-            steered.of_tool = of_tool
+            self._steered = steered = DDPTrainer(trainer, self, arguments, train_index)
             if self.identity.world_size > 1 and self.identity.launcher != "notebook":
                 self._wait_for_ranks_after_failure(train_index)
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
+        elif (of_tool := self.tool.part(trainer, self, None)) is not None:
+            result = self._run_alone(trainer, original_train, of_tool)
         else:
-            result = original_train() if of_tool is None else self._run_alone(trainer, original_train, of_tool)
+            result = original_train()
         self.program.end_training()
         self.tool.end_training()
         return result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.shard_engine import check_versions
+from unsloth_multigpu.group.shards import check_versions
 from unsloth_multigpu.shard.memory import Training
 from unsloth_multigpu.shard.optimizer import trains_parts
 

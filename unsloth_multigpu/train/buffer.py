@@ -30,25 +30,25 @@ class EqualEvaluations(Part):
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         super().__init__(trainer, manager)
         self._at_begin: dict[str, int] = {}
-        self._is_told = False
+        self._has_warned = False
 
     def overrides(self) -> dict[str, Override]:
         return {"evaluation_loop": self._evaluation_loop, "on_evaluate": self._decide_alike}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._at_begin = self._hashes(self._buffers())
+        self._at_begin = _hashes(self._buffers())
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.evaluation_loop`, in which each rank computes its rows with its own buffers."""
+        """Overrides `Trainer.evaluation_loop`, in which each rank uses its own buffers."""
         self.make_equal()
         return original(*args, **kwargs)
 
     def _decide_alike(
         self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
     ) -> Any:
-        """`CallbackHandler.on_evaluate`: callbacks, such as early stopping, act before `evaluate` returns.
+        """Overrides `CallbackHandler.on_evaluate`: callbacks such as early stopping see rank 0's metrics on all ranks.
 
-        A script's own `evaluate` may have added numbers to those of the loop.
+        A script's own `evaluate` may have added numbers to the metrics of the loop.
         """
         metrics.update(self._manager.broadcast_numbers(metrics))
         return original(args, state, control, metrics)
@@ -57,14 +57,14 @@ class EqualEvaluations(Part):
         self.make_equal()
 
     def make_equal(self) -> None:
-        """Gives every rank rank 0's values, where a rank has others. Collective, where the model has such buffers."""
+        """Copies rank 0's buffers to ranks with other values. Collective if the model has buffers."""
         buffers = self._buffers()
         if not buffers:
             return
-        hashes = self._hashes(buffers)
+        hashes = _hashes(buffers)
         changed = [name for name, value in hashes.items() if self._at_begin.get(name) != value]
-        if changed and not self._is_told and self._manager.identity.rank == 0:
-            self._is_told = True
+        if changed and not self._has_warned and self._manager.identity.rank == 0:
+            self._has_warned = True
             logger.warning(
                 "training changes buffers of the model. They are not those of one process: each rank changes its own "
                 "by its samples, and rank 0's count, as with DDP: %s",
@@ -74,12 +74,12 @@ class EqualEvaluations(Part):
         ranks = self._manager.gather_json(facts)
         for name, (shape, _) in ranks[0].items():
             of_ranks = [rank.get(name) for rank in ranks]
-            # One that each rank has let grow by itself stays as it is.
+            # A buffer that has another shape on some rank stays as it is.
             if of_ranks != of_ranks[:1] * len(ranks) and all(other and other[0] == shape for other in of_ranks):
                 self._manager.broadcast_tensors([buffers[name]])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Name -> buffer, without those that DDP is to leave alone."""
+        """Returns the buffers of the model by name, without those that DDP ignores."""
         model = self._trainer.model
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         return {
@@ -89,6 +89,6 @@ class EqualEvaluations(Part):
             and not (buffer.is_meta or buffer.layout != torch.strided or is_traceable_wrapper_subclass(buffer))
         }
 
-    @staticmethod
-    def _hashes(buffers: dict[str, torch.Tensor]) -> dict[str, int]:
-        return dict(zip(buffers, tensor_hashes(list(buffers.values())), strict=True))
+
+def _hashes(buffers: dict[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(buffers, tensor_hashes(list(buffers.values())), strict=True))

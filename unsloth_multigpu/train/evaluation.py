@@ -1,4 +1,4 @@
-"""Evaluates with the numbers of one process: each rank computes some of its batches, without splitting them."""
+"""Evaluations with the results of one process: each rank computes some of its batches, without splitting them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from unsloth_multigpu.step.metrics import STORES, collected
 from unsloth_multigpu.step.share import Share
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
-_PADDING = -100  # The loop's own.
+_PADDING = -100  # As in the loop.
 
 
 class Evaluation:
     """One pass over an evaluation data set.
 
     accelerate fills the last batches with rows from the start, which then count in losses and metrics, and TRL gathers
-    its metrics over the batches of all ranks. Here each batch is a batch of one process. A rank without a batch
-    computes a filler, whose results are dropped. `cuts_last`: results of the last batch are truncated as by accelerate
-    in one process; `Seq2SeqTrainer` does not.
+    its metrics over the batches of all ranks. Here each batch is a batch of one process. In the last round, a rank
+    without a batch computes a filler, whose results are dropped.
+
+    Args:
+        cuts_last: Results of the last batch are truncated, as by accelerate in one process. `Seq2SeqTrainer` does not.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share, *, cuts_last: bool) -> None:
@@ -37,13 +39,14 @@ class Evaluation:
         self._in_step = False
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
-        # Of the round that is computed: how many ranks have a batch, and to how many rows this rank's is cut.
+        # Of the current round: the number of ranks with a batch, and the rows of this rank's results to keep; None =
+        # all.
         self._num_batches = 0
         self._rows_kept: int | None = None
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
-        """Replaces methods of the Trainer during the evaluation. Collective, where TRL collects metrics."""
+        """Replaces methods of the Trainer during the evaluation. Collective if TRL collects metrics."""
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
@@ -58,22 +61,22 @@ class Evaluation:
             self._merge()
 
     def completed(self, output: Any) -> Any:
-        """What the loop returns, with the number of rows of one process. Collective for a stream."""
+        """Returns the output of the loop with the number of rows of one process. Collective for a stream."""
         try:
             len(self._share.loader.dataset)
-        except TypeError:  # The loop has counted this rank's.
+        except TypeError:  # The loop has counted only this rank's rows.
             output = output._replace(num_samples=sum(row[0] for row in self._manager.gather_int64([self._num_rows])))
         return output
 
     def _unless_in_step(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.gather` and its like: in the loss of a batch each rank has a batch of its own."""
+        """Overrides `Accelerator.gather` and similar methods: in a loss nothing is gathered, as in one process."""
         if not self._in_step:
             return exchange(tensor, *args, **kwargs)
         is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
         return tensor[None] if is_number and name != "reduce" else tensor
 
     def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
+        """Overrides `Trainer.prediction_step`: records what the batch adds to TRL's metrics."""
         from accelerate.utils.operations import ignorant_find_batch_size
 
         identity, num_batches = self._manager.identity, self._share.turns.num_batches
@@ -95,7 +98,7 @@ class Evaluation:
         return loss, logits, labels
 
     def _gathered(self, values: Any) -> Any:
-        """`Trainer.gather_function`: what the batches of this round give, one behind the other. Collective."""
+        """Replaces `Trainer.gather_function`: concatenates the results of this round's batches. Collective."""
         if self._in_step:
             return values
         from accelerate.utils.operations import recursively_apply
@@ -106,12 +109,12 @@ class Evaluation:
         return recursively_apply(lambda _: next(joined), values)
 
     def _of_round(self, values: Any) -> list[torch.Tensor]:
-        """For each tensor in `values` the rows of all ranks that have a batch, one behind the other. Collective."""
+        """Returns, for each tensor in `values`, the rows of all ranks that have a batch. Collective."""
         from accelerate.utils.operations import recursively_apply
 
         tensors: list[torch.Tensor] = []
         recursively_apply(tensors.append, values)
-        # They are asked: what a collator makes of rows may have any number of them.
+        # Shapes are gathered, because a collator may return any number of rows.
         every = [iter(row) for row in self._manager.gather_int64([n for t in tensors for n in (t.dim(), *t.shape)])]
         found = []
         for tensor in tensors:
@@ -119,30 +122,30 @@ class Evaluation:
             size = tuple(map(max, zip(*shapes, strict=True)))
             padded = tensor
             if size != tensor.shape:
-                is_shorter = size[1:] == tensor.shape[1:]  # Rows are cut off again.
+                is_shorter = size[1:] == tensor.shape[1:]  # Padded rows are cut off below.
                 padded = tensor.new_zeros(size) if is_shorter else tensor.new_full(size, _PADDING)
                 padded[tuple(map(slice, tensor.shape))] = tensor
             gathered = self._trainer.accelerator.gather(padded.reshape(size or 1).contiguous())
             ranks = gathered.reshape(len(shapes), *size)[: self._num_batches]
-            is_number = not size  # As a loss.
             pairs = zip(ranks, shapes[: self._num_batches], strict=True)
-            found.append(ranks if is_number else torch.cat([rows[: shape[0]] for rows, shape in pairs]))
+            # A tensor without dimensions is a loss.
+            found.append(torch.cat([rows[: shape[0]] for rows, shape in pairs]) if size else ranks)
         return found
 
     def _note(self, before: Mapping[str, tuple[list[float], int]], *, is_filler: bool) -> None:
         noted = {}
         for name, values, _ in collected(self._trainer, "eval"):
             old, num_old = before.get(name, ([], 0))
-            # A list in the place of the old one holds a last value, as of a count.
+            # A list that replaces the old one holds only the last value, such as a count.
             if name.endswith("/num_tokens") or (name in before and values is not old):
                 continue
             noted[name] = [float(value) for value in values[num_old:]]
-            del values[num_old:]  # They are added again together with those of all ranks.
+            del values[num_old:]  # `_merge` adds them together with those of all ranks.
         if not is_filler:
             self._noted.append(noted)
 
     def _merge(self) -> None:
-        """Puts all batches' metrics into each rank's lists, in the order of one process."""
+        """Adds the metrics of all batches to each rank's lists, in the order of one process."""
         ranks = self._manager.gather_json(self._noted)
         for batch_index in range(max(map(len, ranks), default=0)):
             for noted in (rank[batch_index] for rank in ranks if batch_index < len(rank)):
@@ -152,5 +155,5 @@ class Evaluation:
 
 
 def _as_it_is(_original: Any, tensor: Any, *_: Any, **__: Any) -> Any:
-    """`Accelerator.pad_across_processes`: what batches give is padded where it is put together, as the loop does it."""
+    """Overrides `Accelerator.pad_across_processes`: `_of_round` pads, as the loop does."""
     return tensor

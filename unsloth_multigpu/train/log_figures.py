@@ -1,6 +1,6 @@
-"""Adds five numbers of all ranks to what the Trainer logs: throughput, waiting, padding, slowest rank, memory.
+"""Adds five numbers to what the Trainer logs: throughput, waiting, padding, the slowest rank and peak memory.
 
-Trackers get them with every line; the console shows them in every tenth, which would be three times as long with them.
+Trackers get them with every line. The console shows them in every tenth line, because they triple its length.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import Figures, read_beats
-from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.words import GIB
 
 logger = get_logger(__name__)
 
 PREFIX = "multigpu/"
-# The console shows them in every so many lines.
+# The console shows the numbers in one of so many lines.
 _LINES = 10
 
 
 class LogFigures(Part):
-    """Adds the numbers on rank 0, to each line with a training loss. They tell of the time since the line before.
+    """Adds the numbers on rank 0 to each line with a training loss. They describe the time since the line before.
 
-    They are read from the pages of the ranks in `run_dir`, without a collective: those of rank 0's machine, and of rank
-    0 alone where another launcher has started the ranks, which then have no common folder. A number that is not known
-    is left out.
+    They are read from the heartbeat pages in `run_dir`, without a collective, so they are those of the ranks on rank
+    0's machine. Ranks of another launcher have no common folder: then they are those of rank 0 alone. Unknown numbers
+    are left out.
     """
 
     place = "log"
     may_be_missed = True
 
-    def __init__(self, trainer: TrainerLike, meter: Meter, identity: RankIdentity, run_dir: str | None) -> None:
+    def __init__(self, trainer: TrainerLike, meter: Meter, run_dir: str | None) -> None:
         self._trainer = trainer
         self._meter = meter
-        self._rank = identity.rank
         self._run_dir = run_dir
         self._before: dict[int, Figures] = {}
         self._num_shown = 0
@@ -50,7 +48,6 @@ class LogFigures(Part):
     def around(self) -> Iterator[None]:
         from transformers import PrinterCallback, ProgressCallback
 
-        self._before = {}
         if self._meter.is_sharded:
             logger.info("multigpu/waiting and multigpu/slowest_rank are not logged: %s", NO_WAITING)
         with ExitStack() as stack:
@@ -68,7 +65,7 @@ class LogFigures(Part):
         return original(logs, *args, **kwargs)
 
     def _show(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
-        """`on_log` of a callback that prints the line."""
+        """Replaces `on_log` of a callback that prints the line."""
         if any(name.startswith(PREFIX) for name in logs):
             self._num_shown += 1
             if self._num_shown % _LINES:
@@ -77,15 +74,15 @@ class LogFigures(Part):
 
     def _numbers(self) -> dict[str, float]:
         beats = {} if self._run_dir is None else read_beats(self._run_dir)
-        now = {rank: beat.figures for rank, beat in beats.items()} | {self._rank: self._meter.figures}
-        # Of the time since the line before; a rank that is missing there began in between.
+        # Rank 0 comes first: the rates refer to its time. A rank that is missing in `before` has begun since.
+        now = {0: self._meter.figures, **{rank: beat.figures for rank, beat in beats.items() if rank}}
         before, self._before = self._before, now
-        gone = {r: figures.since(before.get(r, Figures())) for r, figures in now.items()}
-        rates = rates_of([gone[self._rank], *(figures for r, figures in gone.items() if r != self._rank)])
+        gained = {rank: figures.since(before.get(rank, Figures())) for rank, figures in now.items()}
+        rates = rates_of(list(gained.values()))
         found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
-        if rates.waiting is not None and len(gone) > 1:
+        if rates.waiting is not None and len(gained) > 1:
             # The others wait for the rank that waits least.
-            found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
+            found["slowest_rank"] = min(gained, key=lambda rank: gained[rank]["waiting_s"] or 0.0)
         peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
         found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
         return {PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}
