@@ -24,7 +24,7 @@ ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
-# The tool that started the run: its class and the class's arguments, as JSON. See wire.request.
+# The tool that started the run: its class and the class's arguments, as JSON. See wire.context.
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # Marks the processes of the generation server; see launch.generation_server.
 ENV_SERVER = ENV_PREFIX + "SERVER"

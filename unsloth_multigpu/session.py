@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
+from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
@@ -59,7 +59,7 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
-    # A script, or the cells of a notebook.
+    # Runs in this process: a script, or the cells of a notebook.
     program: Program = field(default_factory=Program)
     # True once this notebook kernel has started ranks, which it cannot do a second time.
     had_workers: bool = False
@@ -159,7 +159,7 @@ class Session:
     def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         if self.identity.world_size == 1 and arguments.get("trial") is not None:
-            # A search makes arguments and accelerator inside `train()`, so a trial cannot be steered.
+            # A search creates arguments and accelerator inside `train()`, so a trial cannot be steered.
             if asked := self.config.asked(Scope.TRAINER):
                 raise SetupError(
                     f"{asked[0]} has no effect on the trials of hyperparameter_search.",
@@ -266,6 +266,22 @@ def open_session(
         VersionError: A library outside the supported range.
     """
     session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
+    _check_ranks(session)
+    session.program.enter(session)
+    if session.tool.draws_alike:
+        from unsloth_multigpu.launch.seeding import same_random_choices
+
+        same_random_choices()
+    session.registry = PatchRegistry(_patches(session))
+    session.registry.apply()
+    if identity.rank == 0:
+        _log_start(session)
+    return session
+
+
+def _check_ranks(session: Session) -> None:
+    """Checks that the options fit the ranks that a launcher has started."""
+    config, identity = session.config, session.identity
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False runs in one process, but {identity.launcher} started {identity.world_size} ranks.",
@@ -294,25 +310,15 @@ def open_session(
         )
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on' has no effect in one process, which holds the whole model")
-    session.program.enter(session)
-    if session.tool.draws_alike:
-        from unsloth_multigpu.launch.seeding import same_random_choices
-
-        same_random_choices()
-    session.registry = PatchRegistry(_patches(session))
-    session.registry.apply()
-    if identity.rank == 0:
-        from unsloth_multigpu.group.place import NO_ACCELERATOR, start_sentence
-
-        sentence = start_sentence(identity, config, session.context.log_dir)
-        tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
-        tell("%s", sentence)
-        _warn_of_untested()
-    return session
 
 
-def _warn_of_untested() -> None:
-    """Warns once of libraries that are newer than any tested version. Patches that do not fit raise elsewhere."""
+def _log_start(session: Session) -> None:
+    """Logs how many ranks train on which devices, and libraries that are newer than any tested version."""
+    from unsloth_multigpu.group.place import NO_ACCELERATOR, start_sentence
+
+    sentence = start_sentence(session.identity, session.config, session.context.log_dir)
+    tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
+    tell("%s", sentence)
     if newer := [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]:
         logger.warning(
             "newer than tested: %s. Every patched function is checked; `unsloth-multigpu verify` compares the first "
@@ -407,18 +413,10 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:
-    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"], or [] if it asks for none.
-
-    Raises:
-        ConfigError: A value that Unsloth would refuse when a model is loaded.
-    """
+    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"] if it is on, else []."""
     text = environment.get(_TENSOR_PARALLEL, "").strip()
-    if text and not (text.isdecimal() and int(text)):
-        raise ConfigError(
-            f"{_TENSOR_PARALLEL}={text!r}; Unsloth expects a whole number from 1 on.",
-            hint=f"Unset {_TENSOR_PARALLEL} if ranks are not to share a model.",
-        )
-    return [f"{_TENSOR_PARALLEL}={text}"] if text and int(text) > 1 else []
+    # Unsloth refuses other values when it loads a model.
+    return [f"{_TENSOR_PARALLEL}={text}"] if text.isdecimal() and int(text) > 1 else []
 
 
 def _claim_device(session: Session) -> str:
@@ -426,7 +424,7 @@ def _claim_device(session: Session) -> str:
     if session.identity.world_size == 1:
         return "any"
     if session.config.device != "cpu":
-        # torch reads them once, when the device is opened below. Our own launcher has set them before.
+        # torch reads these variables once, when the device is opened below. Our launcher has set them already.
         os.environ.update(allocator_variables(os.environ))
     import torch
 
@@ -439,20 +437,19 @@ def _claim_device(session: Session) -> str:
             f"device={wanted!r}, but rank {session.identity.rank} finds {device.type}.",
             hint="Set device='auto', or check the driver and the installed torch.",
         )
-    if device.type != "cpu":
-        if torch.accelerator.device_count() == 1 and session.identity.local_world_size > 1:
-            # accelerate would give DDP the local rank as device, which does not exist if each rank sees one GPU.
-            os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-        available = torch.accelerator.device_count()
-        # SLURM may bind one device to each rank. Any other number below that of ranks means that ranks would share one.
-        if 1 < available < session.identity.local_world_size:
-            raise SetupError(
-                f"{session.identity.local_world_size} ranks run here, but {available} GPU(s) are visible.",
-                hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
-            )
-        torch.accelerator.set_device_index(device.index)
-    else:
+    if device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         # accelerate would call the device "cpu:0", to which torch.load cannot map a checkpoint.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        return "cpu"
+    available, num_ranks = torch.accelerator.device_count(), session.identity.local_world_size
+    if available == 1 < num_ranks:
+        # Each rank sees one GPU, as SLURM may arrange. accelerate would give DDP the local rank as its device.
+        os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    elif available < num_ranks:
+        raise SetupError(
+            f"{num_ranks} ranks run here, but {available} GPU(s) are visible.",
+            hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
+        )
+    torch.accelerator.set_device_index(device.index)
     return device.type

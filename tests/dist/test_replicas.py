@@ -20,7 +20,7 @@ RUNS = {
     "fp16": {**EXACT, "hook": "FP16"},
     "last_step": {"plant": "flip", "verify_every": 100, "max_steps": 3},
 }
-HINT = "Or for what changes weights or gradients on one rank alone"
+HINT = "Or look for code that changes weights or gradients on one rank only"
 
 
 def run(folder, num_ranks, **lines):

@@ -14,9 +14,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Caught, Preemption
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 
 def preemption_of(trainer, manager, events=None, may_stop=lambda: True):

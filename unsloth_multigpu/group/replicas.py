@@ -25,8 +25,8 @@ _STREAM_HINT = (
 _HINT = (
     "Look for a forward pass that bypasses DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
     "call the given model, and let its forward pass compute the rest, or set strategy='allreduce', which works without "
-    "DDP. Or look for code that changes weights or gradients on one rank only: a callback or hook, weights set after the "
-    "model was wrapped, parameters that only the optimizer has, DDP(init_sync=False), an optimizer that draws random "
+    "DDP. Or look for code that changes weights or gradients on one rank only: a callback or hook, weights set after "
+    "wrapping, parameters that only the optimizer has, DDP(init_sync=False), an optimizer that draws random "
     "numbers, faulty memory. verify_every=1 finds the step. GPUs of different kinds may round differently: use "
     "verify_every=0 for them."
 )

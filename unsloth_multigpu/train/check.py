@@ -92,7 +92,7 @@ class StepCheck(Part):
         while True:
             batch = next(batches, None)
             has_batch = batch is not None
-            if has_batch != bool(self._lead.follow(Moment.BATCH, has_batch, self._step - 1)):
+            if has_batch != bool(self._lead.follow(Moment.BATCH, int(has_batch), self._step - 1)):
                 less, more = (0, rank) if has_batch else (rank, 0)
                 raise DivergenceError(
                     f"rank {less} has no more batches in step {self._step}, and rank {more} has.",

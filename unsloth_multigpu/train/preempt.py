@@ -19,9 +19,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import REPEAT_S, EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.process import is_alive, only_here, signals_handled
-from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.wait import wait_until
 
 if TYPE_CHECKING:
