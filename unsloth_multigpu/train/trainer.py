@@ -25,12 +25,11 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.train.buffer import EqualEvaluations
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping
-from unsloth_multigpu.train.figures import Meter, Waiting, gather_reports
+from unsloth_multigpu.train.evaluation import EqualEvaluations
+from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
 from unsloth_multigpu.train.lead import Lead, OneDecision
-from unsloth_multigpu.train.log_figures import LogFigures
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import CallbackPhase, Guard
 from unsloth_multigpu.train.preempt import Preemption
