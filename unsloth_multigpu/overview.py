@@ -138,7 +138,7 @@ class Overview:
         return Look(self.run, rows, rates_of(list(gained.values())), elapsed_s)
 
     def _window_begin(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
-        """Returns the figures at the begin of the window; empty if a rank has made no step since."""
+        """Returns the figures at the start of the window; empty if a rank has made no step since."""
         steps = [found.num_steps or 0 for found in figures.values()]
         if self._looks and steps < [found.num_steps or 0 for found in self._looks[-1][1].values()]:
             self._looks.clear()  # Another training has begun.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Shown in place of the number.
-NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
+NO_WAITING = "waiting is not measured if ranks hold parts of the weights"
 # The name of all optimizer steps but the first, and of what needs less time than this fraction.
 STEPS, _NOTICEABLE = "steps", 0.05
 
@@ -69,10 +69,10 @@ class RankReport:
             hold parts of the weights.
         peak_bytes: Peak memory: that allocated by torch on an accelerator, that of the process on the CPU.
         step_s: Median seconds of an optimizer step, without evaluations and checkpoints.
-        loop_s: Seconds from the begin of the first step to the end of the last one.
-        setup_s: Seconds from the call of `train()` to the begin of the first step.
+        loop_s: Seconds from the start of the first step to the end of the last one.
+        setup_s: Seconds from the call of `train()` to the start of the first step.
         runtime_s: The Trainer's own `train_runtime`.
-        phases_s: Seconds from the begin of the first step on, by what the main thread did: "steps", "saves".
+        phases_s: Seconds since the start of the first step, by what the main thread did: "steps", "saves".
     """
 
     rank: int
@@ -135,7 +135,7 @@ class RunReport:
 
     @property
     def rates(self) -> Rates:
-        """Rates of all ranks together, from the begin of the first step to the end of the last one."""
+        """Rates of all ranks together, from the start of the first step to the end of the last one."""
         return rates_of([vars(r) for r in self.ranks])
 
     @property
