@@ -80,8 +80,9 @@ class DDPManager(Board):
 
     def leave_store(self, limit_s: float) -> None:
         """Called when this rank ends. If rank 0 serves the store, it waits for the others, at most `limit_s`."""
-        if self._shutdown is not None:
-            self._shutdown.leave(limit_s)
+        barrier, self._shutdown = self._shutdown, None
+        if barrier is not None:
+            barrier.leave(limit_s)
 
     @functools.cached_property
     def _store_of_run(self) -> Store:

@@ -36,7 +36,7 @@ _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**16, 2**21
 
 
 class ReplicaProof:
-    """Compares the trainable weights, the step and the options of all ranks by 64-bit hashes.
+    """Compares the trainable weights and the step of all ranks by 64-bit hashes.
 
     The Trainer calls `on_step_end` before it saves the checkpoint of a step, so a checked step with different weights
     is not saved. `extra` returns further facts that must be equal: name -> text.
@@ -80,7 +80,6 @@ class ReplicaProof:
         every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
         facts = {
             "step": step,
-            "config": str(self._manager.config.of_the_run()),
             "trainable tensors": digest_int64(every.encode()),
             **self._extra(),
         }
