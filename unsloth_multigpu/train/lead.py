@@ -102,7 +102,9 @@ class Lead:
     def _wait(self, index: int, moment: Moment, step: int) -> list[str]:
         """Waits for rank 0, which may be slower, or busy in a callback."""
         what, manager = f"rank 0 to reach {moment.value} after step {step}", self._manager
-        with self._beat.within(Phase.AGREE), manager.waits.counted():
+        # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise.
+        phase = Phase.COMPUTE if moment is Moment.BATCH else Phase.AGREE
+        with self._beat.within(phase), manager.waits.counted():
             return manager.wait(lambda: self._read(index), what, timeout_s=manager.config.timeout_s, hint=_HINT)
 
     def _read(self, index: int) -> list[str] | None:
