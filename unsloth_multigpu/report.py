@@ -91,15 +91,6 @@ class RankReport:
     runtime_s: float | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def shares(self) -> list[tuple[str, float]]:
-        """The phases with a noticeable part of the time, and that part, the largest first."""
-        total_s = sum(self.phases_s.values())
-        found = [
-            (name, seconds / total_s) for name, seconds in self.phases_s.items() if seconds > _NOTICEABLE * total_s
-        ]
-        return sorted(found, key=lambda pair: -pair[1])
-
 
 @dataclass(frozen=True)
 class RunReport:
@@ -139,19 +130,6 @@ class RunReport:
         return rates_of([vars(r) for r in self.ranks])
 
     @property
-    def tokens_per_s(self) -> float | None:
-        """See `Rates`, and so of the next two."""
-        return self.rates.tokens_per_s
-
-    @property
-    def waiting(self) -> float | None:
-        return self.rates.waiting
-
-    @property
-    def padding(self) -> float | None:
-        return self.rates.padding
-
-    @property
     def had_nothing_to_do(self) -> bool:
         """True if the training resumed from its last step."""
         return self.ranks[0].num_steps == 0 and 0 < (self.max_steps or 0) <= self.resumed_step
@@ -176,8 +154,11 @@ class RunReport:
         line += f" in {seconds:.1f} s"
         if is_counted and seconds > 0:
             line += f" ({_rounded(self.num_samples / seconds)} samples/s)"
-        if others := [f"{share:.0%} {name}" for name, share in first.shares if name != STEPS]:
-            line += f", of which {' and '.join(others)}"
+        total_s = sum(first.phases_s.values())
+        longest_first = sorted(first.phases_s.items(), key=lambda phase: -phase[1])
+        others = [(s / total_s, name) for name, s in longest_first if name != STEPS and s > _NOTICEABLE * total_s]
+        if others:
+            line += f", of which {' and '.join(f'{share:.0%} {name}' for share, name in others)}"
         if first.setup_s is not None:
             line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]
