@@ -28,8 +28,6 @@ ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # Marks the processes of the generation server; see launch.generation_server.
 ENV_SERVER = ENV_PREFIX + "SERVER"
-# The choice of shard="auto": "on" or "off".
-ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 # Facts for a notebook's worker, as a JSON object; see notebook.kernel_start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 # Marks the processes of one check of `unsloth-multigpu doctor`; see tools.probe.

@@ -124,8 +124,8 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     context = RunContext.read(os.environ)
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
-    if context.shard_choice is not None and config.shard == "auto":
-        config = config.with_shard(context.shard_choice)
+    if context.shard is not None and config.shard == "auto":
+        config = config.with_shard(context.shard)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return
