@@ -54,7 +54,6 @@ class Lead:
         self._beat = beat
         self._training = 0
         self._num_points = 0
-        self._has_asked = False
         self.asked: Callable[[], int] = lambda: 0
         self.signal_number = 0
 
@@ -87,8 +86,7 @@ class Lead:
             word = (self._training, index, moment.name, flags, self.signal_number)
             manager.publish(self._key(index), " ".join(map(str, word)))
             return flags
-        if asked and not self._has_asked:
-            self._has_asked = True
+        if asked and not self.signal_number:
             manager.publish(asked_key, str(asked))
         there, of_rank_0, signal_number = self._read(index) or self._wait(index, moment, step)
         self.signal_number = int(signal_number)
