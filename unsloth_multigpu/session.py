@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
+from unsloth_multigpu.launch.refusal import REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
@@ -70,8 +70,6 @@ class Session:
     has_failed: bool = False
     # A Trainer of this process uses the generation server of `generators`.
     is_served: bool = False
-    # The supervisor was told that the last training was refused.
-    was_refused: bool = False
     # Number of earlier sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
@@ -117,7 +115,6 @@ class Session:
         try:
             result = self._run_training(trainer, original_train, arguments)
             self.has_failed = False
-            self._withdraw_refusal()
             return result
         except BaseException as error:
             self.has_failed = True
@@ -135,12 +132,6 @@ class Session:
         if is_refusal(error, num_steps):
             text = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".: ")
             self.events.write(REFUSED, error=text, exit_code=error.exit_code, num_steps=num_steps)
-            self.was_refused = True
-
-    def _withdraw_refusal(self) -> None:
-        if self.was_refused and self.events is not None:
-            self.events.write(MADE_UP_FOR)
-            self.was_refused = False
 
     def notice_training(self) -> None:
         """Called when a Trainer's loop begins, also without a call of `Trainer.train`.

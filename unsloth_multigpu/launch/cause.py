@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
+from unsloth_multigpu.launch.refusal import REFUSED
 from unsloth_multigpu.launch.remedy import find_remedy, last_error
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
@@ -132,7 +132,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         before = last.get(event.rank)
         is_repeated = event.kind == "exiting" and before is not None and before.kind in ("left_training", "exception")
         # A hang or a refusal does not tell where a rank is.
-        if not is_repeated and event.kind not in (HANG, REFUSED, MADE_UP_FOR):
+        if not is_repeated and event.kind not in (HANG, REFUSED):
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
     for event in sorted(last.values(), key=lambda e: e.time_s):
