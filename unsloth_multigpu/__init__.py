@@ -65,11 +65,12 @@ _NAMES_BY_MODULE = {
     "federated.server": ("create_multigpu_flower_server",),
     "federated.training": ("FederatedServer",),
 }
-_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 _ERRORS = [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, MultiGPUError)]
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_OF |= dict.fromkeys(_ERRORS, "errors")
 
 if not TYPE_CHECKING:  # A computed list would hide the names above from a type checker.
-    __all__ = [*sorted([*_MODULE_OF, *_ERRORS]), "__version__"]
+    __all__ = [*sorted(_MODULE_OF), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -79,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*_MODULE_OF, *_ERRORS, "__version__"]
+    return [*_MODULE_OF, "__version__"]

@@ -156,13 +156,17 @@ class Option:
         return f"{meant}{self.hint or f'Leave {name} out: its default is {self.usual()}.'}"
 
 
-@functools.cache
 def options_of(cls: Any) -> Mapping[str, Option]:
     """Returns the options of a dataclass by name, with type, default and help.
 
     Raises:
         TypeError: A field has no `Option` in its annotation.
     """
+    return _read_options(cls)  # mypy lets no dataclass through to a cached function.
+
+
+@functools.cache
+def _read_options(cls: Any) -> Mapping[str, Option]:
     hints, found = get_type_hints(cls, include_extras=True), dict[str, Option]()
     arguments = str(inspect.getdoc(cls)).partition("\nArgs:\n")[2].partition("\n\n")[0]
     _, *entries = re.split(r"^    (\w+): ", arguments, flags=re.MULTILINE)
