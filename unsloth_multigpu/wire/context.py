@@ -68,10 +68,8 @@ class RunContext:
         )
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables of this context, except for the attempt."""
-        of_run = {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN})}
-        of_dir = {} if self.run_dir is None else {ENV_RUN_DIR: self.run_dir}
-        return {**of_run, **of_dir, **({} if self.tool is None else self.tool.variables())}
+        """Returns the environment variables of the run, without those of the tool and the attempt."""
+        return {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN}), ENV_RUN_DIR: str(self.run_dir)}
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:
