@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 # Keys are reused after this many points, so that none has to be deleted. Between two collectives, a rank can only be a
 # few points ahead of another.
 _RING = 4096
-_HINT = "Let no callback work this long on rank 0 alone, or raise timeout_s."
+_HINT = "Let rank 0 alone do no long work, such as in a callback, or raise timeout_s."
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
