@@ -5,23 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.errors import ConfigError as ConfigError
+from unsloth_multigpu.errors import DistributedError as DistributedError
+from unsloth_multigpu.errors import DivergenceError as DivergenceError
+from unsloth_multigpu.errors import FederatedError as FederatedError
+from unsloth_multigpu.errors import GeneratorError as GeneratorError
+from unsloth_multigpu.errors import LaunchError as LaunchError
+from unsloth_multigpu.errors import MultiGPUError as MultiGPUError
+from unsloth_multigpu.errors import NonFiniteGradientError as NonFiniteGradientError
+from unsloth_multigpu.errors import PatchError as PatchError
+from unsloth_multigpu.errors import RankTimeoutError as RankTimeoutError
+from unsloth_multigpu.errors import ResumeError as ResumeError
+from unsloth_multigpu.errors import SaveError as SaveError
+from unsloth_multigpu.errors import SetupError as SetupError
+from unsloth_multigpu.errors import VersionError as VersionError
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.errors import ConfigError as ConfigError
-    from unsloth_multigpu.errors import DistributedError as DistributedError
-    from unsloth_multigpu.errors import DivergenceError as DivergenceError
-    from unsloth_multigpu.errors import FederatedError as FederatedError
-    from unsloth_multigpu.errors import GeneratorError as GeneratorError
-    from unsloth_multigpu.errors import LaunchError as LaunchError
-    from unsloth_multigpu.errors import MultiGPUError as MultiGPUError
-    from unsloth_multigpu.errors import NonFiniteGradientError as NonFiniteGradientError
-    from unsloth_multigpu.errors import PatchError as PatchError
-    from unsloth_multigpu.errors import RankTimeoutError as RankTimeoutError
-    from unsloth_multigpu.errors import ResumeError as ResumeError
-    from unsloth_multigpu.errors import SaveError as SaveError
-    from unsloth_multigpu.errors import SetupError as SetupError
-    from unsloth_multigpu.errors import VersionError as VersionError
     from unsloth_multigpu.federated.server import create_multigpu_flower_server as create_multigpu_flower_server
     from unsloth_multigpu.federated.training import FederatedServer as FederatedServer
     from unsloth_multigpu.options import MultiGPUConfig as MultiGPUConfig
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.strategy import LocalSGD as LocalSGD
     from unsloth_multigpu.strategy import ParameterServer as ParameterServer
 
-# Public names by the module that defines them. They are imported on first access.
+# Further public names by the module that defines them. They are imported on first access.
 _NAMES_BY_MODULE = {
     "plugin": (
         "MultiGPUStatus",
@@ -57,22 +58,6 @@ _NAMES_BY_MODULE = {
         "on_main_process",
     ),
     "options": ("MultiGPUConfig",),
-    "errors": (
-        "ConfigError",
-        "DistributedError",
-        "DivergenceError",
-        "FederatedError",
-        "GeneratorError",
-        "LaunchError",
-        "MultiGPUError",
-        "NonFiniteGradientError",
-        "PatchError",
-        "RankTimeoutError",
-        "ResumeError",
-        "SaveError",
-        "SetupError",
-        "VersionError",
-    ),
     "report": ("RankReport", "RunReport"),
     "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
     "plain.api": ("distributed_loader", "wrap_model_multi_gpu"),
@@ -80,7 +65,9 @@ _NAMES_BY_MODULE = {
     "federated.server": ("create_multigpu_flower_server",),
     "federated.training": ("FederatedServer",),
 }
+_ERRORS = [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, MultiGPUError)]
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_OF |= dict.fromkeys(_ERRORS, "errors")
 
 if not TYPE_CHECKING:  # A computed list would hide the names above from a type checker.
     __all__ = [*sorted(_MODULE_OF), "__version__"]

@@ -1,4 +1,4 @@
-"""The exceptions of this package. Each has a message, a hint and an exit code.
+"""The exceptions of this package. Each has a message, a hint and an exit code. Pure.
 
 `docs/errors.md` lists the codes, which are stable, and has a section for each class. Each class also derives from the
 builtin exception that a caller would expect, so that `except ValueError` around a wrong argument works.
@@ -30,7 +30,7 @@ class MultiGPUError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are pickled in worker processes. Exception's own method would lose the keyword argument.
-        return functools.partial(type(self), hint=self.hint), self.args
+        return functools.partial(type(self), hint=self.hint), self.args, vars(self)
 
     def __str__(self) -> str:
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
@@ -64,9 +64,6 @@ class ConfigError(MultiGPUError, ValueError):
     def __init__(self, message: str, *, hint: str, most_ranks: int | None = None) -> None:
         super().__init__(message, hint=hint)
         self.most_ranks = most_ranks
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), hint=self.hint, most_ranks=self.most_ranks), self.args
 
 
 class SetupError(MultiGPUError, RuntimeError):

@@ -162,7 +162,7 @@ def options_of(cls: Any) -> Mapping[str, Option]:
     Raises:
         TypeError: A field has no `Option` in its annotation.
     """
-    return _read_options(cls)
+    return _read_options(cls)  # mypy lets no dataclass through to a cached function.
 
 
 @functools.cache

@@ -24,12 +24,10 @@ ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
-# The tool that started the run: its class and the class's arguments, as JSON. See wire.request.
+# The tool that started the run: its class and the class's arguments, as JSON. See wire.context.
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # Marks the processes of the generation server; see launch.generation_server.
 ENV_SERVER = ENV_PREFIX + "SERVER"
-# The choice of shard="auto": "on" or "off".
-ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 # Facts for a notebook's worker, as a JSON object; see notebook.kernel_start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 # Marks the processes of one check of `unsloth-multigpu doctor`; see tools.probe.

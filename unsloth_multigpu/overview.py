@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ class Overview:
         return Look(self.run, rows, rates_of(list(gained.values())), elapsed_s)
 
     def _window_begin(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
-        """Returns the figures at the begin of the window; empty if a rank has made no step since."""
+        """Returns the figures at the start of the window; empty if a rank has made no step since."""
         steps = [found.num_steps or 0 for found in figures.values()]
         if self._looks and steps < [found.num_steps or 0 for found in self._looks[-1][1].values()]:
             self._looks.clear()  # Another training has begun.
@@ -147,7 +147,7 @@ class Overview:
             self._looks.popleft()
         earlier_s, earlier = self._looks[0]
         is_old = now_s - earlier_s >= _WINDOW_S
-        has_all = all(_num_steps(earlier.get(rank)) < _num_steps(found) for rank, found in figures.items())
+        has_all = all(found.since(earlier.get(rank, Figures()))["num_steps"] for rank, found in figures.items())
         return earlier if is_old and has_all else {}
 
     def _row(self, rank: int, beat: Heartbeat, rates: Rates, now_s: float) -> RankRow:
@@ -177,12 +177,12 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
         "device": [row.beat.device or "-" for row in rows],
         "step": [_step(row.beat) for row in rows],
         "doing": [_doing(row) for row in rows],
-        "samples/s": [_number(row.rates.samples_per_s) for row in rows],
-        "tokens/s": [_number(row.rates.tokens_per_s) for row in rows],
-        "waiting": [_percent(row.rates.waiting) for row in rows],
-        "padding": [_percent(row.rates.padding) for row in rows],
-        "memory": [_size(row.held_bytes) for row in rows],
-        "peak": [_size(row.beat.figures.peak_bytes) for row in rows],
+        "samples/s": [_cell(row.rates.samples_per_s, _number) for row in rows],
+        "tokens/s": [_cell(row.rates.tokens_per_s, _number) for row in rows],
+        "waiting": [_cell(row.rates.waiting, _percent) for row in rows],
+        "padding": [_cell(row.rates.padding, _percent) for row in rows],
+        "memory": [_cell(row.held_bytes, gib) for row in rows],
+        "peak": [_cell(row.beat.figures.peak_bytes, gib) for row in rows],
         "log": [row.log for row in rows],
     }
     always = ("rank", "device", "step", "doing")
@@ -245,10 +245,6 @@ def _values(row: RankRow) -> dict[str, Any]:
     }
 
 
-def _num_steps(figures: Figures | None) -> int:
-    return 0 if figures is None else figures.num_steps or 0
-
-
 def _process(pid: int) -> tuple[str, int | None]:
     state = read_state(pid)
     try:
@@ -273,15 +269,13 @@ def _step(beat: Heartbeat) -> str:
     return str(beat.step) if beat.figures.max_steps is None else f"{beat.step} / {beat.figures.max_steps}"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _cell(value: float | None, shown: Callable[[float], str]) -> str:
+    return "-" if value is None else shown(value)
+
+
+def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}".replace("%", " %")
-
-
-def _size(value: int | None) -> str:
-    return "-" if value is None else gib(value)
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"

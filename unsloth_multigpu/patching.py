@@ -71,11 +71,10 @@ class PatchRow:
 
 
 class PatchRegistry:
-    """Applies, verifies and undoes a set of patches. It cannot be applied a second time."""
+    """Applies, verifies and undoes a set of patches. It is applied once."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._sites = [_PatchSite(patch) for patch in patches]
-        self._is_applied = False
 
     def apply(self) -> None:
         """Applies every patch: now if its module is imported, else during the import.
@@ -85,11 +84,8 @@ class PatchRegistry:
 
         Raises:
             VersionError: An installed distribution is older than its range.
-            PatchError: A target is missing or has another signature, or this registry was applied before.
+            PatchError: A target is missing or has another signature.
         """
-        if self._is_applied:
-            raise PatchError("apply() was called twice on one PatchRegistry.", hint="Make a new PatchRegistry.")
-        self._is_applied = True
         for site in self._sites:
             site.check_installed()
         try:

@@ -124,8 +124,8 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     context = RunContext.read(os.environ)
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
-    if context.shard_choice is not None and config.shard == "auto":
-        config = config.with_shard(context.shard_choice)
+    if context.shard is not None and config.shard == "auto":
+        config = config.with_shard(context.shard)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return
@@ -247,8 +247,8 @@ def is_main_process() -> bool:
 def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
     """Decorator: the function runs on rank 0 only; on other ranks the call returns None.
 
-    The function must not need the other ranks, which are elsewhere. Saving by the Trainer, the model or the tokenizer
-    needs them. It writes on rank 0 only without this decorator, too.
+    The function must not wait for the other ranks, which do not run it. Do not use it to save by the Trainer, the model
+    or the tokenizer: all ranks must call these, and they write on rank 0 only anyway.
     """
 
     @functools.wraps(function)

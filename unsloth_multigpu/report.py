@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Shown in place of the number.
-NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
+NO_WAITING = "waiting is not measured if ranks hold parts of the weights"
 # The name of all optimizer steps but the first, and of what needs less time than this fraction.
 STEPS, _NOTICEABLE = "steps", 0.05
 
@@ -69,10 +69,10 @@ class RankReport:
             hold parts of the weights.
         peak_bytes: Peak memory: that allocated by torch on an accelerator, that of the process on the CPU.
         step_s: Median seconds of an optimizer step, without evaluations and checkpoints.
-        loop_s: Seconds from the begin of the first step to the end of the last one.
-        setup_s: Seconds from the call of `train()` to the begin of the first step.
+        loop_s: Seconds from the start of the first step to the end of the last one.
+        setup_s: Seconds from the call of `train()` to the start of the first step.
         runtime_s: The Trainer's own `train_runtime`.
-        phases_s: Seconds from the begin of the first step on, by what the main thread did: "steps", "saves".
+        phases_s: Seconds since the start of the first step, by what the main thread did: "steps", "saves".
     """
 
     rank: int
@@ -90,15 +90,6 @@ class RankReport:
     setup_s: float | None = None
     runtime_s: float | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def shares(self) -> list[tuple[str, float]]:
-        """The phases with a noticeable part of the time, and that part, the largest first."""
-        total_s = sum(self.phases_s.values())
-        found = [
-            (name, seconds / total_s) for name, seconds in self.phases_s.items() if seconds > _NOTICEABLE * total_s
-        ]
-        return sorted(found, key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True)
@@ -135,21 +126,8 @@ class RunReport:
 
     @property
     def rates(self) -> Rates:
-        """Rates of all ranks together, from the begin of the first step to the end of the last one."""
+        """Rates of all ranks together, from the start of the first step to the end of the last one."""
         return rates_of([vars(r) for r in self.ranks])
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """See `Rates`, and so of the next two."""
-        return self.rates.tokens_per_s
-
-    @property
-    def waiting(self) -> float | None:
-        return self.rates.waiting
-
-    @property
-    def padding(self) -> float | None:
-        return self.rates.padding
 
     @property
     def had_nothing_to_do(self) -> bool:
@@ -176,8 +154,11 @@ class RunReport:
         line += f" in {seconds:.1f} s"
         if is_counted and seconds > 0:
             line += f" ({_rounded(self.num_samples / seconds)} samples/s)"
-        if others := [f"{share:.0%} {name}" for name, share in first.shares if name != STEPS]:
-            line += f", of which {' and '.join(others)}"
+        total_s = sum(first.phases_s.values())
+        longest_first = sorted(first.phases_s.items(), key=lambda phase: -phase[1])
+        others = [(s / total_s, name) for name, s in longest_first if name != STEPS and s > _NOTICEABLE * total_s]
+        if others:
+            line += f", of which {' and '.join(f'{share:.0%} {name}' for share, name in others)}"
         if first.setup_s is not None:
             line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
+from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
+from unsloth_multigpu.launch.refusal import REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
@@ -59,7 +59,7 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
-    # A script, or the cells of a notebook.
+    # Runs in this process: a script, or the cells of a notebook.
     program: Program = field(default_factory=Program)
     # True once this notebook kernel has started ranks, which it cannot do a second time.
     had_workers: bool = False
@@ -70,8 +70,6 @@ class Session:
     has_failed: bool = False
     # A Trainer of this process uses the generation server of `generators`.
     is_served: bool = False
-    # The supervisor was told that the last training was refused.
-    was_refused: bool = False
     # Number of earlier sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
@@ -117,7 +115,6 @@ class Session:
         try:
             result = self._run_training(trainer, original_train, arguments)
             self.has_failed = False
-            self._withdraw_refusal()
             return result
         except BaseException as error:
             self.has_failed = True
@@ -135,12 +132,6 @@ class Session:
         if is_refusal(error, num_steps):
             text = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".: ")
             self.events.write(REFUSED, error=text, exit_code=error.exit_code, num_steps=num_steps)
-            self.was_refused = True
-
-    def _withdraw_refusal(self) -> None:
-        if self.was_refused and self.events is not None:
-            self.events.write(MADE_UP_FOR)
-            self.was_refused = False
 
     def notice_training(self) -> None:
         """Called when a Trainer's loop begins, also without a call of `Trainer.train`.
@@ -159,7 +150,7 @@ class Session:
     def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         if self.identity.world_size == 1 and arguments.get("trial") is not None:
-            # A search makes arguments and accelerator inside `train()`, so a trial cannot be steered.
+            # A search creates arguments and accelerator inside `train()`, so a trial cannot be steered.
             if asked := self.config.asked(Scope.TRAINER):
                 raise SetupError(
                     f"{asked[0]} has no effect on the trials of hyperparameter_search.",
@@ -180,33 +171,20 @@ class Session:
             result = serial.run(original_train)
             self.report = serial.report
             return result
-        steered = None
         if self.identity.world_size == 1 and self.config.strategy != DDP():
             logger.warning("strategy=%s has no effect in one process", self.config.strategy)
         if self._is_steered():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
-            steered = DDPTrainer(
-                trainer,
-                self.manager(),
-                self.events,
-                self.beat,
-                arguments,
-                train_index,
-                self.context,
-                is_comparison=self.tool.is_comparison,
-            )
-            steered.steps.plans_one_process = self.tool.plans_one_process
-            self._steered = steered
-        of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
-        if steered is not None:
-            steered.of_tool = of_tool
+            self._steered = steered = DDPTrainer(trainer, self, arguments, train_index)
             if self.identity.world_size > 1 and self.identity.launcher != "notebook":
                 self._wait_for_ranks_after_failure(train_index)
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
+        elif (of_tool := self.tool.part(trainer, self, None)) is not None:
+            result = self._run_alone(trainer, original_train, of_tool)
         else:
-            result = original_train() if of_tool is None else self._run_alone(trainer, original_train, of_tool)
+            result = original_train()
         self.program.end_training()
         self.tool.end_training()
         return result
@@ -279,6 +257,22 @@ def open_session(
         VersionError: A library outside the supported range.
     """
     session = Session(config, identity, console, context or RunContext(), tool or Tool(), program=program or Program())
+    _check_ranks(session)
+    session.program.enter(session)
+    if session.tool.draws_alike:
+        from unsloth_multigpu.launch.seeding import same_random_choices
+
+        same_random_choices()
+    session.registry = PatchRegistry(_patches(session))
+    session.registry.apply()
+    if identity.rank == 0:
+        _log_start(session)
+    return session
+
+
+def _check_ranks(session: Session) -> None:
+    """Checks that the options fit the ranks that a launcher has started."""
+    config, identity = session.config, session.identity
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False runs in one process, but {identity.launcher} started {identity.world_size} ranks.",
@@ -307,25 +301,15 @@ def open_session(
         )
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on' has no effect in one process, which holds the whole model")
-    session.program.enter(session)
-    if session.tool.draws_alike:
-        from unsloth_multigpu.launch.seeding import same_random_choices
-
-        same_random_choices()
-    session.registry = PatchRegistry(_patches(session))
-    session.registry.apply()
-    if identity.rank == 0:
-        from unsloth_multigpu.group.place import NO_ACCELERATOR, start_sentence
-
-        sentence = start_sentence(identity, config, session.context.log_dir)
-        tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
-        tell("%s", sentence)
-        _warn_of_untested()
-    return session
 
 
-def _warn_of_untested() -> None:
-    """Warns once of libraries that are newer than any tested version. Patches that do not fit raise elsewhere."""
+def _log_start(session: Session) -> None:
+    """Logs how many ranks train on which devices, and libraries that are newer than any tested version."""
+    from unsloth_multigpu.group.place import NO_ACCELERATOR, start_sentence
+
+    sentence = start_sentence(session.identity, session.config, session.context.log_dir)
+    tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
+    tell("%s", sentence)
     if newer := [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]:
         logger.warning(
             "newer than tested: %s. Every patched function is checked; `unsloth-multigpu verify` compares the first "
@@ -419,18 +403,10 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:
-    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"], or [] if it asks for none.
-
-    Raises:
-        ConfigError: A value that Unsloth would refuse when a model is loaded.
-    """
+    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"] if it is on, else []."""
     text = environment.get(_TENSOR_PARALLEL, "").strip()
-    if text and not (text.isdecimal() and int(text)):
-        raise ConfigError(
-            f"{_TENSOR_PARALLEL}={text!r}; Unsloth expects a whole number from 1 on.",
-            hint=f"Unset {_TENSOR_PARALLEL} if ranks are not to share a model.",
-        )
-    return [f"{_TENSOR_PARALLEL}={text}"] if text and int(text) > 1 else []
+    # Unsloth refuses other values when it loads a model.
+    return [f"{_TENSOR_PARALLEL}={text}"] if text.isdecimal() and int(text) > 1 else []
 
 
 def _claim_device(session: Session) -> str:
@@ -438,7 +414,7 @@ def _claim_device(session: Session) -> str:
     if session.identity.world_size == 1:
         return "any"
     if session.config.device != "cpu":
-        # torch reads them once, when the device is opened below. Our own launcher has set them before.
+        # torch reads these variables once, when the device is opened below. Our launcher has set them already.
         os.environ.update(allocator_variables(os.environ))
     import torch
 
@@ -451,20 +427,19 @@ def _claim_device(session: Session) -> str:
             f"device={wanted!r}, but rank {session.identity.rank} finds {device.type}.",
             hint="Set device='auto', or check the driver and the installed torch.",
         )
-    if device.type != "cpu":
-        if torch.accelerator.device_count() == 1 and session.identity.local_world_size > 1:
-            # accelerate would give DDP the local rank as device, which does not exist if each rank sees one GPU.
-            os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
-        available = torch.accelerator.device_count()
-        # SLURM may bind one device to each rank. Any other number below that of ranks means that ranks would share one.
-        if 1 < available < session.identity.local_world_size:
-            raise SetupError(
-                f"{session.identity.local_world_size} ranks run here, but {available} GPU(s) are visible.",
-                hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
-            )
-        torch.accelerator.set_device_index(device.index)
-    else:
+    if device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
         # accelerate would call the device "cpu:0", to which torch.load cannot map a checkpoint.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        return "cpu"
+    available, num_ranks = torch.accelerator.device_count(), session.identity.local_world_size
+    if available == 1 < num_ranks:
+        # Each rank sees one GPU, as SLURM may arrange. accelerate would give DDP the local rank as its device.
+        os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    elif available < num_ranks:
+        raise SetupError(
+            f"{num_ranks} ranks run here, but {available} GPU(s) are visible.",
+            hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
+        )
+    torch.accelerator.set_device_index(device.index)
     return device.type

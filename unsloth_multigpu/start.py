@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import ENV_SHARD_CHOICE, MultiGPUConfig, given_options, variable
+from unsloth_multigpu.options import MultiGPUConfig, given_options, variable
 
 logger = get_logger(__name__)
 
@@ -156,9 +156,7 @@ def _with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks
         return config
     from unsloth_multigpu.shard.script_probe import choose_shard
 
-    # The ranks inherit this variable.
-    os.environ[ENV_SHARD_CHOICE] = shard = choose_shard(command, os.environ, config, num_ranks)
-    return config.with_shard(shard)
+    return config.with_shard(choose_shard(command, os.environ, config, num_ranks))
 
 
 def exit_like(code: int) -> None:

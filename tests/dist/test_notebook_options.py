@@ -117,7 +117,7 @@ def test_planner_skipped_steps_replicas_and_resume_in_a_kernel(tmp_path: Path, s
 
         cell = notebook.run("train('flipped', 'flip')")
         assert cell.error == "DivergenceError"
-        assert "rank 0 and rank 1 differ in 1 of 21 trainable tensors: lm_head.weight" in cell.value
+        assert "rank 1 differs from rank 0 in 1 of 21 trainable tensors: lm_head.weight" in cell.value
 
         notebook.restart()
         _open(notebook, ENABLE)

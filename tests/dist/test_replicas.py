@@ -20,7 +20,7 @@ RUNS = {
     "fp16": {**EXACT, "hook": "FP16"},
     "last_step": {"plant": "flip", "verify_every": 100, "max_steps": 3},
 }
-HINT = "Or for what changes weights or gradients on one rank alone"
+HINT = "Or look for code that changes weights or gradients on one rank only"
 
 
 def run(folder, num_ranks, **lines):
@@ -56,7 +56,7 @@ def saved_in(folder, name):
         (
             "start",
             1,
-            "rank 0 and rank 1 differ in 8 of 21 trainable tensors: model.layers.0.self_attn.q_proj.weight, "
+            "rank 1 differs from rank 0 in 8 of 21 trainable tensors: model.layers.0.self_attn.q_proj.weight, "
             "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v_proj.weight, "
             "model.layers.0.self_attn.o_proj.weight and 4 more",
             "It is the first check.",
@@ -64,7 +64,7 @@ def saved_in(folder, name):
         (
             "scale",
             4,
-            "rank 0 and rank 1 differ in 1 of 21 trainable tensors: lm_head.weight",
+            "rank 1 differs from rank 0 in 1 of 21 trainable tensors: lm_head.weight",
             "All ranks were equal after step 2.",
         ),
     ],
@@ -83,7 +83,7 @@ def test_planted_divergence_is_caught_at_the_next_check(trained, plant, step, me
 def test_rank_that_differs_from_the_others_is_named_and_ends_the_run(tmp_path):
     found = run(tmp_path, 3, flip={"plant": "flip"})
     assert found.code == 77, found.err
-    named = "rank 2 differs from the other ranks in 1 of 21 trainable tensors: model.layers.0.input_layernorm.weight"
+    named = "rank 2 differs from rank 0 in 1 of 21 trainable tensors: model.layers.0.input_layernorm.weight"
     since = "All ranks were equal after step 2."
     assert f"DivergenceError: The ranks' replicas differ after step 4: {named}. {since}" in found.err
     assert HINT in found.err

@@ -121,7 +121,7 @@ def test_ranks_compute_equally_many_micro_batches_and_every_sample_once(sharded,
 def test_engine_is_named(sharded):
     assert "sharded by FSDP2 of accelerate: a rank holds 50." in sharded[1]
     # What cannot be measured there is said, not invented.
-    assert "multigpu/waiting and multigpu/slowest_rank are not logged: waiting is not measured where" in sharded[1]
+    assert "multigpu/waiting and multigpu/slowest_rank are not logged: waiting is not measured if" in sharded[1]
 
 
 def test_adapter_that_is_not_trained_is_saved_with_its_own_weights(alone, sharded):

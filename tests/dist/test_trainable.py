@@ -50,7 +50,7 @@ def test_layer_that_is_unfrozen_within_a_step_ends_the_training_before_the_step(
 
 def test_parameter_that_only_the_optimizer_has_is_found_after_the_first_step(folder):
     facts = outcome(folder / "2", "beside")[0]
-    assert "after step 1: rank 0 and rank 1 differ in 1 of" in facts["error"]
+    assert "after step 1: rank 1 differs from rank 0 in 1 of" in facts["error"]
     assert "of the optimizer's group 2, which is not in the model" in facts["error"]
     assert facts["saved"] == []
 

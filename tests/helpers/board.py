@@ -1,4 +1,4 @@
-"""A rank's manager with a store and without a process group."""
+"""A rank's manager with a store and without a process group, and its session."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch.distributed import Store
 
 from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 
 
@@ -23,3 +26,9 @@ def manager_of(
     manager.config = config or MultiGPUConfig()
     manager.waits = SimpleNamespace(counted=nullcontext)
     return manager
+
+
+def session_of(manager: Any, tool: Tool | None = None) -> Any:
+    """What a `DDPTrainer` uses of a `Session`, in a process without a supervisor."""
+    facts = {"events": None, "beat": HeartbeatPage(None, 0), "context": RunContext(), "tool": tool or Tool()}
+    return SimpleNamespace(manager=lambda: manager, **facts)

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.board import manager_of
+from tests.helpers.board import manager_of, session_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.ddp import DDPWrapping, uses_every_parameter
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.trainer import DDPTrainer
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 TINY = {
     "vocab_size": 16,
@@ -251,8 +250,8 @@ def test_tool_follows_a_training_that_another_parallelism_steers():
     trainer = FakeTrainer()
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
     manager = manager_of(None, 0, 2)
-    steered = DDPTrainer(trainer, manager, None, HeartbeatPage(None, 0))
-    steered.of_tool = Following(trainer, manager)
+    steered = DDPTrainer(trainer, session_of(manager))
+    steered.of_tool = [Following(trainer, manager)]
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))
     assert seen == ["step", "end of step"]
     assert "training_step" not in vars(trainer)

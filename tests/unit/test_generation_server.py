@@ -14,9 +14,8 @@ from unsloth_multigpu.errors import GeneratorError
 from unsloth_multigpu.launch import generation_server
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.event import SERVER_WANTED, Event, is_ready
 from unsloth_multigpu.wire.process import is_alive
-from unsloth_multigpu.wire.request import SERVER_WANTED, is_ready
 
 PORT = free_ports(2)
 ASKED = [Event(SERVER_WANTED, 0, 0, 0.0, -1, {"port": PORT, "arguments": ["--model", "tiny"]})]

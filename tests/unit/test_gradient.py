@@ -1,7 +1,7 @@
 """Gradients that are no finite numbers, and the check of each step that finds them, without ranks."""
 
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +10,13 @@ from torch.distributed import HashStore
 
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.errors import NonFiniteGradientError, RankTimeoutError
+from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategy import read_strategy
-from unsloth_multigpu.train.check import MAX_SKIPPED_IN_A_ROW, BatchCount, StepCheck
+from unsloth_multigpu.train.check import MAX_SKIPPED_IN_A_ROW, StepCheck
+from unsloth_multigpu.train.lead import Lead
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 class OneRank(FakeTrainer):
@@ -37,7 +39,7 @@ class OneRank(FakeTrainer):
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_json=lambda value: self.gathered.append(value) or [value],
         )
-        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
+        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True), None)
 
     def checked(self):
         return Loop(self, [self.check]).steering()
@@ -140,38 +142,50 @@ def _raising(error):
 
 
 @contextmanager
-def batch_counts(*, one_order=False):
-    """Two ranks' counts over one store."""
-    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05)
-    counts = []
-    for rank in range(2):
-        manager = manager_of(store, rank, 2, config)
-        trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
-        counts.append(BatchCount(trainer, manager, SimpleNamespace(has_one_order=one_order)))
-        counts[-1].begin()
-    yield counts
+def two_ranks(**options):
+    """Two ranks' checks over one store; each call of `draw` is one of `get_batch_samples`, for one batch."""
+    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05, **options)
+    found = []
+    with ExitStack() as stack:
+        for rank in range(2):
+            trainer, manager = FakeTrainer(), manager_of(store, rank, 2, config)
+            trainer.state.global_step = 12
+            trainer.get_batch_samples = lambda batches, *_: next(batches, None)
+            lead = Lead(manager, HeartbeatPage(None, rank))
+            check = StepCheck(trainer, manager, SimpleNamespace(has_one_order=False), lead)
+            stack.enter_context(Loop(trainer, [check]).steering())
+            found.append(trainer)
+        yield found
 
 
-def draw(count, iterator):
-    return count.batch_samples(lambda batches: next(batches, None), iterator)
+def draw(trainer, batches):
+    return trainer.get_batch_samples(batches, 1, "cpu")
 
 
 def test_ranks_with_as_many_batches_pass_to_the_next_epoch():
-    with batch_counts() as (first, second):
+    with two_ranks() as (first, second):
         for _ in range(2):
             mine, its = iter(range(2)), iter(range(2))
-            for _ in range(2):
-                assert draw(first, mine) == draw(second, its)
-            # It waits for the other one, no longer than it may.
-            with pytest.raises(
-                RankTimeoutError, match=r"rank 0 waited 0.05 seconds for rank 1 to have no more batches"
-            ):
-                draw(first, mine)
-            assert draw(second, its) is None
-            assert draw(first, mine) is None
+            assert [draw(first, mine) for _ in range(3)] == [draw(second, its) for _ in range(3)] == [0, 1, None]
 
 
-def test_one_order_for_all_ranks_is_not_counted():
-    with batch_counts(one_order=True) as (first, _):
-        batches = iter(range(1))
-        assert [draw(first, batches) for _ in range(3)] == [0, None, None]
+@pytest.mark.parametrize(("of_rank_0", "of_rank_1"), [(1, 2), (2, 1)])
+def test_rank_that_has_no_more_batches_while_rank_0_has_or_the_other_way_round_is_named(of_rank_0, of_rank_1):
+    less, more = (0, 1) if of_rank_0 < of_rank_1 else (1, 0)
+    with two_ranks() as (first, second):
+        mine, its = iter(range(of_rank_0)), iter(range(of_rank_1))
+        assert [draw(first, mine), draw(first, mine)] == [0, 1 if of_rank_0 > 1 else None]
+        assert draw(second, its) == 0
+        with pytest.raises(DivergenceError, match=f"rank {less} has no more batches in step 13, and rank {more} has"):
+            draw(second, its)
+
+
+def test_rank_that_waits_for_rank_0s_batch_waits_no_longer_than_it_may():
+    wait = "rank 1 waited 0.05 seconds for rank 0 to reach its next batch after step 12"
+    with two_ranks() as (_, second), pytest.raises(RankTimeoutError, match=wait):
+        draw(second, iter(range(2)))
+
+
+def test_batches_of_ranks_that_step_independently_are_not_compared():
+    with two_ranks(strategy="local_sgd") as (_, second):
+        assert draw(second, iter(range(2))) == 0

@@ -11,8 +11,7 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train import lead as module
-from unsloth_multigpu.train.control import OneDecision
-from unsloth_multigpu.train.lead import Lead, Moment
+from unsloth_multigpu.train.lead import Lead, Moment, OneDecision
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -45,14 +44,14 @@ def test_flags_of_rank_0_are_those_of_all_ranks_and_keys_are_used_again(leads, m
 def test_decision_that_is_not_there_is_waited_for_and_one_of_an_earlier_training_does_not_count(leads):
     leads[0].follow(Moment.STEP, 7, 0)
     _, other = leads_of([lead._manager for lead in leads])
-    with pytest.raises(RankTimeoutError, match=r"rank 1 waited 0\.05 seconds for what rank 0's callbacks decide after"):
+    with pytest.raises(RankTimeoutError, match=r"rank 1 waited 0\.05 seconds for rank 0 to reach the end of a step"):
         other.follow(Moment.STEP, 0, 0)
 
 
 def test_rank_that_has_come_to_another_point_is_told(leads):
     mine, other = leads
     mine.follow(Moment.SAVE, 0, 3)
-    with pytest.raises(DivergenceError, match="step 3 rank 1 has come to the callbacks of a log, rank 0 to those"):
+    with pytest.raises(DivergenceError, match="After step 3 rank 1 is at a log, rank 0 at a save"):
         other.follow(Moment.LOG, 0, 3)
 
 

@@ -48,7 +48,7 @@ def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch):
         (RankIdentity(0, 0, 2, 2, "notebook"), 2, "1", "2 ranks on 2 x Tesla T4 (14.7 GiB each)"),
         (RankIdentity(0, 0, 4, 2, "torchrun"), 2, "0", "4 ranks on 2 nodes, here on 2 x Tesla T4 (14.7 GiB each)"),
         (RankIdentity(0, 0, 2, 2, "slurm"), 1, "0", "2 ranks on 2 devices, rank 0 on Tesla T4 (14.7 GiB)"),
-        (RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), 1, "1", "2 ranks that share one card, on Tesla T4 (14.7 GiB)"),
+        (RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), 1, "1", "2 ranks that share one GPU, on Tesla T4 (14.7 GiB)"),
     ],
 )
 def test_ranks_are_told_with_their_devices(monkeypatch, identity, num_visible, sharing, said):

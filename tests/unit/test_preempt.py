@@ -11,12 +11,11 @@ from torch.distributed import HashStore
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.lead import Lead
+from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Caught, Preemption
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
-from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 
 def preemption_of(trainer, manager, events=None, may_stop=lambda: True):
@@ -63,7 +62,7 @@ def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said)
     def train():
         trainer = FakeTrainer()
         if rank:  # It follows rank 0 at the end.
-            Lead(managers[0], HeartbeatPage(None, 0)).follow(7, 0, 2)
+            Lead(managers[0], HeartbeatPage(None, 0)).follow(Moment.END, 0, 2)
         with Loop(trainer, [preemption_of(trainer, managers[1])]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)

@@ -12,7 +12,7 @@ from unsloth_multigpu.errors import (
     SetupError,
 )
 from unsloth_multigpu.launch.cause import find_early_exit
-from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, find_refusal, is_refusal
+from unsloth_multigpu.launch.refusal import REFUSED, find_refusal, is_refusal
 from unsloth_multigpu.wire.event import Event
 
 
@@ -45,10 +45,10 @@ def test_the_last_training_of_a_rank_counts():
     assert find_refusal([event("started", 0, 1)]) is None
     found = find_refusal([refused(0, 1), refused(1, 2)])
     assert found == (69, "train() was refused: SetupError: no; the script continued without it")
-    made_up_for = [refused(0, 1), refused(1, 2), event(MADE_UP_FOR, 0, 3), event(MADE_UP_FOR, 1, 4)]
-    assert find_refusal(made_up_for) is None
-    assert find_refusal(made_up_for[:-1]) is not None
-    assert find_refusal([*made_up_for, refused(0, 5)]) is not None
+    trained_later = [refused(0, 1), refused(1, 2), event("trained", 0, 3), event("trained", 1, 4)]
+    assert find_refusal(trained_later) is None
+    assert find_refusal(trained_later[:-1]) is not None
+    assert find_refusal([*trained_later, refused(0, 5)]) is not None
 
 
 def test_rank_that_left_by_a_refusal_has_left():

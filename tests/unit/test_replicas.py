@@ -50,21 +50,26 @@ def test_empty_scalar_and_complex_tensors_have_a_hash():
 @pytest.mark.parametrize(
     ("hashes", "message"),
     [
-        ([[1, 1], [1, 2]], "rank 0 and rank 1 differ in 1 of 2 trainable tensors: b"),
-        ([[9, 1], [1, 1], [1, 1]], "rank 0 differs from the other ranks in 1 of 2 trainable tensors: a"),
+        ([[1, 1], [1, 2]], "rank 1 differs from rank 0 in 1 of 2 trainable tensors: b"),
+        ([[9, 1], [1, 1], [1, 1]], "rank 0 differs from rank 1 in 1 of 2 trainable tensors: a"),
         (
             [[1, 1], [2, 1], [1, 3]],
-            "rank 1 differs from the other ranks in 1 of 2 trainable tensors: a; "
-            "rank 2 differs from the other ranks in 1 of 2 trainable tensors: b",
+            "rank 1 differs from rank 0 in 1 of 2 trainable tensors: a; "
+            "rank 2 differs from rank 0 in 1 of 2 trainable tensors: b",
         ),
-        ([[1, 1], [2, 1], [3, 1]], "rank 0 and rank 1 and rank 2 differ in 1 of 2 trainable tensors: a"),
+        (
+            [[1, 1], [2, 1], [3, 1]],
+            "rank 1 differs from rank 0 in 1 of 2 trainable tensors: a; rank 2 differs from rank 0 in 1 of 2 trainable "
+            "tensors: a",
+        ),
         (
             [[1, 1], [1, 1], [1, 1], [2, 1], [3, 1]],
-            "ranks 3, 4 differ from the other ranks in 1 of 2 trainable tensors: a",
+            "rank 3 differs from rank 0 in 1 of 2 trainable tensors: a; rank 4 differs from rank 0 in 1 of 2 trainable "
+            "tensors: a",
         ),
     ],
 )
-def test_message_names_the_minority(hashes, message):
+def test_message_names_the_minority_and_one_of_the_other_ranks(hashes, message):
     assert describe_divergence(["a", "b"], hashes) == message
 
 

@@ -9,9 +9,8 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, Subset
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.group.facts import facts_of_evaluation
+from unsloth_multigpu.group.facts import digest_of_rows, facts_of_evaluation, num_rows
 from unsloth_multigpu.group.random_state import read_random_state
-from unsloth_multigpu.group.rows import digest_of_rows, num_rows
 
 NUM = 400
 

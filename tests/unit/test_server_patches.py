@@ -16,10 +16,9 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.event import EventWriter, read_events, say_ready
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.request import say_ready
 
 
 @dataclass

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from tests.helpers.board import manager_of
+from tests.helpers.board import manager_of, session_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.shard_engine import Engine, check_versions
-from unsloth_multigpu.group.shards import is_entered_below, tried_pass, whole_of
+from unsloth_multigpu.group.shards import Engine, check_versions, is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard import describe, script_probe
@@ -21,7 +20,6 @@ from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of,
 from unsloth_multigpu.shard.script_probe import Answer
 from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 
 class Fails(torch.nn.Module):
@@ -92,7 +90,7 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog):
     trainer = FakeTrainer()
     trainer.is_fsdp_enabled = True
     trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1))
-    steered = DDPTrainer(trainer, manager_of(None, 0, 2), None, HeartbeatPage(None, 0))
+    steered = DDPTrainer(trainer, session_of(manager_of(None, 0, 2)))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
     assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text
@@ -116,8 +114,9 @@ def test_model_of_which_nothing_is_sharded_is_refused():
 
 
 def test_older_versions_are_refused(monkeypatch):
-    check_versions("torch", "no-such-library")
-    monkeypatch.setattr("unsloth_multigpu.group.shard_engine.version", lambda _: "2.6.0")
+    monkeypatch.setattr("unsloth_multigpu.versions.installed_version", lambda _: None)
+    check_versions("torch")
+    monkeypatch.setattr("unsloth_multigpu.versions.installed_version", lambda _: "2.6.0")
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
     # A plan has no rows of what would be refused.

@@ -11,11 +11,10 @@ import time
 import pytest
 import torch.distributed as dist
 
+from unsloth_multigpu.group import board as module
 from unsloth_multigpu.group import manager as manager_module
-from unsloth_multigpu.group import shutdown as module
-from unsloth_multigpu.group.board import Board
+from unsloth_multigpu.group.board import Board, ShutdownBarrier
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shutdown import ShutdownBarrier
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 

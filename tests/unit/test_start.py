@@ -15,6 +15,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
+from unsloth_multigpu.wire.context import RunContext
 
 SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 
@@ -298,3 +299,8 @@ def test_rank_that_has_said_why_it_ends_ends():
     assert (found.returncode, interrupted) == (ConfigError.exit_code, "interrupted KeyboardInterrupt: ")
     # Each version of Python has words of its own for a text that cannot be made.
     assert failed.startswith("exception Mute: <")
+
+
+def test_ranks_are_told_what_the_supervisor_has_chosen_for_shard(tmp_path):
+    config = MultiGPUConfig(shard="auto").with_shard("on")
+    assert RunContext.read(launcher.rank_environment(config, 2, tmp_path, tmp_path, "run", {})).shard == "on"

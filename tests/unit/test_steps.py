@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.board import session_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
@@ -110,7 +111,7 @@ def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
 
 
 def steered(trainer, identity=ONE_OF_TWO, **options):
-    return DDPTrainer(trainer, manager_of(identity, **options), None, HeartbeatPage(None, 0))
+    return DDPTrainer(trainer, session_of(manager_of(identity, **options)))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def steered(trainer, identity=ONE_OF_TWO, **options):
     [
         ({}, 1, r"was built for 1 process\(es\), the run has 2 ranks"),
         ({"auto_find_batch_size": True}, 2, "auto_find_batch_size=True lets one rank shrink"),
-        ({"train_sampling_strategy": "batch_rebalance"}, 2, "'batch_rebalance' deals samples to ranks itself"),
+        ({"train_sampling_strategy": "batch_rebalance"}, 2, "'batch_rebalance' chooses the samples of each rank"),
     ],
 )
 def test_training_in_which_ranks_would_go_ways_of_their_own_is_refused(args, num_processes, message):
@@ -152,7 +153,7 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples()
     assert of_planner == {"balance", name}  # `balance` deals what was generated.
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
-    told = f"^{name}=.* deals samples by their length, but .* makes its samples"
+    told = f"^{name}=.* divides samples by length, but .* generates its samples"
     with pytest.raises(SetupError, match=told) as error:
         steered(trainer, **{name: 64})._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from unsloth_multigpu.launch.stop import Stop, describe_stop, signals_queued
-from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.event import Event, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
-from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 
 def end_time(run_dir):

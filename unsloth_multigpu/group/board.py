@@ -1,7 +1,10 @@
-"""What ranks tell each other without a collective: values under names, in the store that they share."""
+"""Values that ranks exchange without a collective: keys of the store that they share."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,29 +12,36 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.process import is_alive
 from unsloth_multigpu.wire.wait import wait_until
+
+logger = get_logger(__name__)
 
 _Found = TypeVar("_Found")
 
-# Before each value: an empty one would be the same as none for some versions of the store.
+# Prefix of each value, because some stores do not distinguish an empty value from a missing one.
 _MARK = "="
 _NONE = "?"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.02
 # Limit of the time from a `set` until other ranks read the value.
 _IN_FLIGHT_S = 1.0
-# A rank that waits sleeps for this part of the time that it has waited.
+# A waiting rank pauses for this fraction of the time that it has waited.
 _PAUSES_PER_WAIT = 8
-_HINT = "Call it on all ranks, or raise timeout_s where it only takes long."
+_HINT = "Call it on all ranks, or raise timeout_s if it only takes long."
+# Ranks leave a script at nearly the same time. After this time rank 0 logs that it stays for the others.
+_QUIET_S = 5.0
+_LEFT = "left"
 
 
 class Board:
-    """The store of the ranks. It works before there is a process group, and in code that only some ranks reach.
+    """The store of the ranks. It works without a process group, and in code that only some ranks reach.
 
-    A name is published once, numbered where there are several of a kind; or each value replaces the one before.
+    A key is published once, with a number if there are several of a kind; or each value replaces the one before.
 
     Attributes:
-        is_abandoned: True where rank 0 (for rank 0: all others) has left the code that this rank runs, and publishes
-            nothing more in it.
+        is_abandoned: Returns True if rank 0 (on rank 0: all other ranks) has left the code that this rank runs, and
+            publishes nothing more in it.
     """
 
     def __init__(self, rank: int, store: Store | None = None) -> None:
@@ -47,17 +57,17 @@ class Board:
         return self._store
 
     def number_of_training(self) -> int:
-        """One more than the last one of this store: the same on ranks that begin the same trainings."""
+        """Counts a training, and returns its number. It is equal on ranks that begin the same trainings."""
         self._num_trainings += 1
         return self._num_trainings
 
     def publish(self, key: str, value: str = "") -> None:
-        """Lets other ranks see `key`. Does not wait for the store."""
+        """Sets the value of `key` for all ranks. Does not wait for the store."""
         self.store.set(key, _MARK + value)
 
     def read(self, key: str) -> str | None:
-        """The value of `key`, None as long as no rank has published it. One round trip; does not wait for a rank."""
-        # `get` would wait, and `check` before it is a second round trip. This replaces nothing: no value is `_NONE`.
+        """Returns the value of `key`; None if no rank has published it. One round trip; does not wait for a rank."""
+        # `get` would wait, and `check` before it is a second round trip. No value is `_NONE`, so this replaces nothing.
         found = self.store.compare_set(key, _NONE, _NONE).decode()
         return None if found == _NONE else found.removeprefix(_MARK)
 
@@ -66,27 +76,27 @@ class Board:
         return self.read(key) is not None
 
     def meet(self, world_size: int, *, timeout_s: float, hint: str) -> None:
-        """Waits for the other ranks, in Python, where signals and other threads reach it.
+        """Waits for the other ranks, in Python, so that signals and other threads are handled meanwhile.
 
-        A process group would name a key of its store that is missing. Each rank may call this once for a store, or
-        again without waiting.
+        The error of a process group would name a key that is missing in its store. Each rank calls this once per store.
+        Further calls do not wait.
 
         Raises:
-            RankTimeoutError: It names the ranks that have not come. `launch.cause` takes the blame from that text.
+            RankTimeoutError: Some ranks have not come. `launch.cause` reads their numbers from its text.
         """
         keys = [f"here/{other}" for other in range(world_size)]
         self.publish(keys[self.rank])
         if wait_until(lambda: self.store.check(keys), time.monotonic() + timeout_s):
             return
         missing = [str(other) for other, key in enumerate(keys) if not self.is_published(key)]
-        if missing:  # Else the last one came at the last moment.
+        if missing:  # Otherwise the last one came at the last moment.
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
             raise RankTimeoutError(
                 f"{who} did not come to open the process group within {timeout_s:g} seconds.", hint=hint
             )
 
     def wait_for_number(self, key: str, number: int, what: str, *, timeout_s: float) -> None:
-        """Waits until the value of `key`, a number that grows, has come to `number`. See `wait`."""
+        """Waits until the value of `key`, a growing number, is at least `number`. See `wait`."""
         self.wait(lambda: int(self.read(key) or -1) >= number or None, what, timeout_s=timeout_s)
 
     def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
@@ -94,10 +104,10 @@ class Board:
         return self.wait(lambda: self.read(key), what, timeout_s=timeout_s)
 
     def wait(self, read: Callable[[], _Found | None], what: str, *, timeout_s: float, hint: str = _HINT) -> _Found:
-        """Calls `read`, which does not wait, until it returns something else than None. `what` is waited for.
+        """Calls `read`, which does not wait, until it returns something. `what` describes it in messages.
 
         Raises:
-            RankTimeoutError: It was not there within `timeout_s`.
+            RankTimeoutError: `read` returned None for `timeout_s`.
             DistributedError: Rank 0 has left the code that all ranks run without publishing it.
         """
         begin_s = time.monotonic()
@@ -107,14 +117,57 @@ class Board:
                 abandoned_s = time.monotonic()
             if (found := read()) is not None:
                 return found
-            # `set` does not wait: what was published before may be still on its way.
+            # `set` does not wait, so a value that was published earlier may arrive later.
             if abandoned_s is not None and time.monotonic() - abandoned_s > _IN_FLIGHT_S:
                 who = "rank 0 has" if self.rank else "the other ranks have"
                 raise DistributedError(
                     f"rank {self.rank} waits for {what}, and {who} left the cell.",
-                    hint="Let all ranks take the same way through the cell.",
+                    hint="Let all ranks run the same code in a cell.",
                 )
             waited_s = time.monotonic() - begin_s
             if waited_s > timeout_s:
                 raise RankTimeoutError(f"rank {self.rank} waited {timeout_s:g} seconds for {what}.", hint=hint)
             time.sleep(min(max(waited_s / _PAUSES_PER_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+
+
+class ShutdownBarrier:
+    """Keeps rank 0's process alive until all ranks have left the store that it serves.
+
+    Torch elastic serves the store from a separate process. Under srun and Ray rank 0 serves it, and a rank that still
+    reads from it would lose its connection.
+    """
+
+    def __init__(self, board: Board, world_size: int) -> None:
+        self._board = board
+        self._others = range(1, world_size)
+        board.publish(f"shutdown/{board.rank}", json.dumps([platform.node(), os.getpid()]))
+
+    def leave(self, limit_s: float) -> None:
+        """Called when this rank no longer needs the store. Rank 0 waits for the others, at most `limit_s`."""
+        if self._board.rank > 0:
+            try:
+                self._board.publish(f"shutdown/{self._board.rank}", _LEFT)
+            except RuntimeError as gone:
+                logger.debug("rank 0 has left before: %s", gone)
+            return
+        deadline_s = time.monotonic() + limit_s
+        if wait_until(lambda: not self._present(), min(deadline_s, time.monotonic() + _QUIET_S)):
+            return
+        logger.info("rank 0 serves the store of the ranks and stays until all have left, at most %g s", limit_s)
+        if not wait_until(lambda: not self._present(), deadline_s):
+            present = ", ".join(map(str, self._present()))
+            logger.warning(
+                "rank 0 leaves, and with it the store of the ranks; rank(s) %s have not left within %g s (timeout_s)",
+                present,
+                limit_s,
+            )
+
+    def _present(self) -> list[int]:
+        """Returns the ranks that may still need the store, including those that have not connected yet."""
+        told = {rank: self._board.read(f"shutdown/{rank}") for rank in self._others}
+        return [rank for rank, text in told.items() if text is None or (text != _LEFT and _lives(*json.loads(text)))]
+
+
+def _lives(host: str, pid: int) -> bool:
+    """False for a process of this machine that has ended. Processes of other machines are assumed to live."""
+    return host != platform.node() or is_alive(pid)

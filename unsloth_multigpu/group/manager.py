@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DivergenceError
-from unsloth_multigpu.group.board import Board
+from unsloth_multigpu.group.board import Board, ShutdownBarrier
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
@@ -25,13 +25,10 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
-if TYPE_CHECKING:
-    from unsloth_multigpu.group.shutdown import ShutdownBarrier
-
 logger = get_logger(__name__)
 
 _PREFIX = "unsloth_multigpu"
-# From this version on NCCL lets ranks share a card.
+# From this version on, NCCL lets ranks share a GPU.
 _SHARING_NCCL = (2, 30)
 _HASH_HINT = (
     " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
@@ -78,8 +75,6 @@ class DDPManager(Board):
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
             # Rank 0's process serves the store, unless torch elastic or a notebook does.
             if self.identity.world_size > 1 and self.identity.launcher != "notebook" and not _is_elastic():
-                from unsloth_multigpu.group.shutdown import ShutdownBarrier
-
                 self._shutdown = ShutdownBarrier(self, self.identity.world_size)
         return self._store
 
@@ -101,7 +96,7 @@ class DDPManager(Board):
             self.meet(
                 self.identity.world_size,
                 timeout_s=self.config.timeout_s,
-                hint="Let all ranks run the same code up to the training. Raise timeout_s where it only takes long.",
+                hint="Let all ranks run the same code up to the training. Raise timeout_s if it only takes long.",
             )
             self.tell("met")
 
@@ -126,17 +121,18 @@ class DDPManager(Board):
             )
 
     def agree_on_draws(self) -> None:
-        """Gives this process the random generators of the rank that comes here first. No rank waits for another.
+        """Copies the random generators of the rank that calls this first. No rank waits for another.
 
-        If the script has seeded them, they are equal on all ranks and nothing changes. Ranks that torchrun starts again
-        get the generators of the ranks before them.
+        If the script has seeded them, they are equal on all ranks and nothing changes. Ranks that torchrun restarts get
+        the generators of the ranks before them.
         """
         mine = json.dumps([torch.initial_seed(), read_random_state()])
         seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
         if device_in_use() == "cpu":
-            torch.manual_seed(seed)  # Also of the devices, once they are opened.
+            torch.manual_seed(seed)  # Also seeds devices that are opened later.
         write_random_state(state)
-        # A running process cannot change its string hash, and `list(set(labels))` would differ from rank to rank.
+        # A running process cannot change its string hash, by which the order of `list(set(labels))` differs between
+        # ranks.
         string_hash = self._store_of_run.compare_set("string hash", "", _string_hash()).decode()
         if string_hash != _string_hash() and self._store_of_run.add("string hash told", 1) == 1:
             logger.warning(
@@ -174,7 +170,7 @@ class DDPManager(Board):
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
 
-        All ranks give the same number of tensors, with the same shapes and dtypes. Each may be on any device.
+        All ranks pass the same number of tensors, with the same shapes and dtypes, on any devices.
         """
         device = _wire_device()
         for tensor in tensors:
@@ -182,7 +178,7 @@ class DDPManager(Board):
                 continue
             plain = tensor.detach()
             wire = plain.to(device).contiguous()
-            # As bytes: not every backend sends every type.
+            # As bytes, because not every backend sends every dtype.
             self._finish(dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0, async_op=True))
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
@@ -190,13 +186,13 @@ class DDPManager(Board):
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replaces gradients by their mean over the ranks, as DDP does. Collective.
 
-        The parameters are the same on all ranks. One without a gradient on every rank keeps none.
+        The parameters are the same on all ranks. A parameter that has no gradient on any rank keeps none.
         """
         device = _wire_device()
         for parameter in parameters:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            is_there = gradient.new_full((1,), parameter.grad is not None)
-            wire = torch.cat([gradient.reshape(-1), is_there]).to(device)
+            has_gradient = gradient.new_full((1,), parameter.grad is not None)
+            wire = torch.cat([gradient.reshape(-1), has_gradient]).to(device)
             self._finish(dist.all_reduce(wire, async_op=True))
             if wire[-1]:
                 parameter.grad = (wire[:-1] / self.identity.world_size).view_as(parameter).to(parameter.device)
@@ -208,16 +204,16 @@ class DDPManager(Board):
             write_random_state(self.broadcast_json(read_random_state(kind)))
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value. Collective."""
+        """Returns rank 0's JSON value. Collective."""
         return self.gather_json(value if self.identity.rank == 0 else None)[0]
 
     def broadcast_numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """`values` with rank 0's numbers: sampled ones differ, and all ranks must decide alike. Collective."""
+        """Returns `values` with rank 0's numbers, which may be sampled, so that all ranks decide alike. Collective."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         return {**values, **self.broadcast_json(numbers)}
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in the order of ranks. Collective."""
+        """Returns the JSON values of all ranks, in their order. Collective."""
         data = json.dumps(value).encode()
         if self.identity.world_size == 1:
             return [json.loads(data)]
@@ -227,18 +223,18 @@ class DDPManager(Board):
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's `values`, in the order of ranks. Collective."""
+        """Returns the `values` of all ranks, in their order. Collective."""
         return self._gather(values, torch.float64)
 
     def gather_int64(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's signed 64-bit `values`, in the order of ranks. Collective. Floats would round them."""
+        """Like `gather_floats`, for signed 64-bit integers, which floats would round. Collective."""
         return self._gather(values, torch.int64)
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective and keeps its handle.
 
-        A thread of the backend drops its reference a moment after the collective is done. If it were the last one, the
-        thread would need Python's lock to free the tensors. An exiting process aborts then (SIGABRT, seen with gloo).
+        A thread of the backend drops its reference a moment after the collective is done. If it is the last one, the
+        thread needs Python's lock to free the tensors, and an exiting process aborts (SIGABRT, seen with gloo).
         """
         with self.waits.counted():
             work.wait()
@@ -251,14 +247,14 @@ class DDPManager(Board):
         return rows
 
     def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's flat tensor of one length. They come from the device in one copy, for which the host waits."""
+        """Returns the flat tensors of all ranks, of equal length, as rows on the CPU. The host waits for one copy."""
         gathered = mine.new_empty(self.identity.world_size, len(mine))
         self._finish(dist.all_gather(list(gathered), mine, async_op=True))
         return gathered.cpu()
 
 
 def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What differs on the first rank that is not as rank 0: name -> a sentence; empty where all are equal."""
+    """Compares the first rank that differs with rank 0. Returns a sentence by name; empty if all ranks are equal."""
     other = next((rank for rank, theirs in enumerate(ranks) if theirs != ranks[0]), 0)
     mine, theirs = ranks[0], ranks[other]
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
@@ -266,12 +262,12 @@ def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _string_hash() -> str:
-    """Differs where Python was started with another PYTHONHASHSEED."""
+    """Returns the same text in processes with the same PYTHONHASHSEED."""
     return str(hash(_PREFIX))
 
 
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
-    """The device of this rank."""
+    """Returns the device of this rank."""
     if config.device == "cpu":
         return torch.device("cpu")
     accelerator = find_accelerator()
@@ -281,11 +277,11 @@ def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device
 
 
 def find_accelerator() -> torch.device | None:
-    """The accelerator of this machine, like "cuda", without a number; None where none can be used. Opens none."""
+    """Returns the kind of accelerator of this machine, such as "cuda"; None if there is none. Opens no device."""
     try:
-        # Not its check_available, which torch 2.6 does not have. That version's is_available() would open the device.
+        # Without `check_available`, which torch 2.6 does not have. Its is_available() would open the device.
         accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6, where there is none.
+    except RuntimeError:  # torch 2.6 without an accelerator.
         return None
     if accelerator is None or accelerator.type == WITHOUT_GROUP:
         return None
@@ -293,20 +289,20 @@ def find_accelerator() -> torch.device | None:
 
 
 def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool:
-    """True where several ranks may use the only visible device, by the variable of the user that NCCL has for it."""
+    """True if several ranks may use the only visible device: the user has set NCCL's variable for that."""
     return num_visible == 1 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def sends_over_host() -> bool:
-    """True in a rank that shares its card, where NCCL is too old for that: gloo sends what lies on the card."""
+    """True in a rank that shares its GPU if NCCL is too old for that. Then gloo sends the tensors of the GPU."""
     if not torch.cuda.is_available() or not ranks_share_device(torch.cuda.device_count(), os.environ):
         return False
     return not dist.is_nccl_available() or torch.cuda.nccl.version()[:2] < _SHARING_NCCL
 
 
 def _wire_device() -> torch.device:
-    """The device on which a tensor must be for the default group to send it."""
-    # A group without a named backend has gloo for the CPU in addition to the accelerator's own.
+    """Returns the device from which the default process group sends tensors."""
+    # A group without a named backend has gloo for the CPU in addition to that of the accelerator.
     if kind_of(str(dist.get_backend())) is None:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -315,12 +311,12 @@ def _wire_device() -> torch.device:
 
 
 def _is_elastic() -> bool:
-    """True where torch elastic serves a store for the ranks."""
+    """True if torch elastic serves a store for the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
-    # Without torch elastic rank 0 serves it, and init_process_group joins the same server.
+    # Without torch elastic rank 0 serves the store, and init_process_group connects to the same server.
     is_server = identity.rank == 0 and not _is_elastic()
     place, timeout = (identity.master_addr, identity.master_port), timedelta(seconds=timeout_s)
     return TCPStore(*place, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True)

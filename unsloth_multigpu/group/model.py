@@ -1,4 +1,4 @@
-"""The objects inside of wrappers: the model, its config, torch's own optimizer."""
+"""Finds the objects inside wrappers: the model, its config, torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The name under which a wrapper holds its model; None for a module that is not a wrapper."""
+    """Returns the name of a wrapper's attribute that holds the model; None for a module that is not a wrapper."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
-    # Importing the compiler takes a second. If it is not loaded, nothing is compiled.
+    # Importing the compiler takes a second. Without it, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 
 
 def base_model(model: Any) -> Any:
-    """The architecture inside of PEFT's model; any other model itself."""
+    """Returns the model inside PEFT's model; any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language model, also where that is one tower of several; None without a config."""
+    """Returns the config of the language model, even if it is one of several towers; None without a config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def torch_optimizer(trainer: Any) -> Any:
-    """torch's optimizer inside of accelerate's; None before the first training."""
+    """Returns torch's optimizer inside accelerate's; None before the first training."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)

@@ -1,4 +1,4 @@
-"""How rank 0's work for all ranks ended, as the others are told: by an error that a script catches as on one GPU.
+"""Passes an error of rank 0 to the other ranks, as an error that the script catches like on one GPU.
 
 Needs no torch.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 
-# What a script asks an error of the system, or of a program, for.
+# Attributes of errors that scripts read.
 _FIELDS = ("errno", "strerror", "filename", "returncode")
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """What the other ranks are told of an error of rank 0, as JSON."""
+    """Describes an error of rank 0 for the other ranks, as JSON values."""
     kinds = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__ if issubclass(kind, Exception)]
     fields = {name: getattr(error, name, None) for name in _FIELDS}
     known = {name: value for name, value in fields.items() if isinstance(value, (int, str))}
@@ -25,16 +25,15 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
-    """The error of a rank that waited for rank 0 in `what`.
+    """Returns the error for a rank that has waited for rank 0 in `what`.
 
-    It is of rank 0's class as well, or of the nearest base that this process knows and can add, so that
-    `except OSError` takes the same way on all ranks.
+    It also derives from the class of rank 0's error, or from the nearest base that this process has imported, so that
+    `except OSError` catches it on all ranks.
     """
     message, hint = f"rank 0 failed in {what}: {outcome['error']}", "The cause is rank 0's error."
     for module, name in outcome.get("kinds", ()):
         kind = _find(module, name)
-        error = None if kind is None else _built(kind, message, hint)
-        if error is not None:
+        if kind is not None and (error := _built(kind, message, hint)) is not None:
             error.of_rank_0 = outcome["error"]
             fields = outcome.get("fields", {})
             for field in (name for name in _FIELDS if name in fields):
@@ -44,20 +43,20 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
 
 
 def _find(module: str, name: str) -> type[Exception] | None:
-    """A class of a module that is imported already. The name comes from another process: nothing is imported for it."""
+    """Returns a class of an imported module, else None. The name comes from another process, so nothing is imported."""
     owner: Any = sys.modules.get(module)
     for part in name.split("."):
-        # Not getattr: a module may import others when it is asked for what it lacks.
+        # Not getattr, by which a lazy module may import others.
         owner = getattr(owner, "__dict__", {}).get(part)
     return owner if isinstance(owner, type) and issubclass(owner, Exception) else None
 
 
 def _built(kind: type[Exception], message: str, hint: str) -> DistributedError | None:
-    """None for a class that cannot be combined with ours, or that needs arguments of its own."""
+    """Builds the error. Returns None if the class cannot be combined with ours, or needs arguments of its own."""
     bases = (kind,) if issubclass(kind, DistributedError) else (DistributedError, kind)
     if issubclass(DistributedError, kind):
         bases = (DistributedError,)
-    # The name is ours: it says in a report that the cause is elsewhere.
+    # It has our name, because the cause is on another rank.
     members = {"__module__": DistributedError.__module__, "__reduce__": _reduced}
     try:
         error: DistributedError = type("DistributedError", bases, members)(message, hint=hint)
@@ -67,5 +66,5 @@ def _built(kind: type[Exception], message: str, hint: str) -> DistributedError |
 
 
 def _reduced(error: DistributedError) -> tuple[Any, ...]:
-    """For another process: it can make the class again, but not by its name."""
+    """Lets the error be pickled as a plain DistributedError: its own class cannot be found by its name."""
     return functools.partial(DistributedError, hint=error.hint), error.args

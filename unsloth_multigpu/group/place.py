@@ -1,4 +1,4 @@
-"""The sentence at the start: how many ranks train, and on what."""
+"""The sentence at the start of a run: how many ranks train, and on which devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unsloth_multigpu.words import gib
 
 
 def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment: Mapping[str, str]) -> str:
-    """Why this process trains alone, with `num_visible` accelerators: a user may have forgotten the second card."""
+    """Returns why this process trains alone, and how many accelerators are visible, in case that was not intended."""
     if not config.enable_ddp:
         return f"enable_ddp=False: this process computes {config.num_gpus or max(1, num_visible)} replicas in turn"
     if config.device == "cpu":
@@ -35,7 +35,7 @@ NO_ACCELERATOR = "no accelerator is visible"
 
 
 def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
-    """How many ranks train on which devices, as rank 0 sees them. It has opened its own device."""
+    """Returns how many ranks train on which devices. Called on rank 0, which has opened its device."""
     num_ranks = f"{identity.world_size} ranks"
     if identity.world_size > identity.local_world_size:
         num_ranks += f" on {identity.world_size // identity.local_world_size} nodes, here"
@@ -50,16 +50,16 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
     if num_visible >= identity.local_world_size:
         indices = list(range(identity.local_world_size))
     elif ranks_share_device(num_visible, os.environ):
-        num_ranks += f" that share one card{' over gloo' if sends_over_host() else ''},"
+        num_ranks += f" that share one GPU{' over gloo' if sends_over_host() else ''},"
     else:
-        # The launcher lets each rank see its own card only.
+        # The launcher shows each rank its own device only.
         num_ranks += f" on {identity.local_world_size} devices, rank {identity.rank}"
     properties = [module.get_device_properties(index) for index in indices]
     return f"{num_ranks} on {describe_devices([(p.name, p.total_memory) for p in properties])}"
 
 
 def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
-    """Names and memory in bytes of devices, equal ones counted: "2 x Tesla T4 (14.7 GiB each)"."""
+    """Formats (name, bytes of memory) of devices, and counts equal ones: "2 x Tesla T4 (14.7 GiB each)"."""
     texts = []
     for (name, num_bytes), group in itertools.groupby(sorted(devices)):
         number, size = len(list(group)), gib(num_bytes, 1)
@@ -68,9 +68,10 @@ def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
 
 
 def start_sentence(identity: RankIdentity, config: MultiGPUConfig, log_dir: str | None) -> str:
-    """What the process that the user sees says when the line is in effect.
+    """Returns the sentence that a single process or rank 0 logs when `enable_multi_gpu` is in effect.
 
-    `log_dir` has the logs of ranks above 0; None where another launcher keeps them.
+    Args:
+        log_dir: Folder with the logs of ranks above 0; None if another launcher keeps them.
     """
     if identity.world_size > 1:
         logs = "" if log_dir is None else f"; ranks above 0 write to {log_dir}/rank_N.log"

@@ -1,7 +1,4 @@
-"""The random state of a process as plain data, and random numbers that leave it alone.
-
-The state is that of Python, NumPy, torch on the CPU and, where asked for, torch on the current device.
-"""
+"""Reads, writes and restores the random generators of a process: Python, NumPy, torch on the CPU and on a device."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ _Item = TypeVar("_Item")
 
 
 def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
-    """What JSON can carry, about 20 KB; `write_random_state` puts it back, here or in another process.
+    """Returns the random state as JSON values, about 20 KB. `write_random_state` restores it in any process.
 
-    With an accelerator, the state of the current device is added.
+    If `device_type` is an accelerator, the state of its current device is included.
     """
     import numpy
 
@@ -39,13 +36,13 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
 
 def device_in_use() -> str:
-    """The kind of accelerator that this process has opened; "cpu" before that: asking an accelerator would open it."""
+    """Returns the kind of accelerator that this process has opened, else "cpu". Opens none."""
     in_use = [name for name in KINDS if hasattr(torch, name) and getattr(torch, name).is_initialized()]
     return in_use[0] if in_use else "cpu"
 
 
 def write_random_state(state: dict[str, Any]) -> None:
-    """Restores the result of `read_random_state`, also after JSON."""
+    """Restores a state that `read_random_state` has returned."""
     import numpy
 
     version, internal, gauss = state["python"]
@@ -60,7 +57,7 @@ def write_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restores the generators. Reading and collating a row may draw numbers, which the training must not notice."""
+    """Restores the generators at the end of the context, in which reading or collating a row may draw numbers."""
     import numpy
 
     python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -74,7 +71,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def seeded_draws(seed: int) -> Iterator[None]:
-    """Seeds the three generators with `seed`, and restores them at the end. Generators of devices are left alone."""
+    """Seeds the generators of the CPU with `seed`, and restores them at the end of the context."""
     import numpy
 
     with kept_random_state():
@@ -85,19 +82,20 @@ def seeded_draws(seed: int) -> Iterator[None]:
 
 
 def draw_base_seed() -> None:
-    """Draws what a `torch.utils.data.DataLoader` draws when it begins an iteration."""
+    """Draws the number that a `torch.utils.data.DataLoader` draws at the start of an iteration."""
     torch.empty((), dtype=torch.int64).random_()
 
 
-def draw_seed(*place: int) -> int:
-    """A seed of 63 bits for a place, such as (seed of the run, epoch, step); unrelated to that of the next place."""
-    return digest_int64(repr(place).encode()) % 2**64 >> 1
+def draw_seed(*position: int) -> int:
+    """Returns a 63-bit seed for a position such as (seed of the run, epoch, step). Seeds of positions are unrelated."""
+    return digest_int64(repr(position).encode()) % 2**64 >> 1
 
 
 def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:
-    """Lists what `source` gives, with the generators at `state`, None = as they are.
+    """Lists the items of `source`, with the random state `state`; None = the current one.
 
-    Returns the items, and the state at which they were drawn, None where they do not depend on it.
+    Returns:
+        The items, and the state at their start; None if they do not depend on it.
     """
     before = read_random_state()
     begin = before if state is None else state

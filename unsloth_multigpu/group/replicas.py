@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -18,16 +19,16 @@ from unsloth_multigpu.words import listed
 # A digest of the rows read from a stream, see `StepStream.digest`.
 STREAM = "rows of the stream"
 _STREAM_HINT = (
-    "Each rank reads the whole stream and keeps its share of each step. Leave out what divides it by RANK, WORLD_SIZE "
-    "or split_dataset_by_node, and give shuffles and generators of your own a seed. verify_every=1 finds the step."
+    "Each rank reads the whole stream and keeps its share of each step. Do not divide it by RANK, WORLD_SIZE or "
+    "split_dataset_by_node, and seed your own shuffles and generators. verify_every=1 finds the step."
 )
 _HINT = (
-    "Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
-    "call the model that it is given, and let its forward compute the rest; strategy='allreduce' exchanges gradients "
-    "without DDP, whatever calls the model. Or for what changes weights or gradients "
-    "on one rank alone: a callback or hook, weights set after the model was wrapped, parameters that only the "
-    "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers, faulty memory. "
-    "verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
+    "Look for a forward pass that bypasses DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
+    "call the given model, and let its forward pass compute the rest, or set strategy='allreduce', which works without "
+    "DDP. Or look for code that changes weights or gradients on one rank only: a callback or hook, weights set after "
+    "wrapping, parameters that only the optimizer has, DDP(init_sync=False), an optimizer that draws random "
+    "numbers, faulty memory. verify_every=1 finds the step. GPUs of different kinds may round differently: use "
+    "verify_every=0 for them."
 )
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements of one chunk. The CPU's cache holds a small one; an accelerator wants few launches.
@@ -35,7 +36,7 @@ _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**16, 2**21
 
 
 class ReplicaProof:
-    """Compares the trainable weights, the step and the options of all ranks by 64-bit hashes.
+    """Compares the trainable weights and the step of all ranks by 64-bit hashes.
 
     The Trainer calls `on_step_end` before it saves the checkpoint of a step, so a checked step with different weights
     is not saved. `extra` returns further facts that must be equal: name -> text.
@@ -79,7 +80,6 @@ class ReplicaProof:
         every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
         facts = {
             "step": step,
-            "config": str(self._manager.config.of_the_run()),
             "trainable tensors": digest_int64(every.encode()),
             **self._extra(),
         }
@@ -165,31 +165,17 @@ def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.
 
 
 def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -> str:
-    """Describes which ranks differ in which tensors, by `hashes[rank][tensor]`, not all equal."""
-    tensors_of: dict[str, list[str]] = {}
+    """Describes which ranks differ from the most common value of which tensors, by `hashes[rank][tensor]`."""
+    tensors_of: dict[tuple[int, int], list[str]] = {}
     for name, column in zip(names, zip(*hashes, strict=True), strict=True):
-        if len(set(column)) > 1:
-            tensors_of.setdefault(_who_differs(column), []).append(name)
-    parts = []
-    for who, tensors in tensors_of.items():
-        parts.append(f"{who} in {len(tensors)} of {len(names)} trainable tensors: {listed(tensors)}")
-    return "; ".join(parts)
-
-
-def _who_differs(column: Sequence[int]) -> str:
-    """Names the ranks of the minority if more than half agree, else all groups of ranks that agree."""
-    groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(column):
-        groups.setdefault(value, []).append(rank)
-    ordered = sorted(groups.values(), key=len, reverse=True)
-    if 2 * len(ordered[0]) > len(column):
-        odd = sorted(rank for group in ordered[1:] for rank in group)
-        return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other ranks"
-    return " and ".join(_ranks(group) for group in ordered) + " differ"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+        usual = Counter(column).most_common(1)[0][0]
+        for rank in (rank for rank, value in enumerate(column) if value != usual):
+            tensors_of.setdefault((rank, column.index(usual)), []).append(name)
+    parts = [
+        f"rank {rank} differs from rank {other} in {len(tensors)} of {len(names)} trainable tensors: {listed(tensors)}"
+        for (rank, other), tensors in tensors_of.items()
+    ]
+    return listed(parts, separator="; ")
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

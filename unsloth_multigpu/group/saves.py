@@ -134,7 +134,7 @@ class Saves:
             if quiet_s > limit_s:
                 raise RankTimeoutError(
                     f"rank {self._rank} waited {limit_s:g} seconds for rank 0 in {what}.",
-                    hint="Save on all ranks, or raise timeout_s where it only takes long.",
+                    hint="Save on all ranks, or raise timeout_s if it only takes long.",
                 )
             time.sleep(POLL_S)
 
@@ -167,7 +167,7 @@ class Saves:
             raise RankTimeoutError(
                 f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank(s) {_listed(missing)} in "
                 f"{here.what}. {_GATHERS}",
-                hint=f"{_ON_ALL_RANKS} Raise timeout_s where it only takes long.",
+                hint=f"{_ON_ALL_RANKS} Raise timeout_s if it only takes long.",
             )
 
     def leave(self) -> None:

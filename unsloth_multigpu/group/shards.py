@@ -1,4 +1,4 @@
-"""Sharded tensors: the weights and gradients of a model that FSDP2 has sharded."""
+"""Models that FSDP2 has sharded: which library shards them, and their weights and gradients."""
 
 from __future__ import annotations
 
@@ -6,18 +6,63 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.versions import check_version
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-
-# Of `FSDPState._lazy_init`, which has no class for it.
+# Set by Unsloth on a model that it has sharded.
+_OF_UNSLOTH = "_unsloth_fsdp2_native"
+# The first versions whose sharding was tested with this package.
+OLDEST = {"unsloth": "2026.10.9", "transformers": "5.17", "torch": "2.7"}
+# Message of a RuntimeError of `FSDPState._lazy_init`.
 _ENTERED_BELOW = re.compile(r"FSDP (requires a single root module|state has already been lazily initialized)")
+
+
+class Engine(Enum):
+    """The library that calls `torch.distributed.fsdp.fully_shard`."""
+
+    UNSLOTH = "Unsloth"  # UNSLOTH_FSDP2, when the Trainer is made.
+    ACCELERATE = "accelerate"  # TrainingArguments.fsdp, when the training begins.
+    TRANSFORMERS = "transformers"  # DistributedConfig, when the model is loaded.
+
+
+def find_engine(trainer: TrainerLike) -> Engine | None:
+    """Returns the engine of the Trainer's model; None if the model is not sharded, or not by FSDP2 alone."""
+    if trainer.is_fsdp_enabled:
+        plugin = getattr(getattr(trainer.accelerator, "state", None), "fsdp_plugin", None)
+        return Engine.ACCELERATE if getattr(plugin, "fsdp_version", 1) == 2 else None
+    model = trainer.model
+    if model is None or not has_shards(model) or next(fsdp_modules(model), None) is None:
+        return None
+    meshes = [getattr(p, "device_mesh", None) for p in model.parameters()]
+    dimensions = {name for mesh in meshes if mesh is not None for name in mesh.mesh_dim_names or ()}
+    if dimensions & {"tp", "cp", "pp", "ep", "sp"}:  # Another kind of parallelism divides the weights as well.
+        return None
+    return Engine.UNSLOTH if any(hasattr(m, _OF_UNSLOTH) for m in model.modules()) else Engine.TRANSFORMERS
+
+
+def check_versions(*libraries: str) -> None:
+    """Refuses installed versions that are older than any whose sharding was tested.
+
+    Raises:
+        SetupError: One is older.
+    """
+    for row in (check_version(f"{library}>={OLDEST[library]}") for library in libraries):
+        if row.installed is not None and not row.ok:
+            raise SetupError(
+                f"shard='on' needs {row.name}{row.supported}, and {row.installed} is installed.",
+                hint=f"Upgrade {row.name}, or leave shard out.",
+            )
 
 
 def is_sharded(tensor: Any) -> TypeIs[DTensor]:
@@ -34,7 +79,7 @@ def has_shards(model: nn.Module | None) -> bool:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before `fully_shard` gave it one of its own, which has two bases more."""
+    """Returns the class of a module before `fully_shard`, which derives a class from it and `FSDPModule`."""
     if "torch.distributed.fsdp" not in sys.modules:
         return type(module)
     from torch.distributed.fsdp import FSDPModule
@@ -44,7 +89,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:
-    """The modules of a model that `torch.distributed.fsdp.fully_shard` was called on."""
+    """Returns an iterator over the modules of a model on which `fully_shard` was called."""
     if "torch.distributed.fsdp" not in sys.modules:
         return iter(())
     from torch.distributed.fsdp import FSDPModule
@@ -63,19 +108,19 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees unsharded weights that a forward pass has left on some modules, so that `parameters()` are shards again.
+    """Frees weights that a forward pass has left gathered on some modules, so that `parameters()` are shards again.
 
-    An optimizer that is made of the whole weights would train copies that nothing reads.
+    An optimizer that is created from gathered weights would train copies that the model does not use.
     """
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def named_as_before(model: nn.Module) -> None:
-    """Gives sharded modules' classes the names of before: libraries know a model and its layers by these.
+    """Gives the classes of sharded modules their earlier names, by which libraries identify models and layers.
 
-    For label smoothing the Trainer shifts labels where the name is that of a causal language model, and accelerate
-    looks for layers by their name.
+    The Trainer shifts labels for label smoothing if the class has the name of a causal language model, and accelerate
+    looks for layers by their names.
     """
     for module in fsdp_modules(model):
         own = class_of(module)
@@ -84,10 +129,7 @@ def named_as_before(model: nn.Module) -> None:
 
 @contextmanager
 def tried_pass(model: nn.Module) -> Iterator[None]:
-    """Around a forward and backward pass that may raise: the model is left as it was, its weights in parts.
-
-    FSDP2 of torch 2.13 and newer can be told that a pass has failed.
-    """
+    """Surrounds a forward and backward pass that may raise: afterwards the weights are sharded again."""
     try:
         yield
     except Exception:
@@ -99,25 +141,25 @@ def tried_pass(model: nn.Module) -> Iterator[None]:
 
 
 def forget_pass(root: Any) -> bool:
-    """Brings an outermost module back to before a pass that was cut off; False where torch (before 2.13) cannot."""
+    """Resets an outermost FSDP module after an interrupted pass. Returns False if torch (before 2.13) cannot."""
     if not hasattr(root, "reset_iter_state"):
         return False
-    # Of whole weights: FSDP2 uses them again, and would add the next gradient to theirs.
+    # FSDP2 reuses gathered weights, and would add the next gradient to theirs.
     for parameter in root.parameters():
         parameter.grad = None
-    # torch reads there what a root gets in its first pass: one without a pass has nothing to reset.
+    # torch reads an attribute that a root gets in its first pass: a root without a pass has nothing to reset.
     with suppress(AttributeError):
         root.reset_iter_state()
     return True
 
 
 def is_entered_below(error: BaseException) -> bool:
-    """True for what FSDP2 raises where a module in a sharded model is called before, or without, the model itself."""
+    """True for the error of FSDP2 if a module of a sharded model is called before, or without, the model itself."""
     return isinstance(error, RuntimeError) and bool(_ENTERED_BELOW.search(str(error)))
 
 
 def _roots(module: nn.Module) -> Iterator[Any]:
-    """The outermost modules that `fully_shard` was called on."""
+    """Yields the outermost modules on which `fully_shard` was called."""
     if next(fsdp_modules(module), None) is module:
         yield module
         return
@@ -126,9 +168,9 @@ def _roots(module: nn.Module) -> Iterator[Any]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a sharded model with whole tensors, on rank 0's CPU; empty on other ranks. Collective.
+    """Returns the state dict of a sharded model with complete tensors on the CPU; empty on ranks above 0. Collective.
 
-    Tied weights stay one tensor. Of adapters, what PEFT may save with them: not the base.
+    Tied weights stay one tensor. For a model with adapters it has what PEFT may save with them, without the base.
     """
     import torch.distributed as dist
 
@@ -137,7 +179,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     state: dict[str, Any] = {}
     wholes: dict[int, torch.Tensor] = {}
-    # In the same order on all ranks. One tensor at a time is whole on them.
+    # In the same order on all ranks. One tensor at a time is complete on the devices.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             state[name] = tensor
@@ -150,9 +192,9 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 
 
 def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with one tensor for each weight, where an engine has gathered a shared one for each of its names.
+    """Returns a state dict with one tensor per weight, if an engine has gathered a tied weight once for each name.
 
-    Savers find out by that which names belong together, and write the first.
+    Savers find tied names by that, and write the first one.
     """
     first: dict[int, str] = {}
     tied = {}
@@ -164,7 +206,7 @@ def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def own_class(model: nn.Module) -> Iterator[None]:
-    """Gives a model the class of before `fully_shard` for a time: libraries know models by its name."""
+    """Gives a model its class before `fully_shard` within the context: libraries identify models by its name."""
     engines = type(model)
     model.__class__ = class_of(model)
     try:
@@ -174,13 +216,13 @@ def own_class(model: nn.Module) -> Iterator[None]:
 
 
 def _saves_adapters(model: nn.Module) -> bool:
-    """A model inside of PEFT's has its configuration as well, and saves all weights."""
+    """True if the model saves adapters only. A model inside PEFT's has a PEFT config, too, but saves all weights."""
     is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
     return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
-    """What is trained, every adapter, whether it is trained or not, and the embeddings."""
+    """Returns a function that is true for trainable weights, for all adapters and for the embeddings."""
     parts = {"modules_to_save", *model.peft_config}
     getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
     ends = {id(getattr(getter(), "weight", None)) for getter in getters if getter is not None}

@@ -78,7 +78,7 @@ class Waits:
             yield
         finally:
             self._is_counting = False
-        # Not where it failed: an event cannot be recorded on a device that has an error, and would hide that error.
+        # Not after an error: an event cannot be recorded on a device with an error, and would hide that error.
         self.add(begin, self.now())
 
     def now(self) -> Any:

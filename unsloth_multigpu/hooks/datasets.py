@@ -109,7 +109,7 @@ class _MapOrder:
             read,
             "the first rank of its node to process the data set",
             timeout_s=manager.config.timeout_s,
-            hint="Call Dataset.map on all ranks, or raise timeout_s where it only takes long.",
+            hint="Call Dataset.map on all ranks, or raise timeout_s if it only takes long.",
         )
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

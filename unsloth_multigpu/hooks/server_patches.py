@@ -15,8 +15,7 @@ from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, V
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
 from unsloth_multigpu.versions import check_version
-from unsloth_multigpu.wire.event import EventWriter
-from unsloth_multigpu.wire.request import SERVER_WANTED, is_ready
+from unsloth_multigpu.wire.event import SERVER_WANTED, EventWriter, is_ready
 from unsloth_multigpu.wire.wait import wait_until
 
 _NEEDED = "trl>=0.28"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
+from unsloth_multigpu.launch.refusal import REFUSED
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import signal_name
@@ -183,7 +183,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         before = last.get(event.rank)
         is_repeated = event.kind == "exiting" and before is not None and before.kind in ("left_training", "exception")
         # A hang or a refusal does not tell where a rank is.
-        if not is_repeated and event.kind not in (HANG, REFUSED, MADE_UP_FOR):
+        if not is_repeated and event.kind not in (HANG, REFUSED):
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
     for event in sorted(last.values(), key=lambda e: e.time_s):

@@ -237,6 +237,7 @@ def rank_environment(
         draws=generator_digests(),
         run_id=run_id,
         server_port=free_ports(2) if config.generators else None,
+        shard=config.shard,
     )
     defaults = {
         # Makes the iteration order of sets of strings equal on all ranks.

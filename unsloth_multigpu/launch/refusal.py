@@ -20,8 +20,8 @@ from unsloth_multigpu.errors import (
 )
 from unsloth_multigpu.wire.event import Event
 
-# Events: a call of train() was refused; a later call succeeded.
-REFUSED, MADE_UP_FOR = "refused", "made_up_for"
+# Event: a call of train() was refused. A later "trained" of the rank withdraws it.
+REFUSED = "refused"
 # Errors that one process would not have raised, at any step.
 _OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
 
@@ -38,7 +38,7 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
 
 def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
     """Returns exit code and text of a refused training, in a run whose ranks all exited with 0; else None."""
-    last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
+    last = {event.rank: event for event in events if event.kind in (REFUSED, "trained")}
     for _, event in sorted(last.items()):
         if event.kind == REFUSED:
             step = int(event.facts["num_steps"])

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from unsloth_multigpu.launch.cause import where
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.wire.event import REPEAT_S, Event, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import Phase, read_beats
 from unsloth_multigpu.wire.process import signals_handled
-from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # How long a script may handle the signal that ends it at once.

@@ -10,7 +10,7 @@ import torch
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import base_model
-from unsloth_multigpu.group.shard_engine import check_versions
+from unsloth_multigpu.group.shards import check_versions
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.memory import Training, trains_parts
 

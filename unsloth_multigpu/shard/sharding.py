@@ -13,8 +13,15 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shard_engine import Engine, check_versions
-from unsloth_multigpu.group.shards import class_of, has_shards, named_as_before, part_of, reshard
+from unsloth_multigpu.group.shards import (
+    Engine,
+    check_versions,
+    class_of,
+    has_shards,
+    named_as_before,
+    part_of,
+    reshard,
+)
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override

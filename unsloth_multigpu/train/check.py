@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory, size_of
+from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
 
@@ -42,8 +41,10 @@ class StepCheck(Part):
 
     place = "check"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed, lead: Lead) -> None:
         super().__init__(trainer, manager)
+        self._steps = steps
+        self._lead = lead
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
         self._is_shared = manager.config.strategy.has_one_gradient or manager.identity.world_size == 1
@@ -52,12 +53,10 @@ class StepCheck(Part):
         self._is_judged = self._is_skipped = False
         self._place = ""
         self._is_evaluation = False
-        self._batches = BatchCount(trainer, manager, steps)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Adds an explanation to an error for lack of memory."""
-        self._batches.begin()
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -69,13 +68,39 @@ class StepCheck(Part):
         found: dict[str, Override] = {"compute_loss": self._compute_loss, "clip_grad_norm_": self._clip}
         if not self._is_shared:
             found["training_step"] = self._training_step
-        if self._batches.is_needed:
-            found["get_batch_samples"] = self._batches.batch_samples
+        # Ranks that step independently do not wait for each other.
+        if self._manager.config.is_synchronous and self._manager.identity.world_size > 1:
+            found["get_batch_samples"] = self._batch_samples
         return found
 
     def is_needed(self, seam: str) -> bool:
         # A script's own training_step may not call compute_loss. The step feed checks whether that is right.
         return seam != "compute_loss"
+
+    def _batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Overrides `Trainer.get_batch_samples`: if ranks load samples of their own, all must have equally many."""
+        batches = epoch_iterator if self._steps.has_one_order else self._followed(epoch_iterator)
+        return original(batches, *args, **kwargs)
+
+    def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches. Before the loop uses one, in a collective, this rank asks if rank 0 has one, too.
+
+        Raises:
+            DivergenceError: Only one of them has a batch.
+        """
+        rank = self._manager.identity.rank
+        while True:
+            batch = next(batches, None)
+            has_batch = batch is not None
+            if has_batch != bool(self._lead.follow(Moment.BATCH, int(has_batch), self._step - 1)):
+                less, more = (0, rank) if has_batch else (rank, 0)
+                raise DivergenceError(
+                    f"rank {less} has no more batches in step {self._step}, and rank {more} has.",
+                    hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
+                )
+            if not has_batch:
+                return
+            yield batch
 
     @property
     def _judges(self) -> bool:
@@ -243,77 +268,3 @@ def describe(
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
-
-
-class BatchCount:
-    """Ends a training in which one rank has run out of batches and another has not, which would wait forever.
-
-    Each rank publishes the number of batches it has got in this epoch, without waiting. Only a rank that has none left
-    reads the numbers of the others, and waits until they have none left either. If all ranks follow one order of
-    samples, nothing is counted.
-    """
-
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
-        self._trainer = trainer
-        self._manager = manager
-        self._steps = steps
-        self._iterator: Any = None
-        self._epoch = self._num_batches = 0
-
-    @property
-    def is_needed(self) -> bool:
-        """False for ranks that step independently, which do not wait for each other."""
-        return self._manager.config.is_synchronous and self._manager.identity.world_size > 1
-
-    def begin(self) -> None:
-        """Resets the published numbers of an earlier training. Called before the first collective of this one."""
-        if self.is_needed:
-            self._publish()
-
-    def batch_samples(self, original: Callable[..., Any], epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`."""
-        if self._steps.has_one_order:
-            return original(epoch_iterator, *args, **kwargs)
-        if epoch_iterator is not self._iterator:
-            self._iterator, self._num_batches = epoch_iterator, 0
-            self._epoch += 1
-        return original(self._counted(epoch_iterator), *args, **kwargs)
-
-    def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
-        # Published before the loop asks for more: a rank may already be missing in the collective that counts tokens.
-        for batch in epoch_iterator:
-            self._num_batches += 1
-            self._publish()
-            yield batch
-        self._publish(has_ended=True)
-        mine = self._manager.identity.rank
-        for rank in set(range(self._manager.identity.world_size)) - {mine}:
-            self._manager.wait(
-                functools.partial(self._has_ended_epoch, rank),
-                f"rank {rank} to have no more batches either",
-                timeout_s=self._manager.config.timeout_s,
-                hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
-            )
-
-    def _publish(self, *, has_ended: bool = False) -> None:
-        facts = json.dumps([self._epoch, self._num_batches, has_ended])
-        self._manager.publish(f"batches/{self._manager.identity.rank}", facts)
-
-    def _has_ended_epoch(self, rank: int) -> bool | None:
-        """True if the rank has no batches left in this epoch either; None if that is not known yet.
-
-        Raises:
-            DivergenceError: It has got more batches, or fewer.
-        """
-        epoch, num_batches, has_ended = json.loads(self._manager.read(f"batches/{rank}") or "[0, 0, false]")
-        if epoch != self._epoch:
-            return epoch > self._epoch or None
-        if num_batches > self._num_batches or (has_ended and num_batches < self._num_batches):
-            mine = self._manager.identity.rank
-            less, more = (mine, rank) if num_batches > self._num_batches else (rank, mine)
-            raise DivergenceError(
-                f"rank {less} has no more batches in step {self._trainer.state.global_step + 1}, rank {more} has: rank "
-                f"{mine} got {self._num_batches} in this epoch, rank {rank} {num_batches} or more.",
-                hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
-            )
-        return has_ended or None

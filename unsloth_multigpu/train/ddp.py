@@ -22,19 +22,19 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 
 logger = get_logger(__name__)
 
-# Attributes of a model's config which mean that some steps leave some parameters without a gradient: mixtures of
-# experts, towers for images or sound, dropped layers.
+# Attributes of a model's config that let some steps leave parameters without a gradient: mixtures of experts, towers
+# for images or sound, dropped layers.
 _CONDITIONAL = re.compile(
     r'"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|(vision|audio|speech)_config|'
     r'add_cross_attention|cross_attention_layers|(encoder_|decoder_)?layerdrop)": '
     r"(?!null|false|0(\.0)?[,}\s]|\[\]|\{\})"
 )
-# The same by names of parameters, for parts that the config does not mention. Unsloth's fused loss and its embeddings
-# read the base weight and pass by a LoRA on the last two.
+# The same by parts of parameter names, for modules that the config does not mention.
 _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
+# Unsloth's fused loss and its embeddings read the base weights of these modules, and ignore their LoRA.
 _READ_BY_WEIGHT = ("lm_head", "embed")
 _LIBRARIES = ("transformers.", "unsloth")
-# Attributes of a model that losses of scripts read.
+# Attributes of a model that losses of scripts read of the wrapped model.
 _READ_BY_SCRIPTS = (
     "config",
     "dtype",
@@ -64,7 +64,7 @@ class DDPWrapping(GradientExchange):
         return {"prepare_model": self._prepare_model}
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Copies rank 0's values of parameters that are trained outside the model, such as the classifier of a loss."""
+        """Copies rank 0's parameters that are trained outside the model, such as the classifier of a loss."""
         trainer = self._trainer
         # With fp16, the optimizer has already checked each rank's own gradient for overflows.
         if trainer.accelerator.scaler is None:
@@ -75,8 +75,8 @@ class DDPWrapping(GradientExchange):
         self._manager.average_gradients(self._outside)
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Accelerator.prepare_model`, which makes DDP and is the only reader of its settings."""
-        # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
+        """Overrides `Accelerator.prepare_model`, which creates DDP with the settings of `ddp_handler`."""
+        # The settings are restored: the next `train()` must find the script's own. transformers 4 creates them anew.
         from accelerate.utils import DistributedDataParallelKwargs
 
         accelerator = self._trainer.accelerator
@@ -86,8 +86,8 @@ class DDPWrapping(GradientExchange):
             stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
             for name, value in settings.items():
                 stack.enter_context(instance_attribute(handler, name, value))
-            left_alone = NamesOutsideDDP(model)
-            stack.enter_context(instance_attribute(model, "_ddp_params_and_buffers_to_ignore", left_alone))
+            ignored = NamesOutsideDDP(model)
+            stack.enter_context(instance_attribute(model, "_ddp_params_and_buffers_to_ignore", ignored))
             wrapped = original(model, *args, **kwargs)
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
@@ -102,21 +102,22 @@ class DDPWrapping(GradientExchange):
     def sent_bytes(self, num_steps: int) -> int:
         model, identity = self._trainer.model, self._manager.identity
         size = num_bytes(*(p for p in model.parameters() if p.requires_grad))
-        # DDP gives every rank rank 0's weights first, and its buffers in each step.
+        # DDP broadcasts rank 0's weights at the start, and its buffers in each step.
         first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
-        followed = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0
-        return followed + num_steps * all_reduce_bytes(size, identity.world_size)
+        forwarded = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0
+        return forwarded + num_steps * all_reduce_bytes(size, identity.world_size)
 
 
 def _as_plain_dict(_model: nn.Module, _args: Any, output: Any) -> Any:
-    """A forward hook. DDP looks for tensors in a dict alone: in a `BatchEncoding`, every parameter would be unused."""
+    """A forward hook. DDP finds no tensors in a `BatchEncoding`, and would take all parameters for unused."""
     return dict(output) if isinstance(output, UserDict) else output
 
 
 def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None:
-    """Notes on a DDP what it exchanges, and gives it what scripts read of the model in their loss.
+    """Records on a DDP what it exchanges, and gives it attributes of the model that losses of scripts read.
 
-    Not its other methods and its modules: what they compute would bypass DDP, and gradients would not be exchanged.
+    Methods and modules of the model are left out: their forward passes would bypass DDP, without an exchange of
+    gradients.
     """
     ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
     for name in _READ_BY_SCRIPTS:
@@ -125,16 +126,16 @@ def make_readable(ddp: Any, model: nn.Module, default_find_unused: bool) -> None
 
 
 class NamesOutsideDDP:
-    """Names of parameters and buffers that DDP is to leave alone, as `_ddp_params_and_buffers_to_ignore` holds them.
+    """The value of `_ddp_params_and_buffers_to_ignore`: names of parameters and buffers that DDP ignores.
 
-    DDP refuses a model whose parameters lie on several kinds of devices. Those that are not trained need not meet: with
-    embeddings that are trained, Unsloth leaves the ones that they were copied from on the CPU, and accelerate moves no
-    quantised model. Where they lie is looked up when DDP asks: accelerate moves other models just before.
+    DDP refuses a model whose parameters are on several types of devices. Frozen parameters on another type are
+    therefore ignored: Unsloth leaves the originals of trained embeddings on the CPU, and accelerate does not move
+    quantized models. The devices are looked up when DDP asks, because accelerate moves other models just before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # A PEFT model passes the attribute of its base on, whose names are others; DDP reads it all the same.
+        # A PEFT model has this attribute from its base model, whose names are others. DDP reads it anyway.
         self._others: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", None) or ())
 
     def __iter__(self) -> Iterator[str]:
@@ -146,16 +147,16 @@ class NamesOutsideDDP:
 
 
 def exchanged_of(model: nn.Module) -> frozenset[int]:
-    """ids of the parameters whose gradients a new DDP would exchange."""
+    """Returns the ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
 
 
 def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
-    """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
+    """Lets DDP exchange the gradients of the parameters that are trainable now. Called between two steps on all ranks.
 
-    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is rebuilt as
-    where a copy of DDP is unpickled; the old one takes its hooks off the parameters when it goes.
+    The object stays, because the loop and accelerate refer to it. Its reducer is rebuilt, as if DDP were unpickled. The
+    old reducer removes its hooks from the parameters when it is freed.
 
     Raises:
         SetupError: DDP has a state that belongs to the parameters it was made with.
@@ -163,8 +164,8 @@ def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
     hooks = list(getattr(ddp, "_comm_hooks", ()))
     if any("PowerSGDState" in type(state).__name__ for _, state in hooks):
         raise SetupError(
-            "DDP's PowerSGD hook carries what it has left out for the parameters that it began with.",
-            hint="Use another hook where parameters become trainable or frozen later.",
+            "DDP's PowerSGD hook keeps errors of the parameters that were trainable when DDP was made.",
+            hint="Use another hook if parameters become trainable or frozen later.",
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise SetupError(
@@ -179,7 +180,7 @@ def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
 
 
 def forget_evaluation(trainer: TrainerLike) -> None:
-    """Undoes how `evaluate()` or another `strategy` prepared the model: accelerate does not prepare a model twice."""
+    """Undoes what `evaluate()` or another `strategy` did to prepare the model: accelerate does not prepare it twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
@@ -190,13 +191,13 @@ def forget_evaluation(trainer: TrainerLike) -> None:
 
 
 def ddp_settings(model: nn.Module, args: ArgumentsLike) -> dict[str, Any]:
-    """Settings of DDP where the script gave none: attributes of accelerate's `DistributedDataParallelKwargs`.
+    """Returns settings of DDP that the script has not set: attributes of accelerate's `DistributedDataParallelKwargs`.
 
-    Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
-    several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
-    The Trainer's optimizer is the fused one by itself. Figures are in docs/benchmarks.md.
+    Other settings keep their defaults. `bucket_cap_mb` had no measurable effect on a CPU, `static_graph` fails for
+    steps with several micro-batches, and the broadcast of buffers comes when ranks have just synchronized.
+    docs/benchmarks.md has the figures.
     """
-    # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
+    # Gradients are views of the buckets, not copies: they take half of the memory and have the same values.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     if args.ddp_find_unused_parameters is None and uses_every_parameter(model):
         settings["find_unused_parameters"] = False
@@ -204,14 +205,14 @@ def ddp_settings(model: nn.Module, args: ArgumentsLike) -> dict[str, Any]:
 
 
 def uses_every_parameter(model: nn.Module) -> bool:
-    """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
+    """True if each trainable parameter certainly gets a gradient in every step, so that DDP need not search the graph.
 
-    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Models
-    with conditional parts, without a config or of a class that is not transformers', several adapters, and LoRA on
-    embeddings or the output head are not.
+    This is certain for dense text models by their config, if all parameters are trained, or LoRA on some of them. It is
+    not for models with conditional modules, without a config, or of a class that is not transformers'; for several
+    adapters; and for LoRA on embeddings or the output head.
     """
-    config: Any = getattr(model, "config", None)  # PEFT passes reads of attributes on to the base model.
-    # Unsloth compiles classes into its modules. A class of the script may do anything, whatever its name says.
+    config: Any = getattr(model, "config", None)  # PEFT has the attributes of the base model.
+    # Unsloth compiles classes into its modules. Nothing is known of a class of the script.
     if not hasattr(config, "to_json_string") or not type(base_model(model)).__module__.startswith(_LIBRARIES):
         return False
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Evaluates with the numbers of one process: each rank computes some of its batches, without splitting them."""
+"""Evaluations with the results of one process: ranks share its batches, and have rank 0's buffers and metrics."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.replicas import persistent_buffers, tensor_hashes
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES, collected
 from unsloth_multigpu.step.share import Share
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.words import listed
 
-_PADDING = -100  # The loop's own.
+logger = get_logger(__name__)
+
+_PADDING = -100  # As in the loop.
 
 
 class Evaluation:
     """One pass over an evaluation data set.
 
     accelerate fills the last batches with rows from the start, which then count in losses and metrics, and TRL gathers
-    its metrics over the batches of all ranks. Here each batch is a batch of one process. A rank without a batch
-    computes a filler, whose results are dropped. `cuts_last`: results of the last batch are truncated as by accelerate
-    in one process; `Seq2SeqTrainer` does not.
+    its metrics over the batches of all ranks. Here each batch is a batch of one process. In the last round, a rank
+    without a batch computes a filler, whose results are dropped.
+
+    Args:
+        cuts_last: Results of the last batch are truncated, as by accelerate in one process. `Seq2SeqTrainer` does not.
     """
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, share: Share, *, cuts_last: bool) -> None:
@@ -37,13 +46,14 @@ class Evaluation:
         self._in_step = False
         self._num_done = self._num_rows = 0
         self._noted: list[dict[str, list[float]]] = []
-        # Of the round that is computed: how many ranks have a batch, and to how many rows this rank's is cut.
+        # Of the current round: the number of ranks with a batch, and the rows of this rank's results to keep; None =
+        # all.
         self._num_batches = 0
         self._rows_kept: int | None = None
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
-        """Replaces methods of the Trainer during the evaluation. Collective, where TRL collects metrics."""
+        """Replaces methods of the Trainer during the evaluation. Collective if TRL collects metrics."""
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
@@ -58,22 +68,22 @@ class Evaluation:
             self._merge()
 
     def completed(self, output: Any) -> Any:
-        """What the loop returns, with the number of rows of one process. Collective for a stream."""
+        """Returns the output of the loop with the number of rows of one process. Collective for a stream."""
         try:
             len(self._share.loader.dataset)
-        except TypeError:  # The loop has counted this rank's.
+        except TypeError:  # The loop has counted only this rank's rows.
             output = output._replace(num_samples=sum(row[0] for row in self._manager.gather_int64([self._num_rows])))
         return output
 
     def _unless_in_step(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.gather` and its like: in the loss of a batch each rank has a batch of its own."""
+        """Overrides `Accelerator.gather` and similar methods: in a loss nothing is gathered, as in one process."""
         if not self._in_step:
             return exchange(tensor, *args, **kwargs)
         is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
         return tensor[None] if is_number and name != "reduce" else tensor
 
     def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
+        """Overrides `Trainer.prediction_step`: records what the batch adds to TRL's metrics."""
         from accelerate.utils.operations import ignorant_find_batch_size
 
         identity, num_batches = self._manager.identity, self._share.turns.num_batches
@@ -95,7 +105,7 @@ class Evaluation:
         return loss, logits, labels
 
     def _gathered(self, values: Any) -> Any:
-        """`Trainer.gather_function`: what the batches of this round give, one behind the other. Collective."""
+        """Replaces `Trainer.gather_function`: concatenates the results of this round's batches. Collective."""
         if self._in_step:
             return values
         from accelerate.utils.operations import recursively_apply
@@ -106,12 +116,12 @@ class Evaluation:
         return recursively_apply(lambda _: next(joined), values)
 
     def _of_round(self, values: Any) -> list[torch.Tensor]:
-        """For each tensor in `values` the rows of all ranks that have a batch, one behind the other. Collective."""
+        """Returns, for each tensor in `values`, the rows of all ranks that have a batch. Collective."""
         from accelerate.utils.operations import recursively_apply
 
         tensors: list[torch.Tensor] = []
         recursively_apply(tensors.append, values)
-        # They are asked: what a collator makes of rows may have any number of them.
+        # Shapes are gathered, because a collator may return any number of rows.
         every = [iter(row) for row in self._manager.gather_int64([n for t in tensors for n in (t.dim(), *t.shape)])]
         found = []
         for tensor in tensors:
@@ -119,30 +129,30 @@ class Evaluation:
             size = tuple(map(max, zip(*shapes, strict=True)))
             padded = tensor
             if size != tensor.shape:
-                is_shorter = size[1:] == tensor.shape[1:]  # Rows are cut off again.
+                is_shorter = size[1:] == tensor.shape[1:]  # Padded rows are cut off below.
                 padded = tensor.new_zeros(size) if is_shorter else tensor.new_full(size, _PADDING)
                 padded[tuple(map(slice, tensor.shape))] = tensor
             gathered = self._trainer.accelerator.gather(padded.reshape(size or 1).contiguous())
             ranks = gathered.reshape(len(shapes), *size)[: self._num_batches]
-            is_number = not size  # As a loss.
             pairs = zip(ranks, shapes[: self._num_batches], strict=True)
-            found.append(ranks if is_number else torch.cat([rows[: shape[0]] for rows, shape in pairs]))
+            # A tensor without dimensions is a loss.
+            found.append(torch.cat([rows[: shape[0]] for rows, shape in pairs]) if size else ranks)
         return found
 
     def _note(self, before: Mapping[str, tuple[list[float], int]], *, is_filler: bool) -> None:
         noted = {}
         for name, values, _ in collected(self._trainer, "eval"):
             old, num_old = before.get(name, ([], 0))
-            # A list in the place of the old one holds a last value, as of a count.
+            # A list that replaces the old one holds only the last value, such as a count.
             if name.endswith("/num_tokens") or (name in before and values is not old):
                 continue
             noted[name] = [float(value) for value in values[num_old:]]
-            del values[num_old:]  # They are added again together with those of all ranks.
+            del values[num_old:]  # `_merge` adds them together with those of all ranks.
         if not is_filler:
             self._noted.append(noted)
 
     def _merge(self) -> None:
-        """Puts all batches' metrics into each rank's lists, in the order of one process."""
+        """Adds the metrics of all batches to each rank's lists, in the order of one process."""
         ranks = self._manager.gather_json(self._noted)
         for batch_index in range(max(map(len, ranks), default=0)):
             for noted in (rank[batch_index] for rank in ranks if batch_index < len(rank)):
@@ -152,5 +162,81 @@ class Evaluation:
 
 
 def _as_it_is(_original: Any, tensor: Any, *_: Any, **__: Any) -> Any:
-    """`Accelerator.pad_across_processes`: what batches give is padded where it is put together, as the loop does it."""
+    """Overrides `Accelerator.pad_across_processes`: `_of_round` pads, as the loop does."""
     return tensor
+
+
+class EqualEvaluations(Part):
+    """Gives all ranks rank 0's buffers before an evaluation and at the end of a training, and callbacks its metrics.
+
+    DDP copies rank 0's buffers at the start of a step, so they differ again after it. A warning names buffers that the
+    training has changed: their values are not those of one process, because each rank has seen only its own samples.
+    """
+
+    place = "buffers"
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+        super().__init__(trainer, manager)
+        self._at_begin: dict[str, int] = {}
+        self._has_warned = False
+
+    def overrides(self) -> dict[str, Override]:
+        return {"evaluation_loop": self._evaluation_loop, "on_evaluate": self._decide_alike}
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._at_begin = _hashes(self._buffers())
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Overrides `Trainer.evaluation_loop`, in which each rank uses its own buffers."""
+        self.make_equal()
+        return original(*args, **kwargs)
+
+    def _decide_alike(
+        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
+    ) -> Any:
+        """Overrides `CallbackHandler.on_evaluate`: callbacks such as early stopping see rank 0's metrics on all ranks.
+
+        A script's own `evaluate` may have added numbers to the metrics of the loop.
+        """
+        metrics.update(self._manager.broadcast_numbers(metrics))
+        return original(args, state, control, metrics)
+
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self.make_equal()
+
+    def make_equal(self) -> None:
+        """Copies rank 0's buffers to ranks with other values. Collective if the model has buffers."""
+        buffers = self._buffers()
+        if not buffers:
+            return
+        hashes = _hashes(buffers)
+        changed = [name for name, value in hashes.items() if self._at_begin.get(name) != value]
+        if changed and not self._has_warned and self._manager.identity.rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "training changes buffers of the model. They are not those of one process: each rank changes its own "
+                "by its samples, and rank 0's count, as with DDP: %s",
+                listed(changed),
+            )
+        facts = {name: [f"{tuple(buffer.shape)} {buffer.dtype}", hashes[name]] for name, buffer in buffers.items()}
+        ranks = self._manager.gather_json(facts)
+        for name, (shape, _) in ranks[0].items():
+            of_ranks = [rank.get(name) for rank in ranks]
+            # A buffer that has another shape on some rank stays as it is.
+            if of_ranks != of_ranks[:1] * len(ranks) and all(other and other[0] == shape for other in of_ranks):
+                self._manager.broadcast_tensors([buffers[name]])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the buffers of the model by name, without those that DDP ignores."""
+        model = self._trainer.model
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        return {
+            name: buffer
+            for name, buffer in persistent_buffers(model)
+            if name not in ignored
+            and not (buffer.is_meta or buffer.layout != torch.strided or is_traceable_wrapper_subclass(buffer))
+        }
+
+
+def _hashes(buffers: dict[str, torch.Tensor]) -> dict[str, int]:
+    return dict(zip(buffers, tensor_hashes(list(buffers.values())), strict=True))

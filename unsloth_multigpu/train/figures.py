@@ -1,4 +1,7 @@
-"""Measures this rank's training: tokens, padding, waiting, memory and seconds. No collective, and nothing waits."""
+"""Measures this rank's training: tokens, padding, waiting, memory and seconds. Adds them to what the Trainer logs.
+
+Nothing here is collective.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,36 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.report import STEPS, RankReport, RunReport
+from unsloth_multigpu.report import NO_WAITING, STEPS, RankReport, RunReport, rates_of
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.measure import Stopwatch
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase
+from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import read_peak_bytes
+from unsloth_multigpu.words import GIB
 
-# The median of a step's seconds is that of so many last ones.
+logger = get_logger(__name__)
+
+# The median time of a step is that of this many last steps.
 _MOST_STEPS = 512
-# Reading an allocator's counters takes some 100 microseconds. They keep the peak themselves.
+# Reading the counters of an allocator takes about 100 microseconds. They record the peak themselves.
 _MEMORY_EVERY_S = 1.0
-# Ids of a model's own tokens, and the mask that says which of them are padding. Trainers of preferences have several.
+# Ends of the names of token ids and of their padding masks. Trainers of preferences have several of each.
 _ENDS = (("input_ids", "attention_mask"), ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask"))
 _OTHER_IDS = ("decoder_input_ids",)
-# What a report tells apart. The parts of a step are one, since only a part that waits for the device has its time.
+# Names of phases in a report. The phases of a step share a name: a device works asynchronously, and its time counts for
+# the phase that waits for it.
 _IN_REPORT = {
     **dict.fromkeys((Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), STEPS),
     **dict.fromkeys((Phase.DATA, Phase.FILL), "loading data"),
@@ -40,17 +52,21 @@ _IN_REPORT = {
 }
 
 
+# Prefix of logged figures. The console shows them in one of so many lines, because they triple its length.
+_PREFIX, _LINES = "multigpu/", 10
+
+
 class Meter(Part):
     """Writes the figures of this rank into its heartbeat after each step.
 
-    Seconds of a step go from the end of the step before to its own end, without evaluations and checkpoints. Seconds of
-    waiting are those of `train.waiting` and of our own collectives. Sharded ranks synchronize in every layer, where
-    waiting cannot be measured, so `waiting_s` is None.
+    The time of a step begins at the end of the step before, and excludes evaluations and checkpoints. Waiting is
+    measured by `Waiting` and by our own collectives. It cannot be measured if the ranks hold parts of the weights,
+    because they synchronize in every layer: `waiting_s` is None.
 
     Attributes:
-        figures: Up to the last finished step.
+        figures: Figures up to the last finished step.
         resumed_step: Steps that were done before this training.
-        runtime_s: What the Trainer itself calls the seconds of the training; None where it does not say.
+        runtime_s: The Trainer's own `train_runtime`; None before it is logged.
         is_sharded: The ranks hold parts of the weights.
     """
 
@@ -80,7 +96,7 @@ class Meter(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """The page shows no figures of an earlier training."""
+        """Clears the figures of an earlier training from the heartbeat page."""
         self._waits.count_on(self._trainer.args.device)
         self._beat.note(self.figures)
         self._beat.name_device(*_device_names(self._trainer.args.device))
@@ -130,8 +146,8 @@ class Meter(Part):
             self._write(state)
 
     def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
-        """This rank's report, as that of rank 0 until it is gathered. `counts` are steps, samples and micro-batches."""
-        measured = {field.name for field in dataclasses.fields(RankReport)} & {*vars(self.figures)}
+        """Returns this rank's report. `counts` are steps, samples and micro-batches. `gather_reports` sets its rank."""
+        measured = {field.name for field in dataclasses.fields(RankReport)} & vars(self.figures).keys()
         figures = {name: getattr(self.figures, name) for name in measured - {"num_steps", "num_samples"}}
         phases_s = dict.fromkeys(_IN_REPORT.values(), 0.0)
         for phase, name in _IN_REPORT.items():
@@ -153,7 +169,7 @@ class Meter(Part):
         return RunReport((mine,), max_steps=self.figures.max_steps, resumed_step=self.resumed_step)
 
     def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.compute_loss` of one micro-batch. An evaluation calls it, too."""
+        """Overrides `Trainer.compute_loss`: counts a micro-batch. An evaluation calls it, too."""
         if model.training:
             self._num_micro_batches += 1
             micro_batch = None if self._feed is None else self._feed.passes.current
@@ -193,43 +209,42 @@ class Meter(Part):
             return
         self._memory_s = now_s
         self._held_bytes, peak_bytes = _memory(self._trainer.args.device)
-        # A script may set the allocator's peak back.
+        # A script may reset the peak of the allocator.
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
 
 
 class TokenCount:
     """Counts tokens and padding of micro-batches.
 
-    A token is a place of `input_ids`, or of `prompt_ids` and `completion_ids`, which its mask leaves in; without a mask
-    each place is one. It counts whether or not it has a label. All other places are padding. So the number of tokens
-    of a step is the same on any number of ranks, that of padding is not. Rows without a mask are counted with what pads
-    them. What a decoder is given beside `input_ids` is not counted.
+    A token is an element of `input_ids`, or of `prompt_ids` and `completion_ids`, that the mask selects; without a
+    mask, each element. It counts whether or not it has a label. All other elements are padding. So the number of tokens
+    of a step does not depend on the number of ranks, but the padding does. Decoder inputs are not counted.
 
     Attributes:
-        num_tokens, num_padding_tokens: Of the steps that are over; None before the first micro-batch with tokens.
+        num_tokens, num_padding_tokens: Counts of the finished steps; None before the first micro-batch with tokens.
     """
 
     def __init__(self) -> None:
         self.num_tokens: int | None = None
         self.num_padding_tokens: int | None = None
-        self._num_places = 0
+        self._num_elements = 0
         self._counted: Any = 0
 
     def add(self, inputs: Any, *, is_filler: bool) -> None:
-        """Counts a micro-batch. A filler holds no token that counts: it only takes a rank's time."""
+        """Counts a micro-batch. All tokens of a filler are padding: it only takes time of this rank."""
         for ids, mask in _token_ids(inputs):
-            self._num_places += ids.numel()
+            self._num_elements += ids.numel()
             if is_filler:
                 continue
             is_masked = mask is not None and mask.shape == ids.shape
-            # On an accelerator it is computed there.
+            # Stays on the accelerator, so that nothing waits.
             self._counted = self._counted + (torch.count_nonzero(mask) if is_masked else ids.numel())
 
     def end_step(self) -> None:
-        """Takes in the step. Called where the loop has just waited for the gradient, so that nothing waits here."""
-        if self._num_places:
+        """Adds the step. Called when the loop has just waited for the gradient, so that nothing waits here."""
+        if self._num_elements:
             self.num_tokens = int(self._counted)
-            self.num_padding_tokens = self._num_places - self.num_tokens
+            self.num_padding_tokens = self._num_elements - self.num_tokens
 
 
 def _token_ids(inputs: Any) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -242,6 +257,129 @@ def _token_ids(inputs: Any) -> Iterator[tuple[torch.Tensor, Any]]:
                 yield value, mask if isinstance(mask, torch.Tensor) else None
 
 
+class Waiting(Part):
+    """Measures how long DDP waits for other ranks while a step is computed, and adds it to `manager.waits`.
+
+    DDP synchronizes buffers before a forward pass, and gradients from this rank's last gradient to the end of the
+    backward pass. The former is not measured if the complete model is compiled.
+    """
+
+    place = "waits"
+    may_be_missed = True
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
+        self._waits = manager.waits
+        self._watch = Stopwatch(lambda: trainer.model, trainer.args.device)
+        self._hooks = ExitStack()
+        self._hooked: nn.Module | None = None
+        self._is_computing = False
+        self._forward: Any = None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        with self._hooks, self._watch.on_model():
+            yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step}
+
+    def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if model is not self._hooked:
+            self._watch_forward(model)
+        self._watch.start()
+        self._is_computing = True
+        try:
+            result = original(model, *args, **kwargs)
+        finally:
+            self._is_computing = False
+        if self._watch.last_gradient is not None:
+            self._waits.add(self._watch.last_gradient, self._waits.now())
+        return result
+
+    def _watch_forward(self, model: nn.Module) -> None:
+        """Hooks the start of DDP's forward pass and that of its module. DDP synchronizes buffers in between."""
+        self._hooks.close()
+        self._hooked = model
+        inner: nn.Module | None = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        # `torch.compile(model)` and `model.compile()` would compile the hook as well.
+        is_compiled = hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        if inner is not None and not is_compiled:
+            self._hooks.callback(model.register_forward_pre_hook(self._enter_ddp).remove)
+            self._hooks.callback(inner.register_forward_pre_hook(self._enter_module).remove)
+
+    def _enter_ddp(self, *_: Any) -> None:
+        if self._is_computing:
+            self._forward = self._waits.now()
+
+    def _enter_module(self, *_: Any) -> None:
+        # A module with gradient checkpointing may be called again in the backward pass.
+        begin, self._forward = self._forward, None
+        if begin is not None:
+            self._waits.add(begin, self._waits.now())
+
+
+class LogFigures(Part):
+    """Adds throughput, waiting, padding, the slowest rank and peak memory to each logged line with a training loss.
+
+    They describe the time since the line before. They are read on rank 0 from the heartbeat pages in `run_dir`, so they
+    are those of the ranks on its machine, or of rank 0 alone if another launcher has started the ranks. Unknown numbers
+    are left out. Trackers get them with every line, the console with every tenth.
+    """
+
+    place = "log"
+    may_be_missed = True
+
+    def __init__(self, trainer: TrainerLike, meter: Meter, run_dir: str | None) -> None:
+        self._trainer = trainer
+        self._meter = meter
+        self._run_dir = run_dir
+        self._before: dict[int, Figures] = {}
+        self._num_shown = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        from transformers import PrinterCallback, ProgressCallback
+
+        if self._meter.is_sharded:
+            logger.info("multigpu/waiting and multigpu/slowest_rank are not logged: %s", NO_WAITING)
+        with ExitStack() as stack:
+            for callback in self._trainer.callback_handler.callbacks:
+                if isinstance(callback, PrinterCallback | ProgressCallback):
+                    stack.enter_context(instance_attribute(callback, "on_log", partial(self._show, callback.on_log)))
+            yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"log": self._log}
+
+    def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(logs, dict) and "loss" in logs and self._meter.figures.num_steps:
+            logs = {**logs, **self._numbers()}
+        return original(logs, *args, **kwargs)
+
+    def _show(self, original: Callable[..., Any], *args: Any, logs: dict[str, Any], **kwargs: Any) -> Any:
+        """Replaces `on_log` of a callback that prints the line."""
+        if any(name.startswith(_PREFIX) for name in logs):
+            self._num_shown += 1
+            if self._num_shown % _LINES:
+                logs = {name: value for name, value in logs.items() if not name.startswith(_PREFIX)}
+        return original(*args, logs=logs, **kwargs)
+
+    def _numbers(self) -> dict[str, float]:
+        beats = {} if self._run_dir is None else read_beats(self._run_dir)
+        # Rank 0 comes first: the rates refer to its time. A rank that is missing in `before` has begun since.
+        now = {0: self._meter.figures, **{rank: beat.figures for rank, beat in beats.items() if rank}}
+        before, self._before = self._before, now
+        gained = {rank: figures.since(before.get(rank, Figures())) for rank, figures in now.items()}
+        rates = rates_of(list(gained.values()))
+        found = {"tokens_per_s": rates.tokens_per_s, "padding": rates.padding, "waiting": rates.waiting}
+        if rates.waiting is not None and len(gained) > 1:
+            # The others wait for the rank that waits least.
+            found["slowest_rank"] = min(gained, key=lambda rank: gained[rank]["waiting_s"] or 0.0)
+        peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
+        found["peak_memory_gib"] = max(peaks) / GIB if peaks else None
+        return {_PREFIX + name: round(value, 5) for name, value in found.items() if value is not None}
+
+
 def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
     """Returns the reports of all ranks, in their order. Collective."""
     ranks = manager.gather_json(dataclasses.asdict(mine))
@@ -249,7 +387,7 @@ def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, .
 
 
 def _device_names(device: torch.device) -> tuple[str, str]:
-    """Its name, and the one by which its driver knows it."""
+    """Returns the name of a device, and the driver's id of it."""
     if device.type == "cpu":
         return "cpu", ""
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -257,11 +395,11 @@ def _device_names(device: torch.device) -> tuple[str, str]:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes now, and at most so far: what torch has allocated on an accelerator; on the CPU the process's own."""
+    """Returns bytes now and at the peak: those that torch has allocated on a device, or those of the process."""
     if device.type != "cpu":
         try:
             counters: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)
-        except RuntimeError:  # An allocator that the script has put in place of torch's counts nothing.
+        except RuntimeError:  # An allocator of the script, in place of torch's, counts nothing.
             counters = {}
         return counters.get("allocated_bytes.all.current", 0), counters.get("allocated_bytes.all.peak", 0)
     import psutil

@@ -1,41 +1,48 @@
-"""Publishes rank 0's decisions in the store, from which the other ranks read them.
+"""Makes all ranks follow rank 0: its `TrainerControl`, which callbacks change, and the signal on which all ranks stop.
 
-This is no collective: rank 0 publishes a value and continues. Keys are used again after `_RING` points, so that none
-has to be deleted.
+This is no collective: rank 0 publishes a value in the store and continues, and the other ranks read it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import GradientExchange, Part
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
-if TYPE_CHECKING:
-    from unsloth_multigpu.group.manager import DDPManager
+logger = get_logger(__name__)
 
-# Between two collectives, a rank can only be a few points ahead of another.
+# Keys are reused after this many points, so that none has to be deleted. Between two collectives, a rank can only be a
+# few points ahead of another.
 _RING = 4096
-_HINT = "Let no callback work this long on rank 0 alone, or raise timeout_s."
+_HINT = "Let rank 0 alone do no long work, such as in a callback, or raise timeout_s."
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
-class Moment(enum.IntEnum):
-    """The points of Hugging Face's loop at which the ranks read rank 0's decision."""
+class Moment(enum.Enum):
+    """The points of Hugging Face's loop at which the ranks read rank 0's value."""
 
-    STEP = 0
-    SUBSTEP = 1
-    EPOCH = 2
-    LOG = 3
-    EVALUATION = 4
-    SAVE = 5
-    BATCH = 6  # A batch of an evaluation.
-    END = 7
+    BATCH = "its next batch"
+    STEP = "the end of a step"
+    SUBSTEP = "the end of a micro-batch"
+    EPOCH = "the end of an epoch"
+    LOG = "a log"
+    EVALUATED_BATCH = "a batch of an evaluation"
+    EVALUATION = "an evaluation"
+    SAVE = "a save"
+    END = "the end of train()"
 
 
 class Lead:
-    """Rank 0's decisions in one training: the flags of its callbacks, and the signal on which all ranks stop.
+    """Rank 0's values in one training.
 
     Attributes:
         asked: Returns the signal that this rank has received, 0 = none.
@@ -47,7 +54,6 @@ class Lead:
         self._beat = beat
         self._training = 0
         self._num_points = 0
-        self._has_asked = False
         self.asked: Callable[[], int] = lambda: 0
         self.signal_number = 0
 
@@ -77,39 +83,139 @@ class Lead:
         asked_key = f"{self.name}/asked"
         if manager.identity.rank == 0:
             self.signal_number = asked or int(manager.read(asked_key) or 0)
-            word = (self._training, index, int(moment), flags, self.signal_number)
+            word = (self._training, index, moment.name, flags, self.signal_number)
             manager.publish(self._key(index), " ".join(map(str, word)))
             return flags
-        if asked and not self._has_asked:
-            self._has_asked = True
+        if asked and not self.signal_number:
             manager.publish(asked_key, str(asked))
-        there, word_flags, self.signal_number = self._wait(index, moment, step)
-        if there != moment:
+        there, of_rank_0, signal_number = self._read(index) or self._wait(index, moment, step)
+        self.signal_number = int(signal_number)
+        if there != moment.name:
             raise DivergenceError(
-                f"After step {step} rank {manager.identity.rank} has come to the callbacks of a {moment.name.lower()}, "
-                f"rank 0 to those of a {Moment(there).name.lower()}.",
-                hint="Let all ranks call train(), evaluate() and save on the same way.",
+                f"After step {step} rank {manager.rank} is at {moment.value}, rank 0 at {Moment[there].value}.",
+                hint="Let all ranks call train(), evaluate() and save in the same order, on data of the same length.",
             )
-        return word_flags
+        return int(of_rank_0)
 
-    def _wait(self, index: int, moment: Moment, step: int) -> list[int]:
+    def _wait(self, index: int, moment: Moment, step: int) -> list[str]:
         """Waits for rank 0, which may be slower, or busy in a callback."""
-        if (found := self._read(index)) is not None:
-            return found
-        what = f"what rank 0's callbacks decide after step {step} ({moment.name.lower()})"
-        manager = self._manager
-        with self._beat.within(Phase.AGREE), manager.waits.counted():
+        what, manager = f"rank 0 to reach {moment.value} after step {step}", self._manager
+        # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise.
+        phase = Phase.COMPUTE if moment is Moment.BATCH else Phase.AGREE
+        with self._beat.within(phase), manager.waits.counted():
             return manager.wait(lambda: self._read(index), what, timeout_s=manager.config.timeout_s, hint=_HINT)
 
-    def _read(self, index: int) -> list[int] | None:
+    def _read(self, index: int) -> list[str] | None:
         """Returns moment, flags and signal of a point; None if rank 0 has not reached it."""
-        text = self._manager.read(self._key(index))
-        if text is None:
-            return None
-        training, there, *word = map(int, text.split())
-        if (training, there) > (self._training, index):
+        training, there, *word = (self._manager.read(self._key(index)) or "-1 -1").split()
+        place, mine = (int(training), int(there)), (self._training, index)
+        if place > mine:
             raise DistributedError(f"rank 0 is {_RING} decisions ahead of this rank.", hint="Report this message.")
-        return word if (training, there) == (self._training, index) else None
+        return word if place == mine else None
 
     def _key(self, index: int) -> str:
         return f"lead/point/{index % _RING}"
+
+
+class OneDecision(Part):
+    """Copies rank 0's `control` to all ranks before the loop acts on it.
+
+    Callbacks run on every rank and need not agree: they may read a clock, their own GPU, or decide on rank 0 only. An
+    evaluation, a save or a stop on one rank alone would hang.
+
+    Ranks that step independently do not wait for each other: between two synchronizations they follow the arguments of
+    the training, such as `save_steps`, and decisions of callbacks take effect at the next synchronization.
+    """
+
+    place = "decision"
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, lead: Lead, exchange: GradientExchange) -> None:
+        super().__init__(trainer, manager)
+        self._rank = manager.identity.rank
+        self._lead = lead
+        self._exchange = exchange
+        self._is_log_due = False
+        self._postponed = 0
+        # Flags that rank 0 has set so far; and flags that only this rank has set, with the step.
+        self._flags_of_rank_0 = 0
+        self._overruled: dict[str, int] = {}
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Warns at the end about decisions that had no effect."""
+        yield
+        for name, step in self._overruled.items():
+            if name not in _names(self._flags_of_rank_0):
+                logger.warning(
+                    "a callback of rank %d has set control.%s after step %d, and none of rank 0 did: rank 0's decision "
+                    "counts. Let the callback decide alike on all ranks",
+                    self._rank,
+                    name,
+                    step,
+                )
+        if self._postponed:
+            logger.warning("%s came too late for another step", ", ".join(_names(self._postponed)))
+
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._agree(Moment.STEP, control)
+
+    def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._agree(Moment.SUBSTEP, control)
+
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._agree(Moment.EPOCH, control)
+
+    def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        # A script may log on one rank only. The first call after a step is the loop's own, on all ranks.
+        is_loops, self._is_log_due = self._is_log_due, False
+        if is_loops:
+            self._agree(Moment.LOG, control)
+
+    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._agree(Moment.EVALUATION, control)
+
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._agree(Moment.SAVE, control)
+
+    def _agree(self, moment: Moment, control: ControlLike) -> None:
+        """Writes rank 0's flags into `control`. Raises as `Lead.follow`."""
+        step, mine = int(self._trainer.state.global_step), _flags_of(control)
+        is_in_loop = moment in (Moment.STEP, Moment.SUBSTEP, Moment.EPOCH)
+        if is_in_loop and not self._exchange.may_stop:
+            found = mine & self._scheduled(moment)
+            self._postpone(mine & ~found, step)
+        else:
+            # All ranks reach this point: they have just computed, logged, evaluated or saved together.
+            mine, self._postponed = mine | self._postponed, 0
+            found = self._lead.follow(moment, mine, step)
+            self._flags_of_rank_0 |= found
+        for name in _names(mine & ~found):
+            self._overruled.setdefault(name, step)
+        for i, name in enumerate(_FLAGS):
+            setattr(control, name, bool(found >> i & 1))
+        if moment in (Moment.STEP, Moment.EPOCH):
+            self._is_log_due = control.should_log and step > self._trainer._globalstep_last_logged
+
+    def _scheduled(self, moment: Moment) -> int:
+        """Returns the flags that the arguments of the training set here, equal on all ranks."""
+        from transformers import DefaultFlowCallback
+
+        flow, control = DefaultFlowCallback(), SimpleNamespace(**dict.fromkeys(_FLAGS, False))
+        event: Any = {Moment.STEP: flow.on_step_end, Moment.EPOCH: flow.on_epoch_end}.get(moment, flow.on_substep_end)
+        event(self._trainer.args, self._trainer.state, control)
+        return _flags_of(control)
+
+    def _postpone(self, flags: int, step: int) -> None:
+        if flags & ~self._postponed and self._rank == 0:
+            logger.info(
+                "%s after step %d waits for the next synchronization of the ranks", ", ".join(_names(flags)), step
+            )
+        self._postponed |= flags
+
+
+def _flags_of(control: Any) -> int:
+    return sum(bool(getattr(control, name)) << i for i, name in enumerate(_FLAGS))
+
+
+def _names(flags: int) -> list[str]:
+    return [name for i, name in enumerate(_FLAGS) if flags >> i & 1]

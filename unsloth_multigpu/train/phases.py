@@ -1,4 +1,4 @@
-"""Guards one training: says where the rank is, so that its supervisor can tell a slow rank from a hung one."""
+"""Marks the phases of a training in the heartbeat, so that the supervisor can tell a slow rank from a hung one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
 
 
 class Guard(Part):
-    """Marks the phases of a training on this rank's page. Evaluations and saves are marked by `Checkpoints`."""
+    """Marks the phases of a training in this rank's heartbeat. `Checkpoints` marks evaluations and saves."""
 
     place = "phases"
 
@@ -32,7 +32,7 @@ class Guard(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """After the training the rank is in the script again."""
+        """Marks the time before the first step, and the return to the script."""
         self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
         try:
             yield
@@ -42,7 +42,7 @@ class Guard(Part):
 
     def overrides(self) -> dict[str, Override]:
         found: dict[str, Override] = {"get_batch_samples": self._batch_samples, "training_step": self._training_step}
-        # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
+        # Some trainers generate samples inside a training step, for minutes. Some pass over all data first.
         for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):
             found |= {n: functools.partial(self._within, phase) for n in names if hasattr(self.trainer, n)}
         return found
@@ -57,7 +57,7 @@ class Guard(Part):
         self.beat.mark()  # The norm of the gradients has been read.
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # The loop counts the step next, and calls the script's callbacks, which have a time of their own.
+        # Next the loop counts the step and calls the script's callbacks, which are not part of the work of the step.
         self._is_warm = True
         self.beat.mark(Phase.UPDATE, step=state.global_step + 1, micro_batch=0, is_done=True)
 
@@ -79,9 +79,9 @@ class Guard(Part):
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compiler.enter()
-        # The first samples may take long: workers start, and a resumed stream is read up to its place.
+        # In SETUP, the first samples may take long: workers start, and a resumed stream is read up to its position.
         if self.beat.phase != Phase.SETUP:
-            # A stream fills its buffer again.
+            # At the start of an epoch, a stream fills its buffer again.
             is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
             self.beat.mark(Phase.FILL if self.is_epoch_new and is_stream else Phase.DATA)
         self.is_epoch_new = False
@@ -92,8 +92,8 @@ class Guard(Part):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.beat.mark(Phase.COMPUTE if self._is_warm else Phase.WARM_UP)
         result = original(*args, **kwargs)
-        # The number of computed micro-batches tells the update of a step from what follows the step. A device works
-        # asynchronously and may only have begun: the next read of a number waits for all of it.
+        # The count of micro-batches distinguishes the update of a step from the time after the step. The device may
+        # have only begun: the next read of a value waits for all of its work.
         self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
 
@@ -103,11 +103,11 @@ class Guard(Part):
 
 
 class CallbackPhase(Part):
-    """Marks the time in the callbacks of the script and of libraries, which come before our own one."""
+    """Marks the time in callbacks of the script and of libraries, which are called before ours."""
 
     place = "callbacks"
     may_be_missed = True
-    # Not WARM_UP: up to the end of the first step a longer limit holds.
+    # Not WARM_UP: a longer limit applies until the end of the first step.
     _MARKED = (Phase.DATA, Phase.FILL, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 
     def __init__(self, beat: HeartbeatPage) -> None:
@@ -130,7 +130,7 @@ class CallbackPhase(Part):
             self._depth -= 1
 
     def _end(self, *_: Any, **kwargs: Any) -> None:
-        # Our callback comes last, and this part first in it. A callback may log, which is an event within its own.
+        # Our callback is called last, and this part first in it. A callback may log, which is a nested event.
         if self._depth == 1 and self._beat.phase == Phase.CALLBACKS:
             self._beat.mark(self._before)
 
@@ -139,7 +139,7 @@ class CallbackPhase(Part):
 
 
 class CompilerPhase:
-    """Marks the time in which torch.compile works."""
+    """Marks the time in which torch.compile compiles."""
 
     def __init__(self, beat: HeartbeatPage) -> None:
         self._beat = beat
@@ -147,7 +147,7 @@ class CompilerPhase:
         self._handler: Any = None
 
     def enter(self) -> None:
-        """Listens to the compiler from here on, if it was imported."""
+        """Starts listening to the compiler, if it was imported."""
         module = sys.modules.get("torch._dynamo.callback")
         if self._handler is None and module is not None:
             self._handler = module.callback_handler
@@ -163,7 +163,7 @@ class CompilerPhase:
         self._handler = None
 
     def _begin(self, *_: Any) -> None:
-        # Older versions of torch also report a compilation inside another one.
+        # Older versions of torch also report nested compilations.
         if self._beat.phase != Phase.COMPILE:
             self._before = self._beat.phase
         self._beat.mark(Phase.COMPILE)

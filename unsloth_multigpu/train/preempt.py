@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.group.shard_engine import find_engine
+from unsloth_multigpu.group.shards import find_engine
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.event import REPEAT_S, EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.process import is_alive, only_here, signals_handled
-from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.wait import wait_until
 
 if TYPE_CHECKING:
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Signals that a rank catches itself where no supervisor of ours does.
+# Signals that a rank without our supervisor catches itself.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Caught:
-    """Catches signals in a rank that has no supervisor of ours. After `repeat_s` a second one has its usual effect."""
+    """Catches signals in a rank without our supervisor. After `repeat_s`, a second signal has its usual effect."""
 
     def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, repeat_s: float = REPEAT_S) -> None:
         self._signals = signals
@@ -60,13 +59,14 @@ class Caught:
 
 @dataclass(eq=False, repr=False)
 class Preemption(Part):
-    """Stops one training when a signal asks for it. Through `lead` all ranks learn of the signal at the same point.
+    """Stops one training on a signal. Through `lead` all ranks learn of the signal at the same point of the loop.
 
     Args:
-        may_stop: False between two points at which a stop changes nothing, the same on all ranks.
+        may_stop: Returns False between two synchronizations of independent ranks, where a stop would change the
+            training. It is equal on all ranks.
 
     Attributes:
-        signal_number: The signal for which the ranks are stopping, 0 = none.
+        signal_number: The signal on which the ranks are stopping, 0 = none.
     """
 
     place = "preemption"
@@ -84,7 +84,7 @@ class Preemption(Part):
 
     def __post_init__(self) -> None:
         self._is_cell = self.manager.identity.launcher == "notebook"
-        # A notebook's monitor sees to a second Stop.
+        # In a notebook, the monitor handles a second Stop.
         self._caught = Caught((signal.SIGINT,), math.inf) if self._is_cell else Caught()
 
     @contextmanager
@@ -96,12 +96,12 @@ class Preemption(Part):
             SystemExit: On all ranks, with 128 + n after another signal n.
         """
         identity = self.manager.identity
-        # Stop ends a cell at once, unless ranks a step apart would leave a model of two steps.
-        is_of_launcher = self.events is None and (not self._is_cell or find_engine(self.trainer) is not None)
-        listens = is_of_launcher and (identity.world_size > 1 or self.manager.config.resume == "auto")
+        # Stop ends a cell at once, except for sharded models: ranks one step apart would leave shards of two steps.
+        is_without_supervisor = self.events is None and (not self._is_cell or find_engine(self.trainer) is not None)
+        listens = is_without_supervisor and (identity.world_size > 1 or self.manager.config.resume == "auto")
         if listens and identity.rank == 0 and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
+                "train() does not run in the main thread, the only one in which Python handles signals: SIGTERM "
                 "ends this process without a save. Save every few steps (save_steps)"
             )
         self._is_heard = listens or self.events is not None
@@ -111,12 +111,12 @@ class Preemption(Part):
             if self._is_heard:
                 self.lead.asked = self._asked
             yield
-            # Asked after the last step: what the script does next must not be cut off in the middle.
+            # A signal after the last step: the script must not be interrupted in the middle of what follows.
             if self._is_stopping(Moment.END):
                 self.save_and_leave(can_save=not self.trainer.args.load_best_model_at_end)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # Several ranks have agreed on their callbacks' flags at this point, and on a stop with them.
+        # Several ranks have just agreed on the flags of their callbacks, and on the signal with them.
         if self._is_stopping(Moment.STEP if self.manager.identity.world_size == 1 else None):
             is_at_end = args.eval_strategy == "epoch" and float(state.epoch or 0.5).is_integer()
             self._cuts_off_evaluation = control.should_evaluate or is_at_end
@@ -128,18 +128,18 @@ class Preemption(Part):
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._saved_step = state.global_step
         if self.events is not None:
-            # The event of a running training, here with the path of its checkpoint.
+            # Repeats the event of a running training, with the path of its checkpoint.
             self.events.write("training", checkpoint=self._checkpoint())
         if self.signal_number:
             self.leave()
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # There was nothing to save. An evaluation, or loading the best model, would use up the time that is left.
+        # Nothing was saved. An evaluation, or loading the best model, would take time that is not left.
         if self.signal_number:
             self.leave()
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        if self._is_stopping(Moment.BATCH):  # All ranks have the same number of evaluation batches.
+        if self._is_stopping(Moment.EVALUATED_BATCH):  # All ranks have the same number of evaluation batches.
             self._cuts_off_evaluation = control.should_evaluate  # False in one that a callback has started.
             self.save_and_leave()
 
@@ -148,7 +148,7 @@ class Preemption(Part):
         return self._cuts_off_evaluation
 
     def _is_stopping(self, moment: Moment | None) -> bool:
-        """True from the point on at which all ranks stop. They come to `moment`; None = they have just agreed."""
+        """True from the point at which all ranks stop. `moment` is the present point; None = they have just agreed."""
         if self._is_heard and not self.signal_number and self.may_stop():
             if moment is not None:
                 self.lead.follow(moment, 0, int(self.trainer.state.global_step))
@@ -171,7 +171,7 @@ class Preemption(Part):
         return saves and self._saved_step != self.trainer.state.global_step
 
     def save_and_leave(self, *, can_save: bool = True) -> NoReturn:
-        """Saves as the loop would after its step, and leaves the training."""
+        """Saves as the loop does after a step, and leaves the training."""
         trainer = self.trainer
         if can_save and self.is_save_wanted:
             trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -184,27 +184,27 @@ class Preemption(Part):
         return str(Path(self.trainer._get_output_dir(None), f"checkpoint-{self._saved_step}").resolve())
 
     def leave(self) -> NoReturn:
-        """Raises what ends the training, once all ranks have saved."""
+        """Waits until all ranks have saved, and raises the exception that ends the training."""
         request = self._request()
         deadline_s = time.monotonic() + self.manager.config.grace_s if request is None else request.deadline_s
         if not self._wait_for_all(deadline_s):
             logger.warning("not all ranks have saved within grace_s=%g", self.manager.config.grace_s)
         name = signal.Signals(self.signal_number).name
         if self.events is not None:
-            if request is None:  # Only another node's supervisor knows of it.
+            if request is None:  # Only the supervisor of another node has received the signal.
                 ask_to_stop(self.events.run_dir, self.events.attempt, StopRequest(self.signal_number, deadline_s))
             self.events.write("stopped", signal=name, checkpoint=self._checkpoint())
         elif self.manager.identity.rank == 0:
             step = self.trainer.state.global_step
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
         if self._is_cell:
-            self.trainer.is_in_train = False  # All ranks leave it here: to the notebook nothing is cut off.
+            self.trainer.is_in_train = False  # All ranks leave the training here, so it does not count as interrupted.
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.signal_number)
 
     def _wait_for_all(self, deadline_s: float) -> bool:
-        """Waits until all ranks have saved: the engine ends all with the first process that ends."""
+        """Waits until all ranks have saved, because the first process that ends makes the launcher end all."""
         manager, identity = self.manager, self.manager.identity
         if identity.world_size == 1:
             return True

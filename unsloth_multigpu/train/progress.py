@@ -1,4 +1,4 @@
-"""Follows the steps of a training: tells the supervisor, verifies the seams, and compares the ranks' weights."""
+"""Counts the steps of a training: reports to the supervisor, verifies the seams, and compares the ranks' weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Progress(Part):
     """Counts the optimizer steps of one training.
 
     Args:
-        trained: Knows whether DDP was rebuilt; None in one process.
-        preemption: Tells the supervisor itself where a signal stops the training.
+        trained: Records that DDP was rebuilt; None in one process.
+        preemption: Reports to the supervisor itself if a signal stops the training.
 
     Attributes:
         num_steps: Steps of this training, without those before the checkpoint that it resumes from.
@@ -44,7 +44,7 @@ class Progress(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Tells the supervisor where this rank is."""
+        """Reports the start and the end of the training to the supervisor."""
         self._tell("training")
         try:
             yield
@@ -77,7 +77,7 @@ class Progress(Part):
             self.trained.is_changed = False
             self._is_proof_due = self.manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(state.global_step)
-        # Ranks that step by themselves have equal weights only after a synchronization. The checkpoint of this step is
+        # Ranks that step independently have equal weights only after a synchronization. The checkpoint of this step is
         # saved later.
         if self._is_proof_due and self.exchange.are_replicas_equal:
             self._compare(state.global_step)
@@ -98,11 +98,11 @@ class Progress(Part):
             verify_calls(self.trainer, "step end")
 
     def _compare(self, step: int) -> None:
-        """Compares the ranks' weights. What the optimizer trains outside the model, only DDP's ranks have alike."""
+        """Compares the ranks' weights. Independent ranks do not synchronize what is trained outside the model."""
         beside = parameters_beside_the_model(self.trainer) if self.manager.config.is_synchronous else []
         self.replicas.check(self.trainer.model, step, beside)
 
 
 def exit_code(error: SystemExit) -> int:
-    """The exit code that Python uses: the number given, 0 for None, 1 for a text."""
+    """Returns the exit code that Python uses: the number given, 0 for None, 1 for a text."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -7,20 +7,17 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
-from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.group.shard_engine import Engine, find_engine
-from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
@@ -28,23 +25,20 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.train.buffer import EqualEvaluations
 from unsloth_multigpu.train.check import StepCheck
-from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping
-from unsloth_multigpu.train.figures import Meter, gather_reports
-from unsloth_multigpu.train.lead import Lead
-from unsloth_multigpu.train.log_figures import LogFigures
+from unsloth_multigpu.train.evaluation import EqualEvaluations
+from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
+from unsloth_multigpu.train.lead import Lead, OneDecision
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import CallbackPhase, Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
-from unsloth_multigpu.train.waiting import Waiting
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
-from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.event import EventWriter
-from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.session import Session
 
 logger = get_logger(__name__)
 
@@ -56,57 +50,49 @@ class DDPTrainer:
     """One training of one Trainer on this rank.
 
     Args:
+        session: The session of this process.
         arguments: Arguments of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
         training: Number of earlier calls of `train()` in this process.
-        is_comparison: Save nothing, and resume only if the script asks for it.
 
     Attributes:
-        of_tool: A part that a tool of the run adds. It is also attached if another kind of parallelism trains.
+        of_tool: The part of the run's tool, if it has one. It is also attached if another kind of parallelism trains.
         report: Figures of the training, after it has ended.
     """
 
     def __init__(
-        self,
-        trainer: TrainerLike,
-        manager: DDPManager,
-        events: EventWriter | None,
-        beat: HeartbeatPage,
-        arguments: dict[str, Any] | None = None,
-        training: int = 0,
-        context: RunContext | None = None,
-        *,
-        is_comparison: bool = False,
+        self, trainer: TrainerLike, session: Session, arguments: dict[str, Any] | None = None, training: int = 0
     ) -> None:
         self.trainer = trainer
-        self.manager = manager
-        self.config: MultiGPUConfig = manager.config
+        self.manager = manager = session.manager()
+        self.config = manager.config
         self.report: RunReport | None = None
         self.arguments = {} if arguments is None else arguments
         self._training = training
-        self._beat = beat
-        context = RunContext() if context is None else context
-        identity = manager.identity
-        self.steps = StepFeed(trainer, manager, beat)
-        self.exchange: GradientExchange = DDPWrapping(trainer, manager)
+        self._beat = session.beat
         self._resume: Resume | None = None
-        if identity.world_size > 1 and not isinstance(self.config.strategy, DDP):
+        self._lead = lead = Lead(manager, session.beat)
+        self.steps = StepFeed(trainer, manager, session.beat)
+        self.steps.plans_one_process = session.tool.plans_one_process
+        of_tool = session.tool.part(trainer, session, self.steps)
+        self.of_tool = [] if of_tool is None else [of_tool]
+        self.exchange: GradientExchange = DDPWrapping(trainer, manager)
+        self._is_alone = manager.identity.world_size == 1
+        if not self._is_alone and not isinstance(self.config.strategy, DDP):
             from unsloth_multigpu.strategies.strategy_exchange import Exchange
 
             self.exchange = Exchange(trainer, manager)
-        self._lead = lead = Lead(manager, beat)
-        trained = TrainedParameters(trainer, manager, self.exchange, training) if identity.world_size > 1 else None
-        self.meter = Meter(trainer, manager, beat, self.steps)
-        preemption = Preemption(trainer, manager, events, lead, lambda: self.exchange.may_stop)
+        trained = None if self._is_alone else TrainedParameters(trainer, manager, self.exchange, training)
+        self.meter = Meter(trainer, manager, session.beat, self.steps)
+        preemption = Preemption(trainer, manager, session.events, lead, lambda: self.exchange.may_stop)
         replicas = ReplicaProof(manager, self.steps.facts)
-        self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, preemption)
-        self.of_tool: Part | None = None
+        self.progress = Progress(trainer, manager, session.events, replicas, self.exchange, trained, preemption)
         # `train.loop.PLACES` has their order.
         self.parts: list[Part] = [
             self.steps.metrics,
             self.meter,
-            StepCheck(trainer, manager, self.steps),
-            CallbackPhase(beat),
-            Guard(trainer, beat),
+            StepCheck(trainer, manager, self.steps, lead),
+            CallbackPhase(session.beat),
+            Guard(trainer, session.beat),
             self.progress,
             preemption,
         ]
@@ -114,12 +100,12 @@ class DDPTrainer:
             decision = OneDecision(trainer, manager, lead, self.exchange)
             self.parts += [decision, Waiting(trainer, manager), self.exchange, trained]
             self.parts.append(EqualEvaluations(trainer, manager))
-            if identity.rank == 0 and not is_comparison:
-                self.parts.append(LogFigures(trainer, self.meter, identity, context.run_dir))
-        if not is_comparison:
-            self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
+        if not session.tool.is_comparison:  # A comparison saves nothing, and resumes only if the script asks for it.
+            if trained is not None and manager.identity.rank == 0:
+                self.parts.append(LogFigures(trainer, self.meter, session.context.run_dir))
+            self._resume = Resume(trainer, manager, self.steps, self.arguments, training, session.context)
             checkpoints = Checkpoints(
-                trainer, manager, self.steps, self.exchange, self._resume, beat, preemption.cuts_off_evaluation
+                trainer, manager, self.steps, self.exchange, self._resume, session.beat, preemption.cuts_off_evaluation
             )
             self.parts += [self._resume, checkpoints]
 
@@ -128,11 +114,10 @@ class DDPTrainer:
 
         `on_agreed` is called with the loop when all ranks are ready to train.
         """
-        of_tool = [] if self.of_tool is None else [self.of_tool]
-        engine = find_engine(self.trainer) if self.manager.identity.world_size > 1 else None
+        engine = None if self._is_alone else find_engine(self.trainer)
         if others := _other_parallelism(self.trainer, engine):
             self._step_aside(others)
-            with Loop(self.trainer, of_tool).steering() if of_tool else nullcontext():
+            with Loop(self.trainer, self.of_tool).steering() if self.of_tool else nullcontext():
                 return original_train()
         self._refuse_what_cannot_work()
         verify_seams(self.trainer)
@@ -147,22 +132,8 @@ class DDPTrainer:
             facts = facts | facts_of_evaluation(self.trainer)
         self.manager.check_same(facts)
         self._lead.begin()
-        if self._deals_steps():
-            self.parts.append(self.steps)
-        elif self.config.sequence_parallel > 1:
-            raise SetupError(
-                f"sequence_parallel shares samples that are dealt, and {type(self.trainer).__name__} makes its own.",
-                hint="Leave sequence_parallel out for this trainer.",
-            )
-        elif self._deals_completions():
-            from unsloth_multigpu.step.completions import CompletionDeal
-
-            self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
-        if self.manager.identity.world_size > 1 and self.manager.identity.rank == 0 and draws_completions(self.trainer):
-            name = type(self.trainer).__name__
-            draws = "a server draws completions" if self.config.generators else "each rank draws completions of its own"
-            logger.info("%s: %s, so this is another run than on one GPU", name, draws)
-        loop = Loop(self.trainer, [*self.parts, *of_tool])
+        self._deal()
+        loop = Loop(self.trainer, [*self.parts, *self.of_tool])
         on_agreed(loop)
         start = time.monotonic()
         with loop.steering():
@@ -174,9 +145,32 @@ class DDPTrainer:
         self._report(time.monotonic() - start)
         return result
 
+    def _deal(self) -> None:
+        """Adds the part that divides samples or completions among the ranks, if this package is to divide them.
+
+        Raises:
+            SetupError: The trainer makes its own batches, and an option does not allow that.
+        """
+        name, draws = type(self.trainer).__name__, hasattr(self.trainer.args, "steps_per_generation")
+        is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
+        if self._deals_steps():
+            self.parts.append(self.steps)
+        elif self.config.sequence_parallel > 1:
+            raise SetupError(
+                f"sequence_parallel shares samples that are dealt, and {name} makes its own.",
+                hint="Leave sequence_parallel out for this trainer.",
+            )
+        elif draws and is_planned and not self._is_alone:
+            from unsloth_multigpu.step.completions import CompletionDeal
+
+            self.parts.append(CompletionDeal(self.trainer, self.manager, self.steps, self._beat))
+        if not self._is_alone and self.manager.identity.rank == 0 and draws_completions(self.trainer):
+            who = "a server draws completions" if self.config.generators else "each rank draws completions of its own"
+            logger.info("%s: %s, so this is another run than on one GPU", name, who)
+
     def _wait_for_rank_0(self) -> None:
         """Waits for rank 0, which may still upload files for longer than the timeout of a collective."""
-        if self.manager.identity.world_size == 1:
+        if self._is_alone:
             return
         if self.manager.identity.rank == 0:
             self.manager.publish("trained", str(self._training))
@@ -195,10 +189,8 @@ class DDPTrainer:
             raise SetupError(f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}.")
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
         apart = max(int(getattr(parallelism, "non_data_parallel_size", 1)), _context_parallel_size(self.trainer))
-        num, one = (
-            self.manager.identity.world_size // apart,
-            self.steps.num_accumulated * self.trainer._train_batch_size,
-        )
+        num = self.manager.identity.world_size // apart
+        one = self.steps.num_accumulated * self.trainer._train_batch_size
         hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
         larger = (
             f". An optimizer step sees {num * one} samples ({num} ranks x {one}), {num} times those of one process: "
@@ -213,8 +205,7 @@ class DDPTrainer:
         Raises:
             SetupError: `shard="on"`, but no engine shards this model.
         """
-        is_asked = self.config.shard == "on" and self.manager.identity.world_size > 1
-        if engine is None and not is_asked:
+        if engine is None and (self._is_alone or self.config.shard != "on"):
             return
         from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 
@@ -236,14 +227,14 @@ class DDPTrainer:
         if num_processes != self.manager.identity.world_size:
             raise SetupError(
                 f"This Trainer was built for {num_processes} process(es), the run has "
-                f"{self.manager.identity.world_size} ranks: each would train for itself.",
+                f"{self.manager.identity.world_size} ranks: each would train alone.",
                 hint="Call enable_multi_gpu() before `import unsloth` and before TrainingArguments are made.",
             )
         refuse_batch_search(args)
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
             raise SetupError(
-                "train_sampling_strategy='batch_rebalance' deals samples to ranks itself, and others than one GPU "
-                "would see.",
+                "train_sampling_strategy='batch_rebalance' chooses the samples of each rank itself, other ones than on "
+                "one GPU.",
                 hint="Remove train_sampling_strategy, or set global_batch='scale'.",
             )
 
@@ -251,31 +242,26 @@ class DDPTrainer:
         """True if this package chooses the samples of a step. Trainers that generate samples do it themselves."""
         if not self.config.keeps_global_batch:
             return False
-        # Older trainers of TRL may first compute log-probabilities of all samples; else they call their base class.
-        notes_all_first = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
+        # Older TRL trainers may first compute the log-probabilities of all samples. Otherwise they call the base class.
+        precomputes = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
-        owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
+        owner = next(cls for cls in makers if precomputes or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
             if plan := [name for name in self.config.asked(Scope.PLANNER) if not name.startswith("balance=")]:
                 raise SetupError(
-                    f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
+                    f"{plan[0]} divides samples by length, but {owner.__name__} generates its samples during training.",
                     hint="Leave it out for this trainer.",
                 )
             return False
-        # Unsloth's rewritten TRL trainers are in modules named after them.
+        # Unsloth puts rewritten TRL trainers into modules named after them.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
-            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.PLANNER):
+            if self._is_alone and not self.config.asked(Scope.PLANNER):
                 return False  # In one process, its own batches are right.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
             )
         return True
-
-    def _deals_completions(self) -> bool:
-        is_planned = self.config.balance != "off" and self.config.is_synchronous and self.config.keeps_global_batch
-        draws = hasattr(self.trainer.args, "steps_per_generation")
-        return draws and is_planned and self.manager.identity.world_size > 1
 
     def _report(self, train_s: float) -> None:
         counts = (self.progress.num_steps, self.steps.passes.num_samples, self.steps.passes.num_micro_batches)
@@ -290,23 +276,23 @@ class DDPTrainer:
             self.steps.proof.values(),
             self.steps.inexact.cause if self.steps.inexact is not None else "",
         )
-        # One process whose own batches are trained on ends as it does without the line.
-        has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0
+        # A single process that trains its own batches ends as without enable_multi_gpu().
+        has_trained = not self._is_alone and self.progress.num_steps > 0
         if has_trained or self.steps.passes.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:
-    """True if a method calls the one of the same name that it overrides."""
+    """True if a method calls the overridden method of its base class."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and {"super", code.co_name} <= set(code.co_names)
 
 
 def refuse_batch_search(args: ArgumentsLike) -> None:
-    """Refuses `auto_find_batch_size`: when arguments are made, before a model is loaded, and when a training begins.
+    """Refuses `auto_find_batch_size`. Called when arguments are made, and again when a training begins.
 
     Raises:
-        SetupError: It is on.
+        SetupError: It is enabled.
     """
     if args.auto_find_batch_size:
         raise SetupError(
@@ -317,14 +303,14 @@ def refuse_batch_search(args: ArgumentsLike) -> None:
 
 
 def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
-    """True if a training of this Trainer, in a run that keeps the global batch, has the batches of one process."""
+    """True if this Trainer gets the batches of one process in a run that keeps the global batch."""
     is_ours = trainer.accelerator.num_processes == world_size and not _other_parallelism(trainer, find_engine(trainer))
-    # GRPO and its like divide their batches themselves.
+    # GRPO and similar trainers divide their batches themselves.
     return is_ours and not hasattr(trainer.args, "steps_per_generation")
 
 
 def _other_parallelism(trainer: TrainerLike, engine: Engine | None) -> list[str]:
-    """Kinds of parallelism that the script asked for and that this package does not steer."""
+    """Returns the kinds of parallelism of the script that this package does not steer."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     is_fsdp = trainer.is_fsdp_enabled
     others = {
@@ -338,5 +324,5 @@ def _other_parallelism(trainer: TrainerLike, engine: Engine | None) -> list[str]
 
 
 def _context_parallel_size(trainer: TrainerLike) -> int:
-    """How many ranks share a sample, where Unsloth's trainers were told so; no plan of ours knows of it."""
+    """Returns the number of ranks that share a sample by Unsloth's own context parallelism."""
     return int(getattr(trainer.args, "context_parallel_size", None) or 1)

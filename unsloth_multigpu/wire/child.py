@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -15,7 +15,6 @@ from pathlib import Path
 
 from unsloth_multigpu.wire.folder import make_log
 from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
-from unsloth_multigpu.wire.wait import is_readable
 from unsloth_multigpu.words import how_ended
 
 _TAIL_LINES = 25
@@ -77,7 +76,7 @@ class Child:
 
     def has_ended(self, limit_s: float = 0.0) -> bool:
         """Waits for its end; False if it has not ended within `limit_s`."""
-        return is_readable(self.pid_descriptor, limit_s)
+        return bool(multiprocessing.connection.wait([self.pid_descriptor], limit_s))
 
     def collect(self) -> None:
         """Collects the exit code of a process that has ended, and kills what is left of its process group."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unsloth_multigpu.options import ENV_ATTEMPT, ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_SHARD_CHOICE, ENV_TOOL
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_TOOL
 
 # Facts that are equal for all attempts.
-_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port")
+_OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port", "shard")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunContext:
         server_port: Port of the generation server; the next port is for weights. None = no server.
         attempt: How often the ranks were started before.
         tool: The tool that started the run.
-        shard_choice: The choice of `shard="auto"`: "on" or "off".
+        shard: The option `shard`, with the supervisor's choice in place of "auto".
         launcher: "notebook" or "unsloth_multigpu" in ranks that this package has started, else None.
     """
 
@@ -51,7 +51,7 @@ class RunContext:
     server_port: int | None = None
     attempt: int = 0
     tool: ToolRequest | None = None
-    shard_choice: str | None = None
+    shard: str | None = None
     launcher: str | None = None
 
     @classmethod
@@ -63,16 +63,13 @@ class RunContext:
             run_dir=environment.get(ENV_RUN_DIR),
             attempt=int(environment.get(ENV_ATTEMPT, 0)),
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
-            shard_choice=environment.get(ENV_SHARD_CHOICE),
             launcher=launcher if ENV_RUN_DIR in environment else None,
             **json.loads(environment.get(ENV_RUN, "{}")),
         )
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables of this context, except for the attempt."""
-        of_run = {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN})}
-        of_dir = {} if self.run_dir is None else {ENV_RUN_DIR: self.run_dir}
-        return {**of_run, **of_dir, **({} if self.tool is None else self.tool.variables())}
+        """Returns the environment variables of the run, without those of the tool and the attempt."""
+        return {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN}), ENV_RUN_DIR: str(self.run_dir)}
 
 
 def attempt_variables(attempt: int) -> dict[str, str]:

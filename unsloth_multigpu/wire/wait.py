@@ -1,11 +1,9 @@
-"""Waits for other processes, with a time limit."""
+"""Waits with a time limit."""
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable
-from typing import Any
 
 # Reading a page or the store takes microseconds to a millisecond.
 POLL_S = 0.02
@@ -18,10 +16,3 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, poll_s: float =
             return False
         time.sleep(poll_s)
     return True
-
-
-def is_readable(file: Any, limit_s: float = 0.0) -> bool:
-    """Waits until a file or socket is readable. Returns False if it is not within `limit_s`."""
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(limit_s * 1000))

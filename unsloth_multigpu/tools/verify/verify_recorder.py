@@ -17,8 +17,7 @@ import torch
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.shard_engine import find_engine
-from unsloth_multigpu.group.shards import has_shards, whole_of
+from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.generation import draws_completions
