@@ -54,7 +54,7 @@ def stopwatch() -> dict[str, float]:
     import torch
     from torch import nn
 
-    from unsloth_multigpu.step.measure import Stopwatch
+    from unsloth_multigpu.deal.measure import Stopwatch
 
     width, rows = (64, 8) if IS_TINY else (4096, 2048)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(DEVICE)

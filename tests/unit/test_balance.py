@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from tests.helpers.step import FakeLap
+from unsloth_multigpu.deal.balance import Balancer
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tests.helpers.step import FakeLap
+from unsloth_multigpu.deal.balance import Balancer
+from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.deal import Balance, deal_step
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.step.balance import Balancer
-from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, deal_step
 
 RANKS = 2
 # Before anything is measured; while fits change; after them.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unsloth_multigpu.step.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
+from unsloth_multigpu.deal.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unsloth_multigpu.deal.deal import check_divisible, deal_step, equation
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.deal import check_divisible, deal_step, equation
 
 # Micro-batches of one process: full ones, and now and then ragged or short ones.
 SIZES = st.one_of(

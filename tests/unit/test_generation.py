@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.notebook_shape import notebook_shapes
-from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
-from unsloth_multigpu.step.deal import check_divisible
-from unsloth_multigpu.step.generation import (
+from unsloth_multigpu.deal.deal import check_divisible
+from unsloth_multigpu.deal.generation import (
     GenerationShape,
     arguments_of_one_process,
     divide_generation,
     divided_arguments,
     draws_completions,
 )
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
 
 SMALL = st.integers(1, 12)
 

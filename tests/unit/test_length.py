@@ -5,10 +5,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Subset
 
+from unsloth_multigpu.deal.length import read_lengths
+from unsloth_multigpu.deal.sampler import step_loader
+from unsloth_multigpu.deal.step import StepShape
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.sampler import step_loader
-from unsloth_multigpu.step.step import StepShape
 
 TOKENS = [[1, 2, 3], [1], [], [1, 2]]
 LENGTHS = [3, 1, 0, 2]

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from unsloth_multigpu.step.measure import Stopwatch
+from unsloth_multigpu.deal.measure import Stopwatch
 
 CPU = torch.device("cpu")
 PAUSE_S = 0.05

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, balance_step, deal_step, in_lockstep
-from unsloth_multigpu.step.plan import lockstep_time, plan_step, slowest_time
+from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.deal import Balance, balance_step, deal_step, in_lockstep
+from unsloth_multigpu.deal.plan import lockstep_time, plan_step, slowest_time
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
 COSTS = st.builds(

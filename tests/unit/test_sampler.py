@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 
-from unsloth_multigpu.step.deal import deal_step
-from unsloth_multigpu.step.sampler import step_loader
-from unsloth_multigpu.step.step import StepShape
+from unsloth_multigpu.deal.deal import deal_step
+from unsloth_multigpu.deal.sampler import step_loader
+from unsloth_multigpu.deal.step import StepShape
 
 
 class Reference(torch.utils.data.DataLoader[Any]):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from unsloth_multigpu.deal.deal import check_divisible
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.step.deal import check_divisible
 from unsloth_multigpu.step.sequence import layers_of
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from unsloth_multigpu.deal.share import Turns, share_of
 from unsloth_multigpu.errors import DivergenceError
-from unsloth_multigpu.step.share import Turns, share_of
 
 
 @pytest.mark.parametrize("num_batches", [0, 1, 2, 3, 4])

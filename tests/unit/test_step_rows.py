@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from unsloth_multigpu.step.step import Step
+from unsloth_multigpu.deal.step import Step
 from unsloth_multigpu.step.step_rows import StepRows
 
 

@@ -7,14 +7,14 @@ import torch
 
 from tests.helpers.board import session_of
 from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.deal.deal import Piece
+from unsloth_multigpu.deal.step import MicroBatch, Step, StepShape
+from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.option_type import Scope, options_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.step import MicroBatch, Step, StepShape
-from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.trainer import DDPTrainer, counts_as_one_process
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage

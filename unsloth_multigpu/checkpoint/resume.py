@@ -16,14 +16,14 @@ import torch
 
 from unsloth_multigpu.checkpoint.choice import Wanted, check_asked, find_newest, refuse_other_mode
 from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
+from unsloth_multigpu.deal.sampler import StepSampler
+from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, seal, settle, take
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
+from unsloth_multigpu.deal.sampler import StepSampler
+from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
@@ -22,8 +24,6 @@ from unsloth_multigpu.part import GradientExchange, Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
-from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.step.generation import (
+from unsloth_multigpu.deal.generation import (
     GenerationShape,
     arguments_of_one_process,
     divide_generation,
     divided_arguments,
 )
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, TrainerLike
 
 if TYPE_CHECKING:
+    from unsloth_multigpu.deal.share import EvaluationLoaders
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.step.share import EvaluationLoaders
 
 logger = get_logger(__name__)
 
@@ -106,7 +106,7 @@ class TrainerHooks:
 
     @functools.cached_property
     def _loaders(self) -> EvaluationLoaders:
-        from unsloth_multigpu.step.share import EvaluationLoaders  # Behind the import of torch.
+        from unsloth_multigpu.deal.share import EvaluationLoaders  # Behind the import of torch.
 
         return EvaluationLoaders()
 
@@ -134,7 +134,7 @@ class TrainerHooks:
 
     def _loader_of_one_process(self, original: Callable[..., Any], trainer: TrainerLike, /, *args: Any) -> Any:
         """Outside a training, gives the loader the length of one process, from which scripts compute a schedule."""
-        from unsloth_multigpu.step.one_process import batches_of_one_process, is_being_dealt
+        from unsloth_multigpu.deal.one_process import batches_of_one_process, is_being_dealt
         from unsloth_multigpu.train.trainer import counts_as_one_process
 
         is_asked_aside = not is_being_dealt(trainer) and counts_as_one_process(trainer, self.world_size)

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unsloth_multigpu.deal.generation import draws_completions
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.shard.describe import micro_batch
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.groups import layers_of
 from unsloth_multigpu.shard.memory import WITHOUT_FORECAST, MemoryForecast, Mode, StepBytes, Training, forecast_of
-from unsloth_multigpu.step.generation import draws_completions
 
 # Set by accelerate's plugin, read by transformers when weights are loaded.
 _LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"

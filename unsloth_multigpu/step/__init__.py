@@ -1,1 +1,1 @@
-"""Which samples does each rank compute, and what does that cost?"""
+"""How is a step computed, and is its gradient that of one process?"""

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
+from unsloth_multigpu.deal.one_process import StateView
+from unsloth_multigpu.deal.sampler import with_batches
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute, steered
-from unsloth_multigpu.step.one_process import StateView
-from unsloth_multigpu.step.sampler import with_batches
 from unsloth_multigpu.wire.digest import digest_int64
 
 if TYPE_CHECKING:

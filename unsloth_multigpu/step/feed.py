@@ -12,6 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from unsloth_multigpu.deal.deal import check_divisible, equation
+from unsloth_multigpu.deal.one_process import as_one_process, batches_of_one_process
+from unsloth_multigpu.deal.sampler import StepLoader, own_samplers, step_loader
+from unsloth_multigpu.deal.step import Step, StepShape
+from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import drawn_from, kept_random_state
@@ -20,16 +25,11 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
-from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, Inexact, find_reduction, hidden_at_first, whole_ways
-from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.own_code import has_own_step, name_of
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
-from unsloth_multigpu.step.sampler import StepLoader, own_samplers, step_loader
 from unsloth_multigpu.step.snapshot import kept_objects
-from unsloth_multigpu.step.step import Step, StepShape
-from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 

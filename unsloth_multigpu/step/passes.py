@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.deal.balance import Balancer
+from unsloth_multigpu.deal.one_process import counted_as_one_process
+from unsloth_multigpu.deal.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.loss import (
     GATHERED,
     SUM,
@@ -24,9 +26,7 @@ from unsloth_multigpu.step.loss import (
     without_effect,
 )
 from unsloth_multigpu.step.metrics import Metrics
-from unsloth_multigpu.step.one_process import counted_as_one_process
 from unsloth_multigpu.step.own_code import has_own_step, is_of_script, name_of
-from unsloth_multigpu.step.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 

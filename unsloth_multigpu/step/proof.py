@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.deal.one_process import counted_as_one_process, without_other_ranks
+from unsloth_multigpu.deal.step import Step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, read_random_state
@@ -43,14 +45,12 @@ from unsloth_multigpu.step.loss import (
     possible_means,
     whole_ways,
 )
-from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.step.own_code import name_of, own_code
 from unsloth_multigpu.step.passes import on_device
 from unsloth_multigpu.step.rounding import MOST_ROUNDING, last_bits_changed, rounding_bound
 from unsloth_multigpu.step.sketch import difference, mean_of, names_of, sketch
 from unsloth_multigpu.step.snapshot import Still, is_close, kept_objects, kept_training_state
-from unsloth_multigpu.step.step import Step
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike

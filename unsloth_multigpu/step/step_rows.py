@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.deal.step import MicroBatch, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
-from unsloth_multigpu.step.step import MicroBatch, Rows, Step, StepShape, collate_step
 
 
 class NotPossibleError(Exception):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
+from unsloth_multigpu.deal.generation import draws_completions
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.random_state import seeded_draws
@@ -22,7 +23,6 @@ from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.check import StepCheck

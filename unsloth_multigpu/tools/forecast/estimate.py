@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, check_divisible, deal_step
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.deal import Balance, Plan, balance_step, check_divisible, deal_step
 
 # Fraction of a micro-batch's time that is its backward pass, which overlaps with the all-reduce: twice the work of the
 # forward pass, or as much with frozen weights (see `cost.attention_factor`).

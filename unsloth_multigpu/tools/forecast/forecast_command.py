@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.deal.cost import CostModel
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable
-from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Link, Workload, advise, estimate, parse_link
 from unsloth_multigpu.tools.script_program import (

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.deal.balance import throughput
+from unsloth_multigpu.deal.cost import fit_cost
+from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, deal_step
+from unsloth_multigpu.deal.step import MakePlan
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.step.balance import throughput
-from unsloth_multigpu.step.cost import fit_cost
-from unsloth_multigpu.step.deal import Balance, Plan, balance_step, deal_step
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload

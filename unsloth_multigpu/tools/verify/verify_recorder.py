@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
+from unsloth_multigpu.deal.generation import draws_completions
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.rounding import FINE, rounding_bound
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.snapshot import Still

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from unsloth_multigpu.deal.deal import Piece
+from unsloth_multigpu.deal.step import Collate, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.library import is_library
-from unsloth_multigpu.step.deal import Piece
-from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
-from unsloth_multigpu.step.stream import StepStream
 
 # Broadcasts rank 0's argument to every rank.
 BroadcastOrder = Callable[[Iterable[Sequence[int]]], list[list[int]]]

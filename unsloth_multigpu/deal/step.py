@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.step.deal import Piece, Plan, deal_step, in_lockstep
+from unsloth_multigpu.deal.deal import Piece, Plan, deal_step, in_lockstep
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]

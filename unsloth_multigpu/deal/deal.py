@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.plan import MicroBatches, deal_micro_batches, lockstep_time, plan_step, slowest_time
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.plan import MicroBatches, deal_micro_batches, lockstep_time, plan_step, slowest_time
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.deal.cost import CostModel
 
 MicroBatches = list[list[int]]
 # Numbers of rows of a micro-batch that are tried: four for each doubling, two for larger ones.

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from unsloth_multigpu.deal.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
-from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.wire.digest import digest_of
 
 

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from unsloth_multigpu.deal.one_process import as_one_process
+from unsloth_multigpu.deal.sampler import as_it_is, with_batches, worker_settings
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import steered
-from unsloth_multigpu.step.one_process import as_one_process
-from unsloth_multigpu.step.sampler import as_it_is, with_batches, worker_settings
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_int64
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from unsloth_multigpu.deal.cost import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
+from unsloth_multigpu.deal.deal import Balance, Piece, balance_step
+from unsloth_multigpu.deal.length import read_lengths
+from unsloth_multigpu.deal.measure import Stopwatch, as_collated, attention_of
+from unsloth_multigpu.deal.step import MakePlan
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.waits import Lap
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.cost import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
-from unsloth_multigpu.step.deal import Balance, Piece, balance_step
-from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.measure import Stopwatch, as_collated, attention_of
-from unsloth_multigpu.step.step import MakePlan
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 

@@ -1,7 +1,7 @@
 """Measures the model, the device and the collator for the planner.
 
 The shape of the model gives the cost of attention, two collated rows show how batches are padded, and a stopwatch times
-micro-batches. `step.balance` plans with all three.
+micro-batches. `deal.balance` plans with all three.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.deal.cost import CostModel, attention_factor
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.group.waits import Lap, moment
-from unsloth_multigpu.step.cost import CostModel, attention_factor
 
 # Inputs that tell a model where packed rows begin.
 _ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")
 
 
 def attention_of(model: nn.Module) -> float:
-    """Returns `q` of `step.cost.CostModel`, per token; 0 if the model's config does not have its shape."""
+    """Returns `q` of `deal.cost.CostModel`, per token; 0 if the model's config does not have its shape."""
     config = text_config(model)
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
     modules: list[Any] = list(model.modules())

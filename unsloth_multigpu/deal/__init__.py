@@ -1,0 +1,1 @@
+"""Which samples does each rank get, in which micro-batches, and at what cost?"""
