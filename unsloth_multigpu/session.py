@@ -403,7 +403,11 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
 
 
 def other_parallelism(environment: Mapping[str, str]) -> list[str]:
-    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"] if it is on, else []."""
+    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"] if it is on, else [].
+
+    Raises:
+        ConfigError: A value that Unsloth would refuse when a model is loaded.
+    """
     text = environment.get(_TENSOR_PARALLEL, "").strip()
     # Unsloth refuses other values when it loads a model.
     return [f"{_TENSOR_PARALLEL}={text}"] if text.isdecimal() and int(text) > 1 else []

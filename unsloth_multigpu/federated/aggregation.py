@@ -89,6 +89,9 @@ def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights
     Args:
         pairs: (A, B) of each client, of shapes (rank, in) and (out, rank).
         weights: One per client, not negative; need not sum to 1, but not to 0.
+
+    Raises:
+        FederatedError: The weights sum to 0.
     """
     parts = _normalized(weights, len(pairs))
     pairs = [(a.double(), b.double()) for a, b in pairs]

@@ -138,6 +138,10 @@ class SaveGate:
         """Gathers the weights of a sharded model on rank 0. Collective.
 
         Returns True if the saver gathers them itself, so that all ranks must call it.
+
+        Raises:
+            DistributedError: Another rank's script has ended without this save.
+            RankTimeoutError: Another rank has not reached this save.
         """
         from unsloth_multigpu.group.shards import whole_state
 
