@@ -25,7 +25,7 @@ import torch
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from unsloth_multigpu.group.replicas import tensor_hashes
-from unsloth_multigpu.step import balance
+from unsloth_multigpu.deal import balance
 
 # Measured costs and speeds would deal the samples differently each time.
 balance.Balancer._measures = lambda self: False

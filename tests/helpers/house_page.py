@@ -33,9 +33,9 @@ PICTURE = ROOT / "docs" / "pictures" / "folders.svg"
 KINDS = (
     ({DATA}, "data", "the standard library", "no"),
     (set(PURE), "contracts", "data; wrapt, packaging, psutil", "no"),
-    (set(RUNTIME), "runtime", "what lies lower", "yes, unless it says that it is pure"),
+    (set(RUNTIME), "runtime", "what lies lower", "yes, unless pure"),
     ({EDGES}, "edges", "contracts and pure modules; the runtime inside functions; never each other", "no"),
-    (set(FRONT), "front", "contracts and pure modules; all that lies lower inside functions", "no"),
+    (set(FRONT), "front", "contracts and pure modules; the rest inside functions", "no"),
     (set(OUTSIDE), "outside", "everything; nothing imports it, it is found by name", "yes"),
     ({FACE}, "face", "nothing until a name is asked for", "no"),
 )

@@ -20,8 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import client_worker as worker
 from unsloth_multigpu.federated import placement as device
-from unsloth_multigpu.federated import pool
-from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
+from unsloth_multigpu.federated.grid import CLIENT_CRASHED, CLIENT_RAISED, REPLY_UNAVAILABLE, ProcessGrid, task_identity
 from unsloth_multigpu.federated.placement import SlotDevice, choose_devices, slot_environment
 
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
@@ -99,9 +98,9 @@ def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, me
 
 
 def test_codes_are_those_of_flower():
-    assert pool.REPLY_UNAVAILABLE == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
-    assert pool.CLIENT_RAISED == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    assert pool.CLIENT_CRASHED == ErrorCode.CLIENT_APP_CRASHED
+    assert REPLY_UNAVAILABLE == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+    assert CLIENT_RAISED == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    assert CLIENT_CRASHED == ErrorCode.CLIENT_APP_CRASHED
 
 
 @pytest.fixture(autouse=True)

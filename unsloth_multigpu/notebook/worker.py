@@ -1,4 +1,7 @@
-"""A worker process: runs every cell of the kernel in an IPython shell of its own."""
+"""A worker process: runs every cell of the kernel in an IPython shell of its own.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -184,10 +187,14 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         shown_error: Last error shown by the shell that the result of the cell does not have.
     """
 
+    multi_gpu_program: WorkerProgram
+    shown_error: BaseException | None
+    _receiver: Receiver
+
     def __init__(self, receiver: Receiver, program: WorkerProgram, **options: Any) -> None:
         self._receiver = receiver
         self.multi_gpu_program = program
-        self.shown_error: BaseException | None = None
+        self.shown_error = None
         super().__init__(**options)
         self.set_hook("show_in_pager", _print_page)
         self.events.register("post_execute", _close_figures)
