@@ -8,6 +8,7 @@ All three print the same losses.
 """
 
 import argparse
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import unsloth_multigpu as ump
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 CONTEXT = 16
-PATH = "outputs/plain_pytorch/model.pt"
+PATH = Path("outputs/plain_pytorch/model.pt")
 
 text = "".join(topics[name] for name in sorted(topics))[:340_000]
 alphabet = sorted(set(text))
@@ -74,6 +75,7 @@ for epoch in range(options.epochs):
         print(f"epoch {epoch + 1}: loss on held-out text {held_out_loss(model):.4f}")
 
 if ump.is_main_process():
+    PATH.parent.mkdir(parents=True, exist_ok=True)
     torch.save(ump.unwrap_model(model).state_dict(), PATH)
     again = build().to(device)
     again.load_state_dict(torch.load(PATH, map_location=device))

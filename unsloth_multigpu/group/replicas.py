@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -66,17 +66,26 @@ class ReplicaProof:
         """True if the final weights were not compared: the last step was not due, or weights were loaded after it."""
         return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
-    def check(self, model: nn.Module, step: int, others: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def check(
+        self,
+        model: nn.Module,
+        step: int,
+        others: Sequence[tuple[str, torch.Tensor]] = (),
+        trained: Set[int] | None = None,
+    ) -> None:
         """Compares this rank with the others after `step`. Collective: one all_gather of two numbers if all are equal.
 
-        `others` are names and tensors that are trained but not part of the model, which is without DDP's wrapper.
+        Args:
+            model: The model without DDP's wrapper.
+            others: Names and tensors that are trained but not part of the model.
+            trained: Ids of the parameters that were trained in this step, see `replicated_tensors`.
 
         Raises:
             DivergenceError: The ranks differ. Raised on every rank, with names of ranks and tensors.
         """
-        named = [*replicated_tensors(model), *others]
+        named = [*replicated_tensors(model, trained), *others]
         hashes = tensor_hashes([p for _, p in named])
-        parts = [(n, p) for n, p in model.named_parameters() if p.requires_grad and is_sharded(p)]
+        parts = [(n, p) for n, p in _trained(model, trained) if is_sharded(p)]
         every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
         facts = {
             "step": step,
@@ -102,17 +111,23 @@ class ReplicaProof:
         raise DivergenceError(f"The ranks' replicas differ after step {step}: {what}. {since}", hint=hint)
 
 
-def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns names and trainable tensors that must be equal on all ranks, in the order of the model's parameters.
+def replicated_tensors(model: nn.Module, trained: Set[int] | None = None) -> list[tuple[str, torch.Tensor]]:
+    """Returns names and trained tensors that must be equal on all ranks, in the order of the model's parameters.
+
+    `trained` are ids of parameters; None = those that are trainable now. A callback may have changed which these are:
+    a layer that is unfrozen between two steps gets rank 0's values when the next step starts.
 
     Sharded tensors, and those that DDP ignores, are left out. For subclasses that wrap tensors (torchao), the inner
     tensors are returned.
     """
     # DDP also accepts a name of the outermost module with a leading dot.
     ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
-    named = [(n, p) for n, p in trained if n not in ignored]
+    named = [(n, p) for n, p in _trained(model, trained) if n not in ignored and not is_sharded(p)]
     return [plain for name, parameter in named for plain in _plain_tensors(name, parameter)]
+
+
+def _trained(model: nn.Module, ids: Set[int] | None) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if (p.requires_grad if ids is None else id(p) in ids)]
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -100,7 +100,7 @@ class Progress(Part):
     def _compare(self, step: int) -> None:
         """Compares the ranks' weights. Independent ranks do not synchronize what is trained outside the model."""
         beside = parameters_beside_the_model(self.trainer) if self.manager.config.is_synchronous else []
-        self.replicas.check(self.trainer.model, step, beside)
+        self.replicas.check(self.trainer.model, step, beside, None if self.trained is None else self.trained.of_step)
 
 
 def exit_code(error: SystemExit) -> int:

@@ -37,6 +37,7 @@ class TrainedParameters(Part):
 
     Attributes:
         is_changed: DDP was rebuilt, and the ranks have not been compared since.
+        of_step: Ids of the parameters that were trainable when this step started; None before the first one.
     """
 
     place = "trained"
@@ -47,12 +48,12 @@ class TrainedParameters(Part):
         self._training = training
         self.is_changed = False
         self._num_changes = 0
-        self._trained: frozenset[int] | None = None
+        self.of_step: frozenset[int] | None = None
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Makes sure that the gradients of all trainable parameters are synchronized."""
         trained = frozenset(id(p) for p in all_parameters(self._trainer.model) if p.requires_grad)
-        before, self._trained = self._trained, trained
+        before, self.of_step = self.of_step, trained
         if trained == before:
             return
         ddp = getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)
@@ -66,7 +67,7 @@ class TrainedParameters(Part):
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Refuses parameters that were frozen or unfrozen within the step: their gradients were not synchronized."""
-        trained, model = self._trained or frozenset(), self._trainer.model_wrapped
+        trained, model = self.of_step or frozenset(), self._trainer.model_wrapped
         is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
         missed = {
             id(p)
