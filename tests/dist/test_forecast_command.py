@@ -42,7 +42,8 @@ def test_forecast_is_made_from_one_rank(tmp_path: Path) -> None:
 def test_stream_has_no_forecast(tmp_path: Path) -> None:
     run = forecast(tmp_path, "stream", "--gpus", "2,8", "--link", "ethernet:25")
     assert run.code == 69
-    assert "The samples are divided in order, so the time of each rank is not known: they are a stream" in run.err
+    assert "A forecast needs the tokens of each sample" in run.err
+    assert "a streaming data set does not say what comes" in run.err
     assert "the script has gone on" not in run.out + run.err
 
 

@@ -24,6 +24,8 @@ logger = get_logger(__name__)
 # few points ahead of another.
 _RING = 4096
 _HINT = "Let rank 0 alone do no long work, such as in a callback, or raise timeout_s."
+# The Trainer waits for its last upload on rank 0. If rank 0 dies meanwhile, the launcher ends the run.
+UPLOAD_LIMIT_S = 86_400.0
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
@@ -100,10 +102,12 @@ class Lead:
     def _wait(self, index: int, moment: Moment, step: int) -> list[str]:
         """Waits for rank 0, which may be slower, or busy in a callback."""
         what, manager = f"rank 0 to reach {moment.value} after step {step}", self._manager
-        # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise.
-        phase = Phase.COMPUTE if moment is Moment.BATCH else Phase.AGREE
+        # A rank that has its batch is ahead of rank 0, as in the all-reduce in which it would wait otherwise. At the
+        # end, rank 0 may still upload, and the watchdog does not limit that.
+        phase = {Moment.BATCH: Phase.COMPUTE, Moment.END: Phase.ENDED}.get(moment, Phase.AGREE)
+        limit_s = UPLOAD_LIMIT_S if moment is Moment.END else manager.config.timeout_s
         with self._beat.within(phase), manager.waits.counted():
-            return manager.wait(lambda: self._read(index), what, timeout_s=manager.config.timeout_s, hint=_HINT)
+            return manager.wait(lambda: self._read(index), what, timeout_s=limit_s, hint=_HINT)
 
     def _read(self, index: int) -> list[str] | None:
         """Returns moment, flags and signal of a point; None if rank 0 has not reached it."""

@@ -29,7 +29,7 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.evaluation import EqualEvaluations
 from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
-from unsloth_multigpu.train.lead import Lead, OneDecision
+from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import CallbackPhase, Guard
 from unsloth_multigpu.train.preempt import Preemption
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
 
 logger = get_logger(__name__)
-
-# The Trainer waits for its last upload on rank 0; if rank 0 dies meanwhile, the launcher ends the run.
-_UPLOAD_LIMIT_S = 86_400.0
 
 
 class DDPTrainer:
@@ -176,7 +173,7 @@ class DDPTrainer:
             self.manager.publish("trained", str(self._training))
         else:
             what = "rank 0 to end train()"
-            self.manager.wait_for_number("trained", self._training, what, timeout_s=_UPLOAD_LIMIT_S)
+            self.manager.wait_for_number("trained", self._training, what, timeout_s=UPLOAD_LIMIT_S)
 
     def _step_aside(self, others: list[str]) -> None:
         """Warns that another kind of parallelism runs the training, with the resulting size of an optimizer step.
