@@ -58,7 +58,7 @@ def main() -> None:
         broken = write(results, options.out)
     # All end together. The manager keeps the handles of these last exchanges: a thread of gloo that lets go of one in a
     # process that is just ending aborts it.
-    manager.gather_texts("end")
+    manager.gather_json("end")
     torch.distributed.destroy_process_group()
     if broken:
         sys.exit("\n".join(broken))
