@@ -7,6 +7,8 @@ import pytest
 from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import BARE, run_python
 
+pytestmark = pytest.mark.thorough
+
 SCRIPT = Path(__file__).parent / "scripts" / "trainable.py"
 EXACT = ["unfreezing", "forgetting", "freezing", "searching", "turning", "beside"]
 ON_TWO = [*EXACT, "renewing", "within"]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, tensor_hashes
+from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, replicated_tensors, tensor_hashes
 from unsloth_multigpu.options import MultiGPUConfig
 
 
@@ -106,3 +106,15 @@ def test_check_is_due_as_the_steps_double_and_every_so_many(every, start, due):
             steps.append(step)
     assert steps == due
     assert manager.num_gathers == len(due)
+
+
+def test_layer_that_is_unfrozen_after_a_step_is_not_compared_in_it():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    trained = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+    model[0].requires_grad_(True)
+    assert [name for name, _ in replicated_tensors(model, trained)] == ["1.weight", "1.bias"]
+    # One that was trained is compared even if it is frozen now.
+    model[1].requires_grad_(False)
+    assert [name for name, _ in replicated_tensors(model, trained)] == ["1.weight", "1.bias"]
+    assert [name for name, _ in replicated_tensors(model)] == ["0.weight", "0.bias"]
