@@ -20,7 +20,7 @@ from unsloth_multigpu.deal.sampler import StepSampler
 from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import draw_seed
+from unsloth_multigpu.group.random_state import device_in_use, draw_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -62,8 +62,8 @@ class Resume(Part):
     _folder: Path | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     _is_evaluation_due: bool = field(init=False, default=False)
-    # Micro-batches that the loop has fetched for its first new step.
-    _fetched: list[Any] = field(init=False, default_factory=list)
+    # The random state with which the first new step starts.
+    _after_evaluation: dict[str, Any] | None = field(init=False, default=None)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -208,19 +208,21 @@ class Resume(Part):
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.get_batch_samples`: a training that resumes at its end would make one more step."""
         state, control = self.trainer.state, self.trainer.control
+        if self._is_evaluation_due:  # Within an epoch, the loop loads the random state after it has fetched a step.
+            self.trainer._load_rng_state(os.fspath(self._folder or ""))
         control.should_training_stop |= 0 < state.max_steps <= state.global_step
         if control.should_training_stop:
             return [], None
-        fetched = original(*args, **kwargs)
-        self._fetched = fetched[0] if self._is_evaluation_due else []
-        return fetched
+        return original(*args, **kwargs)
 
     def _load_random_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
         """Overrides `Trainer._load_rng_state`, which the loop calls before its first new step."""
         original(checkpoint)
-        self._evaluate_again()
-        if self.trainer.control.should_training_stop:  # As by early stopping. The loop has the next step already.
-            self._fetched.clear()
+        if self._is_evaluation_due:
+            self._evaluate_again()
+            self._after_evaluation = read_random_state(device_in_use())
+        elif self._after_evaluation is not None:
+            write_random_state(self._after_evaluation)
 
     def _evaluate_again(self) -> None:
         """Makes the evaluation before or in which the training was stopped, and saves as the loop does after it."""
