@@ -62,6 +62,7 @@ class Resume(Part):
     _folder: Path | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     _is_evaluation_due: bool = field(init=False, default=False)
+    _is_over: bool = field(init=False, default=False)
     # The random state with which the first new step starts.
     _after_evaluation: dict[str, Any] | None = field(init=False, default=None)
 
@@ -171,7 +172,8 @@ class Resume(Part):
             return
         file = self._folder / ORDER_FILE
         if isinstance(sampler, StepSampler) and file.is_file():
-            sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
+            # It is drawn with the first new step. A repeated evaluation saves a checkpoint before that.
+            sampler.order_state = sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
         if isinstance(stream, StepStream) and not self.trainer.args.ignore_data_skip:
             # The Trainer skips the finished steps of a stream without length, also across several epochs.
             stream.go_on(self._manifest.cursor, self.trainer.state.global_step)
@@ -207,11 +209,12 @@ class Resume(Part):
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Overrides `Trainer.get_batch_samples`: a training that resumes at its end would make one more step."""
-        state, control = self.trainer.state, self.trainer.control
-        if self._is_evaluation_due:  # Within an epoch, the loop loads the random state after it has fetched a step.
-            self.trainer._load_rng_state(os.fspath(self._folder or ""))
-        control.should_training_stop |= 0 < state.max_steps <= state.global_step
-        if control.should_training_stop:
+        if self._is_evaluation_due and self._folder is not None:
+            # Within an epoch, the loop loads the random state after it has fetched a step.
+            self.trainer._load_rng_state(os.fspath(self._folder))
+        state = self.trainer.state
+        if self._is_over or 0 < state.max_steps <= state.global_step:
+            self.trainer.control.should_training_stop = True
             return [], None
         return original(*args, **kwargs)
 
@@ -220,6 +223,7 @@ class Resume(Part):
         original(checkpoint)
         if self._is_evaluation_due:
             self._evaluate_again()
+            self._is_over = self.trainer.control.should_training_stop  # As by early stopping.
             self._after_evaluation = read_random_state(device_in_use())
         elif self._after_evaluation is not None:
             write_random_state(self._after_evaluation)
