@@ -138,11 +138,14 @@ def test_evaluation_that_a_stop_leaves_out_or_interrupts_is_made_when_the_traini
         return start([script, stop], tmp_path / name, BARE)
 
     whole, first = begun("whole", "none:0"), begun("stopped", "step:3")
-    runs = [finish(whole), finish(first), finish(begun("stopped", "evaluation:6")), finish(begun("stopped", "none:0"))]
-    assert [run.code for run in runs] == [0, -signal.SIGTERM, -signal.SIGTERM, 0], [run.err for run in runs]
+    runs = [finish(whole), finish(first)]
+    # The second has made the evaluation, and is killed before a new step: the checkpoint is that after the evaluation.
+    runs += [finish(begun("stopped", stop)) for stop in ("killed:4", "evaluation:6", "none:0")]
+    assert [run.code for run in runs] == [0, -signal.SIGTERM, 137, -signal.SIGTERM, 0], [run.err for run in runs]
     assert "stopped by SIGTERM after step 4" in runs[1].err
     assert "the evaluation after step 4, which a stop left out or interrupted, is made now" in runs[2].err
-    assert "stopped by SIGTERM after step 6" in runs[2].err
+    assert "is made now" not in runs[3].err
+    assert "stopped by SIGTERM after step 6" in runs[3].err
     states = [
         json.loads((tmp_path / name / "checkpoints/trainer_state.json").read_text()) for name in ("whole", "stopped")
     ]

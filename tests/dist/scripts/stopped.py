@@ -1,6 +1,7 @@
-"""A user's script that ends by early stopping. Usage: stopped.py PLACE:STEP, where SIGTERM comes; or none:0.
+"""A user's script that ends by early stopping.
 
-Dropout, and a collator that masks at random in evaluations too, show in the weights whether random numbers go on.
+Usage: stopped.py PLACE:STEP, where SIGTERM comes, or SIGKILL for "killed"; or none:0. The order of samples, dropout, and
+a collator that masks at random in evaluations too, show in the weights whether random numbers go on.
 """
 
 import os
@@ -28,6 +29,8 @@ class Stop(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.signal(state, "step")
+        if (place, state.global_step) == ("killed", int(step)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_prediction_step(self, args, state, control, **kwargs):
         self.signal(state, "evaluation")
@@ -38,8 +41,23 @@ def masked(rows):
     return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)}
 
 
+class GlobalOrder(torch.utils.data.Sampler):
+    """Draws from torch's global random state."""
+
+    def __iter__(self):
+        return iter(torch.randperm(20).tolist())
+
+    def __len__(self):
+        return 20
+
+
+class OwnOrder(Trainer):
+    def _get_train_sampler(self, *args, **kwargs):
+        return GlobalOrder()
+
+
 torch.manual_seed(0)
-trainer = Trainer(
+trainer = OwnOrder(
     model=tiny_llama(attention_dropout=0.1),
     args=TrainingArguments(
         "checkpoints",
