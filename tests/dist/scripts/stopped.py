@@ -1,7 +1,7 @@
 """A user's script that ends by early stopping.
 
-Usage: stopped.py PLACE:STEP, where SIGTERM comes, or SIGKILL for "killed"; or none:0. The order of samples, dropout, and
-a collator that masks at random in evaluations too, show in the weights whether random numbers go on.
+Usage: stopped.py PLACE:STEP, where SIGTERM comes, or SIGKILL for "killed"; or none:0. The order of samples, dropout
+and a collator that masks at random in evaluations too, show in the weights whether random numbers go on.
 """
 
 import os
