@@ -137,23 +137,23 @@ def test_evaluation_that_a_stop_leaves_out_or_interrupts_is_made_when_the_traini
         (tmp_path / name).mkdir(exist_ok=True)
         return start([script, stop], tmp_path / name, BARE)
 
-    whole, first = begun("whole", "none:0"), begun("stopped", "step:3")
+    whole, first = begun("whole", "none:0"), begun("stopped", "step:7")
     runs = [finish(whole), finish(first)]
     # The second has made the evaluation, and is killed before a new step: the checkpoint is that after the evaluation.
-    runs += [finish(begun("stopped", stop)) for stop in ("killed:4", "evaluation:6", "none:0")]
+    runs += [finish(begun("stopped", stop)) for stop in ("killed:8", "evaluation:12", "none:0")]
     assert [run.code for run in runs] == [0, -signal.SIGTERM, 137, -signal.SIGTERM, 0], [run.err for run in runs]
-    assert "stopped by SIGTERM after step 4" in runs[1].err
-    assert "the evaluation after step 4, which a stop left out or interrupted, is made now" in runs[2].err
+    assert "stopped by SIGTERM after step 8" in runs[1].err
+    assert "the evaluation after step 8, which a stop left out or interrupted, is made now" in runs[2].err
     assert "is made now" not in runs[3].err
-    assert "stopped by SIGTERM after step 6" in runs[3].err
+    assert "stopped by SIGTERM after step 12" in runs[3].err
     states = [
         json.loads((tmp_path / name / "checkpoints/trainer_state.json").read_text()) for name in ("whole", "stopped")
     ]
     # Early stopping has counted each evaluation once, and the last one ends the training before another step.
-    assert [state["global_step"] for state in states] == [6, 6]
+    assert [state["global_step"] for state in states] == [12, 12]
     losses = [[line["eval_loss"] for line in state["log_history"] if "eval_loss" in line] for state in states]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
-    for folder in ("last", "checkpoints/checkpoint-6"):
+    for folder in ("last", "checkpoints/checkpoint-12"):
         files = [tmp_path / name / folder / "model.safetensors" for name in ("whole", "stopped")]
         assert largest_difference(*files) == 0
