@@ -395,8 +395,9 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
 
 def test_closed_pipe_is_no_error():
     code = (
-        "import sys; from unsloth_multigpu.cli import main; from unsloth_multigpu.tools.top import top_command; "
-        "top_command.run = lambda *_: print('rank ' * 99999); sys.exit(main.main(['top']))"
+        "import dataclasses, sys; from unsloth_multigpu.cli import main; from unsloth_multigpu.tools.top import "
+        "top_command as top; top.COMMAND = dataclasses.replace(top.COMMAND, run=lambda *_: print('rank ' * 99999)); "
+        "sys.exit(main.main(['top']))"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

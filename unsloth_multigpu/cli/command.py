@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ HELP_ALL = "--help-all"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Base of a dataclass with a command's own options; see `option_type`."""
+    """Base of a dataclass with a command's own options; see `option_type`. Its docstring begins with the command's."""
 
     def __post_init__(self) -> None:
         take_values(self)
@@ -46,32 +46,37 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. Each package of `unsloth_multigpu.tools` has an attribute `COMMAND`.
+    """One command. Each package of `unsloth_multigpu.tools` has an attribute `COMMAND` in its module `<name>_command`.
 
     Args:
         name: Name on the command line.
         help: One line for the list of commands.
-        description: Text of its own `--help`.
-        module: Module that is imported when the command is called or its options are listed. It has `Options`, a
-            subclass of `Arguments`; `run(own, given, program)`, which returns the exit code; and optionally
-            `DEFAULTS`, other defaults of options of a run.
+        options: Its own options. The first paragraph of the docstring is the text of its own `--help`.
+        run: Runs the command with the options of `read` and the program, which is the script and its arguments, or
+            `-m`, a module and its arguments. Returns the exit code.
         runs_program: A script or module follows its options.
         has_options_of_run: It has the options of a run whose `commands` contain its name.
+        defaults: Other defaults of these.
         operand: The option that is given without its name.
     """
 
     name: str
     help: str
-    description: str
-    module: str
+    options: type[Arguments]
+    run: Callable[[Any, Mapping[str, Any], Sequence[str]], int]
     runs_program: bool = False
     has_options_of_run: bool = False
+    defaults: Mapping[str, Any] | None = None
     operand: str = ""
+
+    @property
+    def description(self) -> str:
+        """Text of its own `--help`."""
+        return " ".join(str(inspect.getdoc(self.options)).partition("\n\n")[0].split())
 
     def table(self) -> dict[str, Option]:
         """Returns its own options and those of a run, by name."""
-        own: dict[str, Option] = self._imported().Options.table()
-        return {**own, **self._of_run()}
+        return {**self.options.table(), **self._of_run()}
 
     def add_options(self, parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
         """Adds its options to its parser, whose help lists all options of a run only if `shows_all`."""
@@ -91,22 +96,10 @@ class Command:
         Raises:
             ConfigError: An invalid value.
         """
-        return self._imported().Options.read(options), {name: getattr(options, name) for name in self._of_run()}
-
-    def run(self, own: Arguments, given: Mapping[str, Any], program: Sequence[str]) -> int:
-        """Runs the command with the options of `read`, and returns its exit code.
-
-        `program` is the script and its arguments, or `-m`, a module and its arguments.
-        """
-        return int(self._imported().run(own, given, program))
-
-    def _imported(self) -> Any:
-        return importlib.import_module(self.module)
+        return self.options.read(options), {name: getattr(options, name) for name in self._of_run()}
 
     def _of_run(self) -> dict[str, Option]:
-        if not self.has_options_of_run:
-            return {}
-        return command_options(self.name, getattr(self._imported(), "DEFAULTS", None))
+        return command_options(self.name, self.defaults) if self.has_options_of_run else {}
 
 
 def _add_option(

@@ -39,7 +39,7 @@ def find_commands() -> dict[str, Command]:
     """Returns `run` and the commands of the installed tools, by name."""
     folder = Path(__file__).parents[1] / "tools"
     names = [name for name in _TOOLS if (folder / name).is_dir()]
-    tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}").COMMAND for name in names]
+    tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}.{name}_command").COMMAND for name in names]
     return {command.name: command for command in (run_command.COMMAND, *tools)}
 
 

@@ -16,20 +16,12 @@ from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script_runner"
-COMMAND = Command(
-    "run",
-    "run a script without enable_multi_gpu() on every GPU",
-    "Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
-    "UNSLOTH_MULTIGPU_<NAME>; docs/options.md describes each.",
-    "unsloth_multigpu.cli.run_command",
-    runs_program=True,
-    has_options_of_run=True,
-)
 
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu run` in addition to those of a run.
+    """Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable
+    UNSLOTH_MULTIGPU_<NAME>; docs/options.md describes each.
 
     Args:
         config: YAML file with options, one `name: value` per line; also the variable UNSLOTH_MULTIGPU_CONFIG. Options
@@ -63,3 +55,13 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> NoRet
     for stream in (sys.stdout, sys.stderr):
         print(end="", file=stream, flush=True)  # `file=None` is allowed: the command may have no stdout.
     os.execv(command[0], command)
+
+
+COMMAND = Command(
+    "run",
+    "run a script without enable_multi_gpu() on every GPU",
+    Options,
+    run,
+    runs_program=True,
+    has_options_of_run=True,
+)

@@ -68,7 +68,8 @@ def _check_lengths(name: str, value: str) -> str:
 
 @dataclass(frozen=True)
 class BenchOptions(Arguments):
-    """One benchmark.
+    """Trains a random Llama in several ways, one after the other, and compares speed, waiting, memory, gradients and
+    bytes sent. Exit code 0 = measured, 1 = an arm failed.
 
     Args:
         arms: Names of the arms, in the order in which they run.

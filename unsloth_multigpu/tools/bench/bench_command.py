@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.cli.command import Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.tools.bench.arm import (
@@ -50,6 +51,9 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     if num_rounds:
         _publish(dataclasses.replace(options, repeats=num_rounds), remarks, runs)
     return 0 if failed is None else 1
+
+
+COMMAND = Command("bench", "measure one process, this package, torchrun and others side by side", Options, run)
 
 
 def on_device(options: BenchOptions) -> BenchOptions:

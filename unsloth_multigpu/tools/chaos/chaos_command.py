@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
@@ -29,7 +29,10 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu chaos` in addition to those of a run.
+    """Runs the script once without faults and then once per fault, and compares messages, time to the end, leftover
+    processes, samples and weights. The script runs in this folder; checkpoints and logs of its Trainers go to a
+    separate folder per run, and nothing is uploaded. Files that the script itself saves are saved in each run: {run} in
+    its arguments is replaced by a new folder. Exit code 0 = every run ended or continued as it should.
 
     Args:
         faults: "all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8.
@@ -196,6 +199,17 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         judge = _prepare(folder, runs, ended, run_options)
         rows = _try_all(named or all_faults(judge.reference.num_steps, num_ranks), judge, ended, progress)
     return _report(rows, judge, as_json=own.json)
+
+
+COMMAND = Command(
+    "chaos",
+    "kill, stop and starve ranks of a script, and check whether its training ends or continues as it should",
+    Options,
+    run,
+    runs_program=True,
+    has_options_of_run=True,
+    defaults=DEFAULTS,
+)
 
 
 def _prepare(folder: Path, runs: ScriptRuns, ended: Ended, run_options: Mapping[str, Any]) -> Judge:

@@ -18,7 +18,7 @@ import psutil
 
 from unsloth_multigpu import versions
 from unsloth_multigpu.accelerator import CHOOSERS, KINDS
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
@@ -70,7 +70,8 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu doctor`.
+    """Checks this machine. The last line says on which devices a script with enable_multi_gpu() would run. Exit code 0
+    = ready to train, 1 = a check failed.
 
     Args:
         json: Print one JSON object.
@@ -106,6 +107,9 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         screen.line()
         screen.line(verdict(rows), "bold red" if has_failed else "bold green")
     return 1 if has_failed else 0
+
+
+COMMAND = Command("doctor", "check versions, devices, copies between GPUs, an all-reduce and the patches", Options, run)
 
 
 def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:

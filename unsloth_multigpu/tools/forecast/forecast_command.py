@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.deal.cost import CostModel
 from unsloth_multigpu.errors import SetupError
@@ -41,7 +41,10 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu forecast`.
+    """Runs the script up to the first steps of its first train() on one rank, and prints how long the training would
+    take on other numbers of GPUs, the shares of waiting and communication, how many GPUs are useful, and what to
+    change. The training saves nothing, and the rest of the script is not run. Exit code 0 = there is a forecast, 69 =
+    there is none.
 
     Args:
         gpus: Numbers of GPUs, separated by commas.
@@ -99,6 +102,11 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     else:
         _show(screen, record, work, own.link, rows, refused)
     return 0
+
+
+COMMAND = Command(
+    "forecast", "forecast the time of a script on several GPUs from some steps on one", Options, run, runs_program=True
+)
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:

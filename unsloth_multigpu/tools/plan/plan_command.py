@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
@@ -36,7 +36,9 @@ def parse_memory(name: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu plan`.
+    """Runs the script up to its first train(), with a model that has shapes and no weights, and prints the memory that
+    each rank would need: with DDP, where every rank has the whole model, and sharded by FSDP2. The code before train(),
+    such as tokenizing, is run. Exit code 0 = a row fits, 69 = none fits, or there is no forecast.
 
     Args:
         gpus: Numbers of GPUs, separated by commas.
@@ -96,6 +98,15 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     else:
         show(screen, answer, numbers)
     return SetupError.exit_code if answer.device_bytes is not None and not _possible(answer, numbers) else 0
+
+
+COMMAND = Command(
+    "plan",
+    "forecast the memory of a script on several numbers of GPUs, without loading weights",
+    Options,
+    run,
+    runs_program=True,
+)
 
 
 def show(screen: Screen, answer: Answer, numbers: Sequence[int]) -> None:

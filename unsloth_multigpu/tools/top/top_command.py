@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
@@ -22,7 +22,8 @@ _EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu top`.
+    """Shows a table of a script's or notebook's job on this machine, and ends when the job ends. It reads what the
+    ranks write for their supervisor, and does not disturb the job. Only your own jobs are visible.
 
     Args:
         run_name: Process id of the job, as listed by `top` if there are several, or of one of its ranks; or its private
@@ -54,6 +55,11 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     else:
         _follow(screen, overview)
     return 0
+
+
+COMMAND = Command(
+    "top", "watch a running job: steps, speed, waiting and memory of each rank", Options, run, operand="run_name"
+)
 
 
 def choose_run(name: str | None) -> Run:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from unsloth_multigpu.cli.command import Arguments
+from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
@@ -21,7 +21,11 @@ from unsloth_multigpu.wire.process import exit_on_signal
 
 @dataclass(frozen=True)
 class Options(Arguments):
-    """Options of `unsloth-multigpu verify` in addition to those of a run.
+    """Runs the script up to the first steps of its first train(), on one process and on several ranks, and compares
+    samples, loss, gradient norm and changes of the weights. The ranks also compute each step as one process does, from
+    the same weights, and compare the gradients. The training saves nothing, and the rest of the script is not run; the
+    code before train() is run twice. Exit code 0 = both agree, 77 = they differ, or too little could be compared; if
+    the script fails, its own exit code.
 
     Args:
         num_gpus: Ranks that are compared with one process.
@@ -79,6 +83,16 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     else:
         show(screen, receipt, threads.get("OMP_NUM_THREADS"))
     return 0 if receipt["agree"] else DivergenceError.exit_code
+
+
+COMMAND = Command(
+    "verify",
+    "compare the first steps of a script on one process and on several ranks",
+    Options,
+    run,
+    runs_program=True,
+    has_options_of_run=True,
+)
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
