@@ -97,8 +97,8 @@ def loop(
         "epochs": epochs,
         "num_steps": step,
         # Rank by rank: the workers of a parameter server make none, their weights come from rank 0.
-        "num_updates": [int(row[0]) for row in manager.gather_floats([updates.num_updates])],
-        "gradient_norm": manager.gather_floats([updates.first_norm])[0][0],
+        "num_updates": manager.gather_json(updates.num_updates),
+        "gradient_norm": manager.gather_json(updates.first_norm)[0],
         "gradient_cosine": cosine,
         "proof": proof.verdict,
     }
@@ -118,7 +118,7 @@ def measure(
 ) -> dict[str, Any]:
     """Loss over the epoch's steps and all workers; accuracy and distance of each rank's weights at its end."""
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
-    found = manager.gather_floats([mean_loss, accuracy_of(model, data)])
+    found = manager.gather_json([mean_loss, accuracy_of(model, data)])
     weights = gather([p.detach() for p in model.parameters()])
     distances = [float((w - weights[0]).norm() / weights[0].norm()) for w in weights]
     return {

@@ -35,9 +35,8 @@ class Device:
         drawn = (math.exp(self._rng.gauss(math.log(150), 0.9)) for _ in range(2000))
         self.lengths = [min(2048, max(16, int(length))) for length in drawn]
         config = MultiGPUConfig(**options)
-        manager = SimpleNamespace(
-            config=config, identity=SimpleNamespace(rank=0, world_size=RANKS), gather_floats=self._gather
-        )
+        identity = SimpleNamespace(rank=0, world_size=RANKS)
+        manager = SimpleNamespace(config=config, identity=identity, gather_json=self._gather)
         args = SimpleNamespace(device=torch.device(kind), length_column_name="length")
         self.balancer = Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
         self.balancer.lengths = self.lengths
@@ -46,8 +45,8 @@ class Device:
         self._of_others = []
 
     def _gather(self, mine):
-        laps, self._of_others = self._of_others[-128:], []
-        return [mine, [len(laps) // 2, *laps, *[0.0] * (128 - len(laps))]]
+        laps, self._of_others = self._of_others[-64:], []
+        return [mine, laps]
 
     def time(self, share, samples):
         return sum(self.true.of([self.lengths[samples[p]] for p in piece.positions]) for piece in share)
@@ -63,7 +62,7 @@ class Device:
                 if self.balancer.num_steps >= 2 and rank == 0:
                     self.balancer._laps.append((piece.work, FakeLap(seconds)))
                 elif self.balancer.num_steps >= 2:
-                    self._of_others += [piece.work, seconds]
+                    self._of_others.append((piece.work, seconds))
         self.balancer.end_step()
         in_order = deal_step(sizes, RANKS, regroup=True)
         return max(self.time(s, samples) for s in plan), max(self.time(s, samples) for s in in_order)

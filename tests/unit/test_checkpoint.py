@@ -227,18 +227,15 @@ class Rank:
         self.identity = SimpleNamespace(rank=rank, world_size=2, local_world_size=2)
         self.config = MultiGPUConfig(**options)
         self.said = {} if said is None else said
-        self.attempts = [[0], [0]]
+        self.attempts = [0, 0]
         self.check_same = lambda facts: None
         self.publish, self.read = self.said.__setitem__, self.said.get
 
     def gather_json(self, value):
-        return [value]
+        return self.attempts
 
     def broadcast_json(self, value):
         return value
-
-    def gather_int64(self, values):
-        return self.attempts
 
     def wait(self, read, what, *, timeout_s):
         return read() or pytest.fail(what)
@@ -255,13 +252,13 @@ def resume_of(**options):
 @pytest.mark.parametrize(
     ("attempts", "step"),
     # A node that has just joined counts from 0; the first attempt looks for nothing.
-    [([[1], [1]], 2), ([[0], [1]], 2), ([[0], [0]], None)],
+    [([1, 1], 2), ([0, 1], 2), ([0, 0], None)],
 )
 def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, step):
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
     ours, rank = resume_of()
-    ours.context = RunContext(run_id="run", attempt=attempts[0][0])
+    ours.context = RunContext(run_id="run", attempt=attempts[0])
     rank.attempts = attempts
     ours.choose(str(tmp_path))
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")

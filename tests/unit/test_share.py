@@ -30,7 +30,7 @@ class Stream(torch.utils.data.IterableDataset):
 def test_stream_that_gives_ranks_other_rows_is_refused():
     said = []
 
-    def gather_int64(mine):
+    def gather_json(mine):
         said.append(mine)
         # The other rank's stream ends a batch earlier.
         return [mine, [mine[0] - (len(said) > 1), mine[1]]]
@@ -39,7 +39,7 @@ def test_stream_that_gives_ranks_other_rows_is_refused():
     accelerator = SimpleNamespace(use_seedable_sampler=True, dataloader_config=config)
     args = SimpleNamespace(device="cpu", batch_eval_metrics=False, eval_do_concat_batches=True)
     trainer = SimpleNamespace(accelerator=accelerator, args=args)
-    manager = SimpleNamespace(identity=SimpleNamespace(rank=0, world_size=2), gather_int64=gather_int64)
+    manager = SimpleNamespace(identity=SimpleNamespace(rank=0, world_size=2), gather_json=gather_json)
     share = share_of(trainer, manager, torch.utils.data.DataLoader(Stream(), batch_size=2), is_whole=False)
     with pytest.raises(DivergenceError, match="rank 1 gets other rows than rank 0"):
         list(share.loader)

@@ -113,7 +113,7 @@ class Resume(Part):
         asked, run_id = self.arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that was started again counts its attempts from 0.
-        is_restarted = any(attempt for (attempt,) in self.manager.gather_int64([self.context.attempt]))
+        is_restarted = any(self.manager.gather_json(self.context.attempt))
         choice: dict[str, Any] | None = None
         if self.manager.identity.rank == 0:
             try:

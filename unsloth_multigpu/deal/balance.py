@@ -186,13 +186,10 @@ class Balancer:
         is_first = self.num_steps in _FIRST_EXCHANGES
         if not self._measures() or not (is_first or self.num_steps % _EXCHANGE_EVERY == 0):
             return
-        mine = [(work, lap.seconds()) for work, lap in self._laps]
-        self._laps.clear()
-        flat = [value for pair in mine for value in pair]
-        rows = self._manager.gather_floats([len(mine), *flat, *[0.0] * (2 * _MOST_LAPS - len(flat))])
         # Ranks that share samples wait for each other, so the times of the first are those of all.
-        rows = rows[:: self._config.sequence_parallel]
-        laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
+        laps = self._manager.gather_json([(work, lap.seconds()) for work, lap in self._laps])
+        laps = laps[:: self._config.sequence_parallel]
+        self._laps.clear()
         if all(laps):
             assert self.balance is not None
             self._learn([without_outliers(self.balance.cost, rank) for rank in laps])

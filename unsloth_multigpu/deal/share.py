@@ -19,7 +19,7 @@ from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.wire.digest import digest_int64
+from unsloth_multigpu.wire.digest import digest_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +157,8 @@ def _share_of_stream(
 
     def meet(found: list[Any]) -> None:
         first = (found[0][0] if is_batched else found[0]) if found else None
-        mine = [len(found), digest_int64(repr(plain_values(first)).encode())]
-        ranks = manager.gather_int64(mine)
+        mine = [len(found), digest_of(plain_values(first))]
+        ranks = manager.gather_json(mine)
         if any(theirs != ranks[0] for theirs in ranks):
             other = next(rank for rank, theirs in enumerate(ranks) if theirs != ranks[0])
             raise DivergenceError(

@@ -30,6 +30,9 @@ logger = get_logger(__name__)
 _PREFIX = "unsloth_multigpu"
 # From this version on, NCCL lets ranks share a GPU.
 _SHARING_NCCL = (2, 30)
+# A message of `gather_json` with at most this many bytes is sent at once, a longer one after its length.
+_SHORT_BYTES = 2048
+_LONG = b"bytes "
 _HASH_HINT = (
     " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
     "PYTHONHASHSEED=0 in the environment of all ranks."
@@ -213,22 +216,17 @@ class DDPManager(Board):
         return {**values, **self.broadcast_json(numbers)}
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Returns the JSON values of all ranks, in their order. Collective."""
+        """Returns the JSON values of all ranks, in their order. Collective: one message if all of them are short."""
         data = json.dumps(value).encode()
         if self.identity.world_size == 1:
             return [json.loads(data)]
-        lengths = [row[0] for row in self.gather_int64([len(data)])]
-        padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(_wire_device())
-        rows = self._gather_rows(padded)
-        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns the `values` of all ranks, in their order. Collective."""
-        return self._gather(values, torch.float64)
-
-    def gather_int64(self, values: Sequence[int]) -> list[list[int]]:
-        """Like `gather_floats`, for signed 64-bit integers, which floats would round. Collective."""
-        return self._gather(values, torch.int64)
+        # JSON may end with spaces, so a message may be padded. A long one begins with its length alone.
+        head = data if len(data) <= _SHORT_BYTES else _LONG + str(len(data)).encode()
+        rows = self._gather_bytes(head.ljust(_SHORT_BYTES))
+        if any(row.startswith(_LONG) for row in rows):
+            longest = max(int(row[len(_LONG) :]) for row in rows if row.startswith(_LONG))
+            rows = self._gather_bytes(data.ljust(longest))
+        return [json.loads(row) for row in rows]
 
     def _finish(self, work: Any) -> None:
         """Waits for a collective and keeps its handle.
@@ -240,17 +238,12 @@ class DDPManager(Board):
             work.wait()
         self._last_works.append(work)
 
-    def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
-        if self.identity.world_size == 1:
-            return [list(values)]
-        rows: list[list[Any]] = self._gather_rows(torch.tensor(values, dtype=dtype, device=_wire_device())).tolist()
-        return rows
-
-    def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """Returns the flat tensors of all ranks, of equal length, as rows on the CPU. The host waits for one copy."""
-        gathered = mine.new_empty(self.identity.world_size, len(mine))
-        self._finish(dist.all_gather(list(gathered), mine, async_op=True))
-        return gathered.cpu()
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Returns the messages of all ranks, which have the same length. The host waits for one copy."""
+        wire = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_wire_device())
+        gathered = wire.new_empty(self.identity.world_size, len(wire))
+        self._finish(dist.all_gather(list(gathered), wire, async_op=True))
+        return [row.numpy().tobytes() for row in gathered.cpu()]
 
 
 def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.manager import DDPManager, first_difference
 from unsloth_multigpu.group.shards import is_sharded
-from unsloth_multigpu.wire.digest import digest_int64
+from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.words import listed
 
 # A digest of the rows read from a stream, see `StepStream.digest`.
@@ -73,7 +72,7 @@ class ReplicaProof:
         others: Sequence[tuple[str, torch.Tensor]] = (),
         trained: Set[int] | None = None,
     ) -> None:
-        """Compares this rank with the others after `step`. Collective: one all_gather of two numbers if all are equal.
+        """Compares this rank with the others after `step`. Collective: one short message if all are equal.
 
         Args:
             model: The model without DDP's wrapper.
@@ -87,20 +86,12 @@ class ReplicaProof:
         hashes = tensor_hashes([p for _, p in named])
         parts = [(n, p) for n, p in _trained(model, trained) if is_sharded(p)]
         every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
-        facts = {
-            "step": step,
-            "trainable tensors": digest_int64(every.encode()),
-            **self._extra(),
-        }
-        found = self._manager.gather_int64(
-            [digest_int64(str(hashes).encode()), digest_int64(json.dumps(facts).encode())]
-        )
-        if any(row[1] != found[0][1] for row in found):
-            ranks = self._manager.gather_json(facts)
-            differences = first_difference(ranks)
+        facts = {"step": step, "trainable tensors": digest_of(every), **self._extra()}
+        ranks = self._manager.gather_json([facts, digest_of(hashes)])
+        if differences := first_difference([theirs for theirs, _ in ranks]):
             hint = _STREAM_HINT if list(differences) == [STREAM] else _HINT
             self._raise(step, "; ".join(differences.values()), hint)
-        if any(row[0] != found[0][0] for row in found):
+        if len({digest for _, digest in ranks}) > 1:
             rows = self._manager.gather_json(hashes)
             self._raise(step, describe_divergence([n for n, _ in named], rows))
         self._last_equal_step = step

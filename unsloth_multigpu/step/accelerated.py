@@ -24,7 +24,7 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute, steered
-from unsloth_multigpu.wire.digest import digest_int64
+from unsloth_multigpu.wire.digest import digest_of
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -306,8 +306,8 @@ class _Loop:
         return recursively_apply(functools.partial(self._gather_rows, original, rows), tensor)
 
     def _gather_rows(self, original: Callable[..., Any], rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
-        held = [] if not tensor.ndim else self._manager().gather_int64([len(tensor)])
-        if [num for (num,) in held] != [max(num, 1) for num in rows]:
+        held = [] if not tensor.ndim else self._manager().gather_json(len(tensor))
+        if held != [max(num, 1) for num in rows]:
             gathered: torch.Tensor = original(tensor)  # Not one value for each row.
             return gathered
         filled = tensor.new_zeros(max(rows), *tensor.shape[1:])
@@ -353,7 +353,7 @@ class _Loop:
             self._tell(what)
 
     def _check_same(self, batch: Iterable[Any]) -> None:
-        digests = self._manager().gather_int64([digest_int64(repr([str(i) for i in batch]).encode())])
+        digests = self._manager().gather_json(digest_of([str(i) for i in batch]))
         if any(theirs != digests[0] for theirs in digests):
             raise DivergenceError(
                 "The ranks draw other batches from one data loader.",

@@ -256,7 +256,7 @@ class CompletionDeal(Part):
             ) from error
         finally:
             self._lone.end()
-        ranks = self._manager.gather_floats([*mine, *theirs])
+        ranks = self._manager.gather_json([*mine, *theirs])
         ones, others = [row[: len(mine)] for row in ranks], [row[len(mine) :] for row in ranks]
         # Sharded gradients are means over ranks already. Values that are not finite have no mean.
         if not has_shards(self._trainer.model) and all(math.isfinite(value) for row in ranks for value in row):
@@ -272,11 +272,11 @@ class CompletionDeal(Part):
             with instance_attribute(trainer, "_prepare_inputs", lambda *_: dict(micro_batches[i])):
                 training_step(bare, inputs, num_items)
 
-        self._manager.gather_floats([0.0])  # All ranks start at the same time.
+        self._manager.gather_json(None)  # All ranks start at the same time.
         own_loss = instance_attribute(trainer, "compute_loss", unsteered(trainer.compute_loss))
         with kept_training_state(trainer), tried_pass(trainer.model), Still(), own_loss:
             found, seconds = self._lone.gradient(model, len(micro_batches), compute)
-        return found, max(row[0] for row in self._manager.gather_floats([seconds]))
+        return found, max(self._manager.gather_json(seconds))
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
@@ -284,7 +284,7 @@ class CompletionDeal(Part):
         padded = (*_PROMPT, *_COMPLETION)
         widths = [0 if what or first.get(name) is None else first[name].shape[1] for name in padded]
         # All ranks must decide alike and send tensors of one shape.
-        ranks = self._manager.gather_int64([bool(what), *widths])
+        ranks = self._manager.gather_json([bool(what), *widths])
         if any(is_unknown for is_unknown, *_ in ranks):
             self._keep_order(f"{what or 'a micro-batch of another rank'} is not known here")
             return None

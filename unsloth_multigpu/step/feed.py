@@ -230,7 +230,7 @@ class StepFeed(Part):
         if manager.identity.rank:
             with kept_random_state():
                 is_same = [[int(i) for i in batch] for batch in drawn_from(state, source)[0]] == order
-        is_same = all(row[0] for row in manager.gather_int64([is_same]))
+        is_same = all(manager.gather_json(is_same))
         had_one_order, self._had_one_order = self._had_one_order, is_same
         if had_one_order and not is_same:
             assert self.loader is not None

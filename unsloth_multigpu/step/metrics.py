@@ -136,8 +136,8 @@ class Metrics(Part):
                 tr_loss.fill_(self._loss_sum)
             elif is_end:
                 # The last line has the loss since the line before, on each rank.
-                rows = self._manager.gather_floats([float(tr_loss)])
-                tr_loss.fill_(sum(row[0] for row in rows) / len(rows))
+                losses = self._manager.gather_json(float(tr_loss))
+                tr_loss.fill_(sum(losses) / len(losses))
         result = original(tr_loss, *args, **kw)
         if self._trainer._globalstep_last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, self._trainer._globalstep_last_logged

@@ -159,7 +159,7 @@ class StepPasses:
         mine = [0.0] * step.num_references
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             mine[micro_batch.piece.reference] += weight
-        ranks = [mine] if self.is_alone else self._manager.gather_floats(mine)
+        ranks = [mine] if self.is_alone else self._manager.gather_json(mine)
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
         for micro_batch, weight in zip(step.micro_batches, weights, strict=True):
             micro_batch.share = weight if self.is_alone else weight / (totals[micro_batch.piece.reference] or 1.0)

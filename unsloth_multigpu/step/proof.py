@@ -150,7 +150,7 @@ class StepProof:
     def _compared(self, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
         trainer, num_references = self._trainer, len(step.sizes)
         with self._manager.waits.counted():
-            self._manager.gather_floats([0.0])  # Waits for late ranks, so that this time is not measured.
+            self._manager.gather_json(None)  # Waits for late ranks, so that this time is not measured.
         number, num_ranks = int(trainer.state.global_step) + 1, self._manager.identity.world_size
         base = Comparison(number, num_ranks, num_references, num_references)
         begin_s = time.monotonic()
@@ -161,7 +161,7 @@ class StepProof:
             return replace(base, unproven=str(error))
         finally:
             self._lone.end()
-        self._seconds += max(row[0] for row in self._manager.gather_floats([time.monotonic() - begin_s]))
+        self._seconds += max(self._manager.gather_json(time.monotonic() - begin_s))
         assert found.difference is not None
         if math.isnan(found.difference.off):
             return replace(found, unproven="its gradient is not finite, in one process as well")
@@ -183,7 +183,7 @@ class StepProof:
             rows = rows.part(num_compared, loader.shape)
             one, still, one_s = self._tried(model, rows, num_compared)
             off, dealt_s = self._as_dealt(model, rows, one, still)
-            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < TIMED_AGAIN_S:
+            if is_first and one_s + max(self._manager.gather_json(dealt_s)) < TIMED_AGAIN_S:
                 one_s = self._tried(model, rows, num_compared)[2]
                 dealt_s = self._dealt_once(model, rows, one)[1]
             has_drawn = self._any(still.has_drawn)
@@ -191,13 +191,13 @@ class StepProof:
             if not self._is_within(off) and off.off <= MOST_ROUNDING:
                 base = replace(base, rounding=self._rounding(model, rows, one))
             mine = [still.has_dropped, rows.is_drawn, rows.are_rows_drawn, is_random]
-            ranks = self._manager.gather_int64(mine)
+            ranks = self._manager.gather_json(mine)
         if is_random and not self._is_within(off):
             why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
             raise NotPossibleError(why)
         names = ("dropout", "the collator", "the data set", "the model or its loss")
         draws = tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
-        dealt_s = max(row[0] for row in self._manager.gather_floats([dealt_s]))
+        dealt_s = max(self._manager.gather_json(dealt_s))
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
         return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=self._counts(still))
 
@@ -208,7 +208,7 @@ class StepProof:
         return tuple(sorted({name for names in self._manager.gather_json(mine) for name in names}))
 
     def _any(self, is_here: bool) -> bool:
-        return any(row[0] for row in self._manager.gather_int64([is_here]))
+        return any(self._manager.gather_json(is_here))
 
     def _is_within(self, found: Difference) -> bool:
         return found.is_within(rounding_bound(self._trainer))
@@ -286,7 +286,7 @@ class StepProof:
         with last_bits_changed(self._trainer.model):
             again = self._as_one(model, rows, self._seed)[0]
         off = difference([one], [again], names_of(self._trainer.model)).off
-        return max(row[0] for row in self._manager.gather_floats([off]))
+        return float(max(self._manager.gather_json(off)))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -355,7 +355,7 @@ class StepProof:
             step = rows.as_dealt()
             num_items = self._feed.passes.counted(step)
             self._lone.zero_used()
-            manager.gather_floats([0.0])  # All ranks start at the same time.
+            manager.gather_json(None)  # All ranks start at the same time.
             begin = moment(trainer.args.device)
             try:
                 for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
@@ -378,8 +378,7 @@ class StepProof:
             seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
         self._numbers = still.numbers
-        ranks = manager.gather_floats([*one, *mine])
-        ones, dealt = [row[: len(one)] for row in ranks], [row[len(one) :] for row in ranks]
+        ones, dealt = zip(*manager.gather_json([one, mine]), strict=True)
         names = names_of(trainer.model)
         if has_shards(trainer.model):
             return difference(ones, dealt, names), seconds

@@ -72,7 +72,7 @@ class Evaluation:
         try:
             len(self._share.loader.dataset)
         except TypeError:  # The loop has counted only this rank's rows.
-            output = output._replace(num_samples=sum(row[0] for row in self._manager.gather_int64([self._num_rows])))
+            output = output._replace(num_samples=sum(self._manager.gather_json(self._num_rows)))
         return output
 
     def _unless_in_step(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class Evaluation:
         tensors: list[torch.Tensor] = []
         recursively_apply(tensors.append, values)
         # Shapes are gathered, because a collator may return any number of rows.
-        every = [iter(row) for row in self._manager.gather_int64([n for t in tensors for n in (t.dim(), *t.shape)])]
+        every = [iter(row) for row in self._manager.gather_json([n for t in tensors for n in (t.dim(), *t.shape)])]
         found = []
         for tensor in tensors:
             shapes = [tuple(islice(sizes, 1 + tensor.dim()))[1:] for sizes in every]
