@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.phases import CallbackPhase, CompilerPhase, Guard
+from unsloth_multigpu.train.progress import CallbackPhase, Guard
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 
@@ -28,10 +28,16 @@ class Handler:
 def test_compiler_marks_its_time(monkeypatch, arguments):
     handler, page = Handler(), HeartbeatPage(None, 0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
-    phase = CompilerPhase(page)
-    page.mark(Phase.COMPUTE)
-    phase.enter()
-    phase.enter()
+    trainer = FakeTrainer()
+    with Loop(trainer, [Guard(trainer, page)]).steering():
+        for _ in range(2):
+            trainer.get_batch_samples(iter([]), 1, None)
+        page.mark(Phase.COMPUTE)
+        assert_compiling_is_marked(page, handler, arguments)
+    assert handler.start_callbacks == handler.end_callbacks == []
+
+
+def assert_compiling_is_marked(page, handler, arguments):
     (begin,), (end,) = handler.start_callbacks, handler.end_callbacks
     begin(*arguments)
     assert page.phase == Phase.COMPILE
@@ -42,9 +48,6 @@ def test_compiler_marks_its_time(monkeypatch, arguments):
     page.mark(Phase.UPDATE)  # The main thread has gone on.
     end(*arguments)
     assert page.phase == Phase.UPDATE
-    phase.leave()
-    phase.leave()
-    assert handler.start_callbacks == handler.end_callbacks == []
 
 
 class Noting(FakeTrainer):

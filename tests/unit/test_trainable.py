@@ -8,9 +8,8 @@ import torch
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.ddp import parameters_beside_the_model
+from unsloth_multigpu.train.ddp import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.wire.identity import RankIdentity
 
 

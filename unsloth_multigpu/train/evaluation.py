@@ -205,26 +205,18 @@ class EqualEvaluations(Part):
         self.make_equal()
 
     def make_equal(self) -> None:
-        """Copies rank 0's buffers to ranks with other values. Collective if the model has buffers."""
+        """Copies rank 0's buffers to all ranks. Collective if the model has buffers."""
         buffers = self._buffers()
-        if not buffers:
-            return
-        hashes = _hashes(buffers)
-        changed = [name for name, value in hashes.items() if self._at_begin.get(name) != value]
-        if changed and not self._has_warned and self._manager.identity.rank == 0:
-            self._has_warned = True
-            logger.warning(
-                "training changes buffers of the model. They are not those of one process: each rank changes its own "
-                "by its samples, and rank 0's count, as with DDP: %s",
-                listed(changed),
-            )
-        facts = {name: [f"{tuple(buffer.shape)} {buffer.dtype}", hashes[name]] for name, buffer in buffers.items()}
-        ranks = self._manager.gather_json(facts)
-        for name, (shape, _) in ranks[0].items():
-            of_ranks = [rank.get(name) for rank in ranks]
-            # A buffer that has another shape on some rank stays as it is.
-            if of_ranks != of_ranks[:1] * len(ranks) and all(other and other[0] == shape for other in of_ranks):
-                self._manager.broadcast_tensors([buffers[name]])
+        if not self._has_warned and self._manager.identity.rank == 0:
+            changed = [name for name, value in _hashes(buffers).items() if self._at_begin.get(name) != value]
+            self._has_warned = bool(changed)
+            if changed:
+                logger.warning(
+                    "training changes buffers of the model. They are not those of one process: each rank changes its "
+                    "own by its samples, and rank 0's count, as with DDP: %s",
+                    listed(changed),
+                )
+        self._manager.broadcast_tensors(buffers.values())
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers of the model by name, without those that DDP ignores."""

@@ -26,15 +26,13 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.snapshot import kept_objects
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.check import StepCheck
-from unsloth_multigpu.train.ddp import DDPWrapping
+from unsloth_multigpu.train.ddp import DDPWrapping, TrainedParameters
 from unsloth_multigpu.train.evaluation import EqualEvaluations
 from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
 from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.phases import CallbackPhase, Guard
 from unsloth_multigpu.train.preempt import Preemption
-from unsloth_multigpu.train.progress import Progress
-from unsloth_multigpu.train.trainable import TrainedParameters
+from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 if TYPE_CHECKING:
