@@ -12,18 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.log_probs import LogProbs
-from tests.helpers.protocol import members, methods
 from tests.helpers.run import ROOT
-
-# The protocol of a Trainer and of each object that belongs to it.
-PROTOCOLS = {
-    "": "TrainerLike",
-    "args": "ArgumentsLike",
-    "state": "StateLike",
-    "control": "ControlLike",
-    "accelerator": "AcceleratorLike",
-    "callback_handler": "CallbackHandlerLike",
-}
 
 
 def pass_through(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,26 +26,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     build_tiny(folder)
     return folder
-
-
-def protocol_of(path: str) -> type:
-    from unsloth_multigpu import trainer_protocol
-
-    return getattr(trainer_protocol, PROTOCOLS[path])
-
-
-def lacks(own: Any, protocol: type) -> list[str]:
-    """Members and parameters of the protocol that an object, or a class, does not have."""
-    found = [name for name in members(protocol) if not hasattr(own, name)]
-    for name, method in methods(protocol).items():
-        theirs = inspect.signature(getattr(own, name)).parameters if hasattr(own, name) else {}
-        if any(p.kind is p.VAR_KEYWORD for p in theirs.values()):
-            continue
-        asked = [
-            n for n, p in inspect.signature(method).parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD
-        ]
-        found += [f"{name}({n}=)" for n in asked if theirs and n not in theirs]
-    return sorted(found)
 
 
 def made(kind: str, model_folder: Path, folder: Path) -> Any:
@@ -99,9 +68,6 @@ def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
         for name in expected:
             stack.enter_context(steered(owners[name], name, pass_through))
         trainer.train()
-        # Some attributes are set where a training begins.
-        found = {path: getattr(trainer, path) if path else trainer for path in PROTOCOLS}
-        assert {path: lacks(own, protocol_of(path)) for path, own in found.items()} == {path: [] for path in PROTOCOLS}
         num_calls = {name: vars(owners[name])[name].num_calls for name in expected}
         verify_calls(trainer, "step")
         verify_calls(trainer, "step end")
@@ -113,8 +79,6 @@ def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
 
 def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Path) -> None:
     from tests.helpers.trainer import OWN_NAMES, FakeTrainer
-    from unsloth_multigpu.seam import SEAMS
-    from unsloth_multigpu.trainer_protocol import OptionalTrainer
 
     real, fake = made("Trainer", model_folder, tmp_path), FakeTrainer()
     owners = {
@@ -128,8 +92,6 @@ def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Pa
     for path, (made_up, own) in owners.items():
         names = {*vars(made_up), *(n for n in vars(type(made_up)) if not n.startswith("__"))} - set(OWN_NAMES)
         names = set(vars(made_up)) if isinstance(made_up, SimpleNamespace) else names
-        known = members(OptionalTrainer if path == "" else protocol_of(path)) | set(SEAMS)
-        assert names <= known, f"{path}: the package uses none of {sorted(names - known)}"
         for name in names:
             # Some are set where a training begins.
             is_set_late = f"self.{name} = " in inspect.getsource(inspect.getmodule(type(real)))
@@ -138,18 +100,6 @@ def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Pa
                 theirs = inspect.signature(getattr(own, name)).parameters
                 mine = [n for n in inspect.signature(ours).parameters if n != "self"]
                 assert mine == list(theirs)[: len(mine)], f"{path}.{name}"
-
-
-def test_a_member_that_the_library_lacks_is_found() -> None:
-    from unsloth_multigpu.trainer_protocol import ControlLike, TrainerLike
-
-    class Other:
-        should_log = should_save = should_evaluate = should_epoch_stop = False
-
-        def get_batch_samples(self, epoch_iterator: Any, num: int, device: Any) -> Any: ...
-
-    assert lacks(Other(), ControlLike) == ["should_training_stop"]
-    assert "get_batch_samples(num_batches=)" in lacks(Other(), TrainerLike)
 
 
 def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, seal, settle, take
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
@@ -24,7 +24,7 @@ from unsloth_multigpu.part import GradientExchange, Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.out_of_memory import is_out_of_memory
-from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 logger = get_logger(__name__)
@@ -112,7 +112,7 @@ class Checkpoints(Part):
                 trainer.state.stateful_callbacks = callbacks
             self._complete_on_rank_0(name, part, final, before)
         if pushes:
-            cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
+            trainer._push_from_checkpoint(os.fspath(final))
 
     @property
     def _is_writer(self) -> bool:
@@ -229,7 +229,7 @@ def _rotate(trainer: TrainerLike, folder: Path) -> None:
     """Applies Hugging Face's `save_total_limit` after the new checkpoint has its final name."""
     output_dir, best = os.fspath(folder), trainer.state.best_model_checkpoint
     if hasattr(trainer, "_rotate_checkpoints"):  # transformers 4.
-        cast(OptionalTrainer, trainer)._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=output_dir)
         return
     from transformers.trainer_utils import rotate_checkpoints
 

@@ -9,11 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
+from unsloth_multigpu.trainer_protocol import ArgumentsLike
 from unsloth_multigpu.versions import check_version
 from unsloth_multigpu.wire.event import SERVER_WANTED, EventWriter, is_ready
 from unsloth_multigpu.wire.wait import wait_until
@@ -51,7 +51,7 @@ def name_server(args: ArgumentsLike, generators: int, port: int) -> None:
     """
     if not hasattr(args, "vllm_server_base_url"):
         return
-    asked, given = f"generators={generators}", cast(OptionalArguments, args)
+    asked = f"generators={generators}"
     if not check_version(_NEEDED).ok:
         raise VersionError(f"{asked} needs {_NEEDED}.", hint=f'pip install "{_NEEDED}", or leave generators out.')
     if "unsloth" in sys.modules:
@@ -59,13 +59,13 @@ def name_server(args: ArgumentsLike, generators: int, port: int) -> None:
             f"{asked} is for TRL's own models; Unsloth's generate in each process.",
             hint="Leave generators out, and set fast_inference=True for an engine on each GPU.",
         )
-    if not given.use_vllm or given.vllm_mode != "server":
+    if not args.use_vllm or args.vllm_mode != "server":
         raise ConfigError(
-            f"{asked}, but use_vllm={given.use_vllm} and vllm_mode={given.vllm_mode!r}: nothing is asked of a server.",
+            f"{asked}, but use_vllm={args.use_vllm} and vllm_mode={args.vllm_mode!r}: nothing is asked of a server.",
             hint='Set use_vllm=True and vllm_mode="server", or leave generators out.',
         )
     ours = {"vllm_server_base_url": f"http://{_HOST}:{port}", "vllm_group_port": port + 1}
-    usual = {field.name: field.default for field in dataclasses.fields(cast(Any, args)) if field.name in _ADDRESS}
+    usual = {field.name: field.default for field in dataclasses.fields(args) if field.name in _ADDRESS}
     for name, default in usual.items():
         # Arguments that are built from others have our address.
         if (value := getattr(args, name)) not in (default, ours.get(name)):

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
+from unsloth_multigpu.trainer_protocol import ArgumentsLike
 
 # Read by `import unsloth` and by its Trainer. A value that the script has set is kept.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
@@ -51,11 +51,10 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
     """
     if "unsloth" in sys.modules:
         return
-    arguments = cast(OptionalArguments, args)
     has_asked = bool(getattr(args, "fsdp", None))
     if has_asked and not offload:
         return
-    given = arguments.fsdp_config or {}
+    given = args.fsdp_config or {}
     if isinstance(given, str):  # The name of a file.
         given = json.loads(Path(given).read_text(encoding="utf-8"))
     config = {**given} if has_asked else {**_FSDP_CONFIG, **given}
@@ -64,8 +63,8 @@ def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> No
             "shard_offload=True, but fsdp_config of TrainingArguments says cpu_offload=False.",
             hint="Leave one of them out.",
         )
-    arguments.fsdp = arguments.fsdp or True
-    arguments.fsdp_config = config
+    args.fsdp = args.fsdp or True
+    args.fsdp_config = config
 
 
 @dataclass(frozen=True)

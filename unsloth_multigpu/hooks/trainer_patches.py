@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.deal.generation import (
@@ -20,7 +20,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 if TYPE_CHECKING:
     from unsloth_multigpu.deal.share import EvaluationLoaders
@@ -213,7 +213,7 @@ class TrainerHooks:
                 # accelerate would open the group next, without a backend for tensors in host memory.
                 self.get_manager().open_group()
         if config.keeps_global_batch and has_ranks and hasattr(arguments, "steps_per_generation"):
-            _divide_generation_batch(cast(OptionalArguments, arguments), self.world_size, self.get_manager)
+            _divide_generation_batch(arguments, self.world_size, self.get_manager)
         original(arguments)
         if not has_ranks and arguments.n_gpu > 1:
             # transformers would use nn.DataParallel with larger batches. A rank has one device, and the legacy path
@@ -295,7 +295,7 @@ def _given_arguments(
     return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
 
 
-def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
+def _divide_generation_batch(args: ArgumentsLike, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
     """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO) by dividing their arguments.
 
     Raises:
@@ -326,7 +326,7 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
             )
 
 
-def _means_of_micro_batches(args: OptionalArguments, *, is_same_batch: bool) -> list[str]:
+def _means_of_micro_batches(args: ArgumentsLike, *, is_same_batch: bool) -> list[str]:
     """Returns options of TRL whose meaning depends on the shape of a micro-batch, as the script gave them."""
     loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
     quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class Sharding(GradientExchange):
 
     @property
     def _plugin(self) -> Any:
-        return cast(Any, self._trainer.accelerator).state.fsdp_plugin
+        return self._trainer.accelerator.state.fsdp_plugin
 
     def _sum_in_32_bits(self) -> None:
         """Makes accelerate sum gradients over ranks in fp32, as DDP does, and not in bf16 or fp16."""

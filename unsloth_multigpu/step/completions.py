@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from unsloth_multigpu.step.lone_pass import ERRORS, TIMED_AGAIN_S, LonePass
 from unsloth_multigpu.step.rounding import rounding_bound
 from unsloth_multigpu.step.sketch import difference, mean_of, names_of
 from unsloth_multigpu.step.snapshot import Still, kept_training_state
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
@@ -98,10 +98,9 @@ class CompletionDeal(Part):
 
     place = "completions"
     may_be_missed = True
-    _trainer: OptionalTrainer
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: HeartbeatPage) -> None:
-        super().__init__(cast(OptionalTrainer, trainer), manager)
+        super().__init__(trainer, manager)
         self._feed = feed
         self._lone = LonePass(trainer, beat)
         # The wrapped model, the inputs and the number of tokens that `training_step` was called with.

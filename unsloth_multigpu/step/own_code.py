@@ -64,7 +64,7 @@ def has_own_step(trainer: TrainerLike) -> bool:
     The script overrides it, in a class or on the object, or a library's class does without `compute_loss`
     (`OnlineDPOTrainer`).
     """
-    is_replaced = getattr(unsteered(trainer.training_step), "__self__", None) is not trainer
+    is_replaced = not _is_own(trainer, unsteered(trainer.training_step))
     owner = _owner_of(trainer, "training_step")
     is_known = owner.__module__.startswith(_KNOWN_AUTHORS) and issubclass(_owner_of(trainer, "compute_loss"), owner)
     return is_replaced or not is_known
@@ -74,7 +74,7 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     """Returns the name of the loss for messages."""
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
-    if getattr(compute_loss, "__self__", None) is not trainer:
+    if not _is_own(trainer, compute_loss):
         return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
     if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # sentence-transformers
         return f"the loss {type(loss).__name__}"
@@ -85,6 +85,10 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
             return f"the loss of {stepper.__name__}.training_step"
         return f"the loss of {class_of(base_model(trainer.model)).__name__}"
     return f"{owner.__name__}.compute_loss"
+
+
+def _is_own(trainer: TrainerLike, method: Any) -> bool:
+    return getattr(method, "__self__", None) is trainer
 
 
 def _owner_of(trainer: TrainerLike, method: str) -> type:

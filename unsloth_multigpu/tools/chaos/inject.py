@@ -56,7 +56,7 @@ class Chaos(Tool):
         args.output_dir = self._redirected(args.output_dir or DEFAULT_OUTPUT)
         curves = getattr(args, "logging_dir", None)
         if curves is not None:
-            vars(args)["logging_dir"] = self._redirected(curves)
+            args.logging_dir = self._redirected(curves)
 
     def _redirected(self, folder: str | os.PathLike[str]) -> str:
         """Returns the path of a folder within the run's own folder, equal in every start of the ranks."""
