@@ -101,7 +101,6 @@ class Option:
             return self.check(name, value)
         if self.type is str and not self.words:
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
-            value = str(value) if _is_number(value, numbers.Integral) else value
         if not self._fits(value):
             raise ConfigError(f"{name}={brief(value)}; expected {self.expected()}.", hint=self._hint(name, value))
         return self.type(value)
@@ -147,12 +146,7 @@ class Option:
         return (self.least <= value and is_low_enough) or (self.zero_is_never and value == 0)
 
     def _hint(self, name: str, value: Any) -> str:
-        text = str(value).lower() if isinstance(value, str | int) else ""
-        if text in _TRUTH_VALUES:
-            same = ("on", "auto") if _TRUTH_VALUES[text] else ("off",)
-            meant = next((f"Did you mean {word!r}? " for word in same if word in self.words), "")
-        else:
-            meant = did_you_mean(text, {word: repr(word) for word in self.words})
+        meant = did_you_mean(str(value).lower(), {word: repr(word) for word in self.words})
         return f"{meant}{self.hint or f'Leave {name} out: its default is {self.usual()}.'}"
 
 

@@ -1,12 +1,13 @@
 """The options of a run: one frozen dataclass, and its loader.
 
 Checks, variables, the command line, `--help` and `docs/options.md` are derived from the class. This module is the only
-reader of UNSLOTH_MULTIGPU_* options.
+reader of UNSLOTH_MULTIGPU_* options, of the YAML file UNSLOTH_MULTIGPU_CONFIG and of the user's pyproject.toml.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
+from unsloth_multigpu.option_type import Option, Scope, brief, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
@@ -46,10 +46,8 @@ PLACE = "Processes and devices"
 NODES = "Several nodes"
 GROUPS = (EVERYDAY, GRADIENTS, DEALING, FAILING, PLACE, NODES)
 
-# Names of former options and of arguments of the older plugin -> what to use.
+# Arguments of the older plugin -> what to use.
 FORMER = {
-    "sync": "strategy=..., its name now",
-    "grad_compression": "a communication hook of DDP: see docs/strategies.md",
     "ddp_backend": "TrainingArguments(ddp_backend=...)",
     "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
     "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
@@ -64,10 +62,10 @@ TRAINED, PLANNED = (Scope.RANKS, Scope.TRAINER), (Scope.RANKS, Scope.PLANNER, Sc
 _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "chaos"), ("run", "verify", "chaos")
 _DDP = DDP()
 _ALL_GPUS = "all visible GPUs; without one, this process alone"
-_FOR_ELASTIC_NODES = (
-    "Set it to a number. For nodes that come and go start this script with torchrun --nnodes MIN:MAX --nproc-per-node "
-    "NUM_GPUS --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id ID train.py"
-)
+_ELASTIC = "For nodes that come and go see docs/cluster.md."
+# The table of pyproject.toml.
+_TABLE = "unsloth_multigpu"
+_FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class MultiGPUConfig:
     ] = "auto"
     inexact: Annotated[str, Option(FAILING, TRAINER, words=("warn", "raise"))] = "warn"
     verify_every: Annotated[int, Option(FAILING)] = 100
-    nnodes: Annotated[str, Option(NODES, RANKS, pattern="[1-9][0-9]*", shown="NUMBER", hint=_FOR_ELASTIC_NODES)] = "1"
+    nnodes: Annotated[int, Option(NODES, RANKS, least=1, hint=_ELASTIC)] = 1
     rdzv_endpoint: Annotated[
         str | None, Option(NODES, SEVERAL_NODES, pattern=r".+:\d+", shown="HOST:PORT", is_of_node=True)
     ] = None
@@ -200,7 +198,8 @@ class MultiGPUConfig:
         Raises:
             ConfigError: An invalid value, or a variable with our prefix or a name in a file that is not an option.
         """
-        return cls(**given_options(arguments, environment))
+        given = {name: value for name, value in arguments.items() if value is not None}
+        return cls(**{**_from_sources(environment), **given})
 
     def plain_values(self) -> dict[str, Any]:
         """Returns the options as JSON values: the strategy as its text."""
@@ -230,25 +229,15 @@ class MultiGPUConfig:
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
 
     @property
-    def num_nodes(self) -> int:
-        """The option `nnodes` as a number."""
-        return int(self.nnodes)
-
-    @property
     def is_synchronous(self) -> bool:
         """True if all ranks make each optimizer step together, so that their weights are equal after it."""
         return self.strategy.is_synchronous
 
 
-def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Returns the options that were given, without defaults; see `MultiGPUConfig.resolve`.
-
-    Raises:
-        ConfigError: A variable with our prefix or a name in a file that is not an option or has an invalid value.
-    """
-    options = options_of(MultiGPUConfig)
-    values: dict[str, Any] = {}
-    for place, shown, name, value in _sources(os.environ if environment is None else environment, environment is None):
+def _from_sources(environment: Mapping[str, str] | None) -> dict[str, Any]:
+    """Returns the options that files and variables give, in their types."""
+    options, values = options_of(MultiGPUConfig), dict[str, Any]()
+    for place, shown, name, value in _sources(environment):
         if name not in options:
             known = {n: n if place else variable(n) for n in options}
             raise unknown_option(f"{place}{shown}", value, name, known)
@@ -260,18 +249,80 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
             values[name] = options[name].take(shown, value)
         except ConfigError as error:
             raise ConfigError(f"{place}{error.args[0]}", hint=error.hint) from None
-    return {**values, **{name: value for name, value in arguments.items() if value is not None}}
+    return values
 
 
-def _sources(environment: Mapping[str, str], searches: bool) -> Iterator[tuple[str, str, str, Any]]:
+def _sources(environment: Mapping[str, str] | None) -> Iterator[tuple[str, str, str, Any]]:
     """Yields (place, shown name, option name, value) of files and variables. Later ones override earlier ones."""
-    if searches and (pyproject := find_pyproject()):
-        yield from ((place, name, name, value) for place, name, value in read_pyproject(pyproject))
+    if environment is None and (pyproject := _find_pyproject()):
+        yield from _read_pyproject(pyproject)
+    environment = os.environ if environment is None else environment
     if file := environment.get(ENV_CONFIG, "").strip():
-        yield from ((place, name, name, value) for place, name, value in read_yaml(Path(file)))
+        yield from _read_yaml(Path(file))
     for shown, text in environment.items():
         if shown.startswith(ENV_PREFIX) and shown not in INTERNAL_VARIABLES:
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
+
+
+def _find_pyproject() -> Path | None:
+    """Returns the pyproject.toml of the working folder or the nearest folder above it; None without one."""
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:
+        return None
+    files = (place / "pyproject.toml" for place in (folder, *folder.parents))
+    # Unlike `Path.is_file`, it does not raise if a folder above is not readable.
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def _read_yaml(file: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Values are read as text, like those of variables: YAML 1.1 would turn `off` into a truth value, `1:4` into 64."""
+    import yaml
+
+    try:
+        root = yaml.compose(_text_of(file), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {error}", hint=_FORM) from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file} has no options.", hint=_FORM)
+    seen = set()
+    for key, node in root.value:
+        place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place}{name} has several values; expected one.", hint=_FORM)
+        if name in seen:
+            raise ConfigError(f"{place}{name} is given twice.", hint="Leave one of them out.")
+        seen.add(name)
+        yield place, name, name, node.value
+
+
+def _read_pyproject(file: Path) -> Iterator[tuple[str, str, str, Any]]:
+    """Yields the options in the table `[tool.unsloth_multigpu]`."""
+    text = _text_of(file)
+    if _TABLE not in text:
+        return  # A broken file without our table is not our error to report.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table = tomllib.loads(text).get("tool", {})
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", hint="Correct the file.") from None
+    table = table.get(_TABLE, {}) if isinstance(table, dict) else table
+    where = f"{file}, [tool.{_TABLE}]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option per line below it.")
+    yield from ((f"{where}: ", name, name, value) for name, value in table.items())
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the permissions.") from None
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:
@@ -311,10 +362,10 @@ def _check_together(config: MultiGPUConfig) -> None:
     for scope, reason in _closed_scopes(config):
         if given := config.asked(scope):
             raise ConfigError(f"{given[0]} {reason}.", hint="Leave one of them out.")
-    if config.num_nodes > 1:
+    if config.nnodes > 1:
         _check_nodes(config)
-    if config.generators and (config.num_nodes > 1 or config.shard != "off" or not config.is_synchronous):
-        others = f"nnodes={config.nnodes!r}, shard={config.shard!r}, strategy='{config.strategy}'"
+    if config.generators and (config.nnodes > 1 or config.shard != "off" or not config.is_synchronous):
+        others = f"nnodes={config.nnodes}, shard={config.shard!r}, strategy='{config.strategy}'"
         raise ConfigError(
             f"generators={config.generators} needs one node and ranks with equal, unsharded weights; {others}.",
             hint="Leave generators out, or the other options.",
@@ -346,8 +397,8 @@ def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
     """Yields the scopes that do not apply, with the reason."""
     if not config.enable_ddp:
         yield Scope.RANKS, "is for several ranks, and enable_ddp=False runs in one process"
-    if config.num_nodes == 1:
-        yield Scope.NODES, "is for several nodes, and nnodes='1'"
+    if config.nnodes == 1:
+        yield Scope.NODES, "is for several nodes, and nnodes=1"
     if config.balance == "off":
         yield Scope.PLANNER, "is for the planner, and balance='off'"
     if not config.keeps_global_batch:
@@ -357,14 +408,14 @@ def _closed_scopes(config: MultiGPUConfig) -> Iterator[tuple[Scope, str]]:
 
 
 def _check_nodes(config: MultiGPUConfig) -> None:
-    if config.node_rank is not None and config.node_rank >= config.num_nodes:
+    if config.node_rank is not None and config.node_rank >= config.nnodes:
         raise ConfigError(
-            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {config.num_nodes - 1}.",
+            f"node_rank={config.node_rank}, but nnodes={config.nnodes}; expected 0 .. {config.nnodes - 1}.",
             hint="Count the nodes from 0.",
         )
     for name in ("rdzv_endpoint", "rdzv_id"):
         if getattr(config, name) is None:
             raise ConfigError(
-                f"{name}=None, but nnodes={config.nnodes!r}: the nodes could not find each other.",
+                f"{name}=None, but nnodes={config.nnodes}: the nodes could not find each other.",
                 hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',
             )

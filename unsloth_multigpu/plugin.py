@@ -135,7 +135,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     shell = find_shell()
     console = Console(is_notebook=shell is not None)
     try:
-        _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
+        _session = _open_here(config, context, tool, console, shell, replay=replay)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and shell is None and read_identity(os.environ) is None:
             from unsloth_multigpu.start import end_interrupted
@@ -166,7 +166,6 @@ def _open_here(
     shell: Any,
     *,
     replay: bool,
-    given: dict[str, Any],
 ) -> Session:
     """Opens the session of a rank, a notebook's kernel or a single process. In a supervisor it does not return."""
     had_workers = _session is not None and _session.had_workers
@@ -175,7 +174,7 @@ def _open_here(
         from unsloth_multigpu import start
 
         if context.tool is None and shell is None:  # Tools and notebooks use one machine.
-            start.check_cluster(given)
+            start.check_cluster(config)
         if shell is None and start.needs_supervisor(config, config.num_gpus or 1):
             start.this_command()  # Raises, if it must, before devices are counted and warned about.
         num_ranks = start.ranks_to_start(config)

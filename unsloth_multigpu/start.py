@@ -7,39 +7,37 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger, tell
-from unsloth_multigpu.options import MultiGPUConfig, given_options, variable
+from unsloth_multigpu.options import MultiGPUConfig, variable
 
 logger = get_logger(__name__)
 
-# Option -> torchrun's variable, which Kubeflow sets; its neutral values; the consequence of ignoring any other value.
+# Option and its default -> torchrun's variable, which Kubeflow sets; its neutral values; what ignoring others leads to.
 _CLUSTER_VARIABLES = {
-    "nnodes": ("PET_NNODES", ("", "1"), "each node would train by itself"),
-    "num_gpus": ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS), "all devices of the machine would train"),
+    ("nnodes", 1): ("PET_NNODES", ("", "1"), "each node would train by itself"),
+    ("num_gpus", None): ("PET_NPROC_PER_NODE", ("", "auto", "gpu", *KINDS), "all devices of the machine would train"),
 }
 
 
-def check_cluster(arguments: Mapping[str, Any]) -> None:
+def check_cluster(config: MultiGPUConfig) -> None:
     """Refuses to train alone in one of several pods: Kubeflow's variables are not read, options have to repeat them.
 
-    For a process that no launcher has started as a rank. `arguments` are those of `enable_multi_gpu`.
+    For a process that no launcher has started as a rank.
 
     Raises:
-        ConfigError: A variable sets the number of nodes or ranks, and the option for it was not given.
+        ConfigError: A variable sets the number of nodes or ranks, and the option for it has its default.
     """
-    given = given_options(arguments)
-    for name, (cluster_variable, neutral, otherwise) in _CLUSTER_VARIABLES.items():
+    for (name, default), (cluster_variable, neutral, otherwise) in _CLUSTER_VARIABLES.items():
         value = os.environ.get(cluster_variable, "")
-        if name not in given and value not in neutral:
+        if getattr(config, name) == default and value not in neutral:
             raise ConfigError(
-                f"{cluster_variable}={value!r} is set, and {name} was not given: {otherwise}.",
+                f"{cluster_variable}={value!r} is set, and {name}={default}: {otherwise}.",
                 hint=f"Set {variable(name)}; with several nodes also the other options that docs/cluster.md lists for "
                 f"Kubeflow. Or start the script with torchrun, which reads the variables. For one node unset "
                 f"{cluster_variable}.",
@@ -62,7 +60,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
 
 def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
     """True if the `num_ranks` ranks of this machine are child processes of this one, and not this process itself."""
-    has_others = num_ranks > 1 or config.num_nodes > 1
+    has_others = num_ranks > 1 or config.nnodes > 1
     return config.enable_ddp and (has_others or config.max_restarts > 0 or config.generators > 0)
 
 
@@ -126,7 +124,7 @@ def supervise(
     from unsloth_multigpu.launch.launcher import DDPLauncher
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
-    if config.num_nodes > 1:
+    if config.nnodes > 1:
         await_name(*split_endpoint(config), config.timeout_s)
     resolved, server_devices = _with_shard_chosen(command, config, num_ranks), _reserve_server_devices(config)
     launcher = DDPLauncher(command, num_ranks, resolved, saves_when_stopped, server_devices)

@@ -109,15 +109,11 @@ def read_strategy(shown: str, value: Any) -> Strategy:
         )
     known, given = options_of(STRATEGIES[name]), dict[str, Any]()
     for part in rest.split(",") if rest else ():
-        key, equals, text = (p.strip() for p in part.partition("="))
-        if key not in known or not equals or key in given:
-            what = (
-                "is given twice" if key in given else "has no value" if key in known else f"is not an option of {name}"
-            )
-            options = f"Options of {name}: {', '.join(known)}." if known else f"{name} has no options."
-            raise ConfigError(
-                f"{shown}={brief(value)}; {key!r} {what}.", hint=did_you_mean(key, {k: k for k in known}) + options
-            )
+        key, _, text = (p.strip() for p in part.partition("="))
+        if key not in known or key in given:
+            what = "is given twice" if key in given else f"is not an option of {name}"
+            hint = f"{did_you_mean(key, {k: k for k in known})}Options of {name}: {', '.join(known) or 'none'}."
+            raise ConfigError(f"{shown}={brief(value)}; {key!r} {what}.", hint=hint)
         given[key] = known[key].parse(text)
     try:
         return STRATEGIES[name](**given)

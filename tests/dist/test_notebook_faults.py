@@ -100,7 +100,7 @@ def check_line_that_failed(run: NotebookRun) -> None:
     """Ranks above 0 do again what rank 0 did before the line, and nothing that stands behind a failed call."""
     failing = "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2, max_restarts=1)\nopen('behind', 'w')"
     assert run.run(failing).error == "ConfigError"
-    caught = "try:\n    ump.enable_multi_gpu(num_gpus=2, nnodes='2')\nexcept ump.ConfigError:\n    caught = 'caught'"
+    caught = "try:\n    ump.enable_multi_gpu(num_gpus=2, nnodes=2)\nexcept ump.ConfigError:\n    caught = 'caught'"
     assert run.run(caught).error == ""
     assert run.run(ENABLE).text.splitlines()[-1] == "2"
     assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"

@@ -8,8 +8,11 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, LaunchError
 from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.nodes import await_name
-from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.start import check_cluster
+
+
+MEETING = {"rdzv_endpoint": "host:1", "rdzv_id": "job"}
 
 
 @pytest.fixture(autouse=True)
@@ -20,29 +23,27 @@ def no_variables(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "option", "otherwise"),
+    ("name", "value", "option", "given"),
     [
-        ("PET_NNODES", "2", "nnodes", "each node would train by itself"),
-        ("PET_NNODES", "1:4", "nnodes", "each node would train by itself"),
-        ("PET_NPROC_PER_NODE", "4", "num_gpus", "all devices of the machine would train"),
+        ("PET_NNODES", "2", "nnodes=1: each node would train by itself", {"nnodes": 2, **MEETING}),
+        ("PET_NNODES", "1:4", "nnodes=1: each node would train by itself", {"nnodes": 3, **MEETING}),
+        ("PET_NPROC_PER_NODE", "4", "num_gpus=None: all devices of the machine would train", {"num_gpus": 1}),
     ],
 )
-def test_pod_that_would_train_by_itself_is_refused(name, value, option, otherwise, monkeypatch):
+def test_pod_that_would_train_by_itself_is_refused(name, value, option, given, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option} was not given: {otherwise}") as error:
-        check_cluster({option: None})
-    assert f"Set {ENV_PREFIX}{option.upper()}" in str(error.value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}' is set, and {option}") as error:
+        check_cluster(MultiGPUConfig())
+    assert f"Set {ENV_PREFIX}{next(iter(given)).upper()}" in str(error.value)
     # What was given counts, whatever the cluster says.
-    check_cluster({option: 1})
-    monkeypatch.setenv(ENV_PREFIX + option.upper(), "1")
-    check_cluster({})
+    check_cluster(MultiGPUConfig(**given))
 
 
 @pytest.mark.parametrize("ranks", ["", "auto", "gpu", "cuda"])
 def test_pod_that_is_alone_trains(ranks, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "1")
     monkeypatch.setenv("PET_NPROC_PER_NODE", ranks)
-    check_cluster({})
+    check_cluster(MultiGPUConfig())
 
 
 def test_name_of_a_machine_that_starts_later_is_waited_for(monkeypatch):

@@ -63,9 +63,9 @@ OUT = "Leave {} out: its default is "
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", OUT + "keep."),
         ("strategy", "dilco", "strategy='dilco'; expected 'ddp'", "Did you mean diloco? "),
         ("strategy", AllReduce, "strategy=<class", "docs/strategies.md"),
-        ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", "Did you mean 'auto'? Leave"),
-        ("shard", "yes", "shard='yes'; expected 'off' or 'auto' or 'on'", "Did you mean 'on'? Leave"),
-        ("shard", False, "shard=False; expected 'off' or 'auto' or 'on'", "Did you mean 'off'?"),
+        ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", OUT + "auto."),
+        ("shard", "yes", "shard='yes'; expected 'off' or 'auto' or 'on'", OUT + "off."),
+        ("shard", "of", "shard='of'; expected 'off' or 'auto' or 'on'", "Did you mean 'off'? Leave"),
         ("device", ["cpu"], "device=['cpu']; expected 'auto' or 'cpu' or 'cuda'", OUT + "auto."),
         ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", OUT + "100."),
         ("hang_timeout_s", 1, "hang_timeout_s=1; expected a number of at least 2 and at most 1e+09, or 0 for n", OUT),
@@ -73,15 +73,9 @@ OUT = "Leave {} out: its default is "
         ("timeout_s", 0, "timeout_s=0; expected a number of at least 0.001", OUT + "1800."),
         ("timeout_s", float("nan"), "timeout_s=nan; expected a number", OUT),
         ("timeout_s", "60", "timeout_s='60'; expected a number", OUT),
-        ("nnodes", "0", "nnodes='0'; expected NUMBER", "Set it to a number."),
-        (
-            "nnodes",
-            "1:4",
-            "nnodes='1:4'; expected",
-            "start this script with torchrun --nnodes MIN:MAX --nproc-per-node",
-        ),
-        ("nnodes", "2", "rdzv_endpoint=None, but nnodes='2': the nodes could not find", 'rdzv_endpoint="HOST:29400"'),
-        ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes, and nnodes='1'", "one of them"),
+        ("nnodes", "1:4", f"nnodes='1:4'; {WHOLE} 1", "For nodes that come and go see docs/cluster.md."),
+        ("nnodes", 2, "rdzv_endpoint=None, but nnodes=2: the nodes could not find", 'rdzv_endpoint="HOST:29400"'),
+        ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes, and nnodes=1", "one of them"),
         ("log_dir", "", "log_dir=''; expected FOLDER", OUT + "logs."),
         ("log_dir", 3.5, "log_dir=3.5; expected FOLDER", OUT),
     ],
@@ -92,28 +86,21 @@ def test_wrong_argument_is_named_with_a_hint(option, value, message, hint):
     assert_says(error, message, hint.format(option))
 
 
-TWO_NODES = {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"}
+TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "host:1", "rdzv_id": "job"}
 
 
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
         ({"balance": "off", "max_tokens_per_micro_batch": 5}, "max_tokens_per_micro_batch=5 is for the planner", "one"),
-        (
-            {"global_batch": "scale", "balance": "tokens"},
-            "balance='tokens' is for the planner, which global_batch=",
-            "one",
-        ),
         ({"strategy": "diloco", "balance": "tokens"}, "is for the planner, and strategy='diloco' does not", "one"),
         ({"shard": "on", "strategy": "diloco"}, "by FSDP2, but strategy='diloco'", "one of them"),
         ({"shard_offload": True}, "shard_offload=True moves the shards of a model", "shard='on' or"),
-        ({"enable_ddp": False, "shard": "on"}, "shard='on' is for several ranks, and enable_ddp=False", "one of them"),
-        ({"enable_ddp": False, "strategy": "allreduce"}, "strategy='allreduce' is for several ranks", "one of them"),
         ({"enable_ddp": False, "batch_size_per_gpu": 4}, "batch_size_per_gpu=4 is for several ranks", "one of them"),
         ({"on_nan": "skip", "strategy": "diloco"}, "on_nan='skip' needs the same gradient", "on_nan='raise'"),
         ({**TWO_NODES, "rdzv_endpoint": "host"}, "rdzv_endpoint='host'; expected HOST:PORT", "Leave"),
-        ({**TWO_NODES, "rdzv_id": None}, "rdzv_id=None, but nnodes='2'", 'rdzv_id="any-name"'),
-        ({**TWO_NODES, "node_rank": 2}, "node_rank=2, but nnodes='2'; expected 0 .. 1", "from 0"),
+        ({**TWO_NODES, "rdzv_id": None}, "rdzv_id=None, but nnodes=2", 'rdzv_id="any-name"'),
+        ({**TWO_NODES, "node_rank": 2}, "node_rank=2, but nnodes=2; expected 0 .. 1", "from 0"),
         *(
             ({"sequence_parallel": 2, **other}, "sequence_parallel=2 needs strategy='ddp'", "")
             for other in ({"shard": "on"}, {"strategy": "allreduce"}, {"global_batch": "scale"})
@@ -135,14 +122,8 @@ def test_option_that_another_makes_meaningless_is_an_error(options, message, hin
     [
         ("NUM_GPUS", "two", f"UNSLOTH_MULTIGPU_NUM_GPUS='two'; {WHOLE} 1", "NUM_GPUS out"),
         ("NUM_GPUS", "0", f"UNSLOTH_MULTIGPU_NUM_GPUS=0; {WHOLE} 1", "NUM_GPUS out"),
-        (
-            "TIMEOUT_S",
-            "nan",
-            "UNSLOTH_MULTIGPU_TIMEOUT_S=nan; expected a number",
-            "Leave UNSLOTH_MULTIGPU_TIMEOUT_S out",
-        ),
         ("ENABLE_DDP", "maybe", "UNSLOTH_MULTIGPU_ENABLE_DDP='maybe'; expected True or", "_ENABLE_DDP out"),
-        ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Did you mean 'auto'? Leave"),
+        ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Leave UNSLOTH_MULTIGPU_RESUME out"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' is not an option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("NUM_GPU", "", "_NUM_GPU='' is not an option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS?"),
     ],

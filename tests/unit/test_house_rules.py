@@ -34,7 +34,6 @@ LAYERS = {
     "logs": 0,
     "versions": 0,
     "option_type": 0,
-    "option_file": 0,
     "strategy": 0,
     "options": 0,
     "report": 0,

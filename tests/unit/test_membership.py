@@ -24,7 +24,7 @@ def node(monkeypatch):
     with ExitStack() as stack:
 
         def make(num_ranks=1, node_rank=None, timeout_s=30.0):
-            given = {"nnodes": "2", "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
+            given = {"nnodes": 2, "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
             made = Meeting(MultiGPUConfig(**given, node_rank=node_rank), "job", num_ranks)
             stack.enter_context(made)
             return made
@@ -80,7 +80,7 @@ def test_wait_for_other_nodes_has_a_limit_and_ends_by_a_signal(node):
     assert alone.meet(0, lambda: True) is None
     with pytest.raises(LaunchError, match=r"Fewer than 2 node\(s\) arrived at .*; waited 0.5 s"):
         alone.meet(0, lambda: False)
-    given = {"nnodes": "2", "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
+    given = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:1", "rdzv_id": "j", "node_rank": 1, "timeout_s": 0.5}
     lost = Meeting(MultiGPUConfig(**given), "j", 1).__enter__()
     with pytest.raises(LaunchError, match=r"Node 0, which serves rdzv_endpoint=.*, is gone or unreachable"):
         lost.meet(0, lambda: False)

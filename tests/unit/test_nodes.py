@@ -10,11 +10,11 @@ from unsloth_multigpu.options import MultiGPUConfig
 
 
 def config_of(endpoint="127.0.0.1:29400", rdzv_id="job"):
-    return MultiGPUConfig(nnodes="2", rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
+    return MultiGPUConfig(nnodes=2, rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
 
 
 def test_one_node_stays_on_its_loopback_interface():
-    assert MultiGPUConfig().num_nodes == 1
+    assert MultiGPUConfig().nnodes == 1
     assert socket_interfaces(MultiGPUConfig()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 

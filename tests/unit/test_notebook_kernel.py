@@ -193,7 +193,7 @@ LOADED = {
         ({"accelerate.state": partial_state("unsloth")}, {}, "unsloth was imported while one device was visible"),
         ({}, {"max_restarts": 1}, "max_restarts=1 is not supported in notebooks"),
         ({}, {"generators": 1}, "generators=1 is not supported in notebooks"),
-        ({}, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is not supported in notebooks"),
+        ({}, {"nnodes": 2, "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes=2 is not supported in notebooks"),
         ({}, {"shard": "auto"}, "which is not possible with cells"),
     ],
 )

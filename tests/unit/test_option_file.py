@@ -68,7 +68,7 @@ def test_every_option_is_read_from_yaml_as_from_a_variable(folder):
     by_variable = MultiGPUConfig.resolve({}, {variable(name): text for name, text in texts.items()})
     assert yaml_config(folder, "\n".join(f"{name}: {text}" for name, text in texts.items())) == by_variable
     # YAML 1.1 would make False, 64 and 7 of these.
-    assert (by_variable.balance, by_variable.nnodes, by_variable.rdzv_id) == ("off", "4", "007")
+    assert (by_variable.balance, by_variable.nnodes, by_variable.rdzv_id) == ("off", 4, "007")
     assert by_variable.strategy == DiLoCo(every_steps=8)
     assert yaml_config(folder, "# nothing\n") == yaml_config(folder, "num_gpus: null\n") == MultiGPUConfig()
 

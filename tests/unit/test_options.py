@@ -37,7 +37,7 @@ ASKING = {
     "check_first_step": {"check_first_step": "every"},
     "loss_reduction": {"loss_reduction": "row_mean"},
     "inexact": {"inexact": "raise"},
-    "nnodes": {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
+    "nnodes": {"nnodes": 2, "rdzv_endpoint": "host:1", "rdzv_id": "job"},
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
     "node_rank": {"node_rank": 1},
@@ -180,13 +180,12 @@ def test_text_of_a_strategy_is_read_back(strategy, text):
     [
         ("", "strategy=''; expected 'ddp' or 'allreduce' or", "docs/strategies.md"),
         ("dilco:every_steps=8", "strategy='dilco:every_steps=8'; expected 'ddp' or", "Did you mean diloco? "),
-        ("ddp:bucket_mb=4", "'bucket_mb' is not an option of ddp", "ddp has no options."),
+        ("ddp:bucket_mb=4", "'bucket_mb' is not an option of ddp", "Options of ddp: none."),
         (
             "diloco:every=8",
             "'every' is not an option of diloco",
             "Did you mean every_steps? Options of diloco: every_steps,",
         ),
-        ("diloco:every_steps", "'every_steps' has no value", "Options of diloco: every_steps, outer_learning_rate,"),
         ("diloco:every_steps=4,every_steps=8", "'every_steps' is given twice", "Options of diloco"),
         ("diloco:every_steps=4,", "'' is not an option of diloco", "Options of diloco"),
         ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "Leave every_steps out"),

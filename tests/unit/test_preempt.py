@@ -153,7 +153,7 @@ def test_step_that_is_saved_already_is_not_saved_again(tmp_path):
 
 def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path):
     trainer = Saving()
-    nodes = {"nnodes": "2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
+    nodes = {"nnodes": 2, "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
     steered = preemption(trainer, tmp_path, grace_s=7.0, **nodes)
     waits_until = []
 

@@ -213,6 +213,6 @@ def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch, caplog):
         chosen(monkeypatch, 9)
     assert chosen(monkeypatch, 9, offload=True) == "on"
     with pytest.raises(SetupError, match="several nodes"):
-        chosen(monkeypatch, 80, nnodes="2", rdzv_endpoint="host:1", rdzv_id="job")
+        chosen(monkeypatch, 80, nnodes=2, rdzv_endpoint="host:1", rdzv_id="job")
     assert MultiGPUConfig(shard="auto", shard_offload=True).with_shard("on").shard_offload
     assert not MultiGPUConfig(shard="auto", shard_offload=True).with_shard("off").shard_offload

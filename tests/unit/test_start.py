@@ -17,7 +17,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
 from unsloth_multigpu.wire.context import RunContext
 
-SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
+SEVERAL_NODES = {"nnodes": 2, "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 
 
 @pytest.fixture(autouse=True)

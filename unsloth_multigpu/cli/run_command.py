@@ -46,7 +46,7 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> NoRet
     Console()
     is_rank = read_identity(os.environ) is not None  # Started by torchrun or srun.
     if not is_rank:
-        check_cluster(given)
+        check_cluster(config)
     # Counting the devices imports torch, so it is left to the rank if there can be only one.
     if not is_rank and (config.num_gpus != 1 or needs_supervisor(config, 1)):
         num_ranks = ranks_to_start(config)

@@ -188,7 +188,7 @@ class DDPLauncher:
 
     def _needs_fewer_ranks(self, events: Sequence[Event]) -> bool:
         refusal = next((event for event in events if "most_ranks" in event.facts), None)
-        is_asked_for = self.config.num_gpus is not None or self.config.num_nodes > 1
+        is_asked_for = self.config.num_gpus is not None or self.config.nnodes > 1
         has_trained = any(event.kind == "trained" for event in events)  # A restart would repeat it.
         if refusal is None or is_asked_for or has_trained or self.stop.is_asked():
             return False

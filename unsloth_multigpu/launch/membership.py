@@ -103,9 +103,9 @@ class Meeting:
 
     def __init__(self, config: MultiGPUConfig, run_id: str, num_ranks: int) -> None:
         self._config = config
-        self._num_nodes = config.num_nodes
+        self._num_nodes = config.nnodes
         self._prefix = f"unsloth_multigpu/{run_id}"
-        is_alone = config.num_nodes == 1
+        is_alone = config.nnodes == 1
         self._host, self._port = ("127.0.0.1", 0) if is_alone else split_endpoint(config)
         self._listener = None if is_alone or config.node_rank else listen_at(self._host, self._port)
         if config.node_rank == 0 and self._listener is None:

@@ -23,7 +23,7 @@ _NAME_POLL_S = 1.0
 
 def shared_seed(config: MultiGPUConfig) -> int:
     """Returns the seed for all ranks, 0 .. 2^32 - 1: random on one node, else derived from `rdzv_id`."""
-    if config.num_nodes == 1:
+    if config.nnodes == 1:
         return random.SystemRandom().randrange(2**32)
     return zlib.crc32(str(config.rdzv_id).encode())
 
@@ -38,7 +38,7 @@ def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     Raises:
         LaunchError: This machine has no route to the host of `rdzv_endpoint`.
     """
-    if config.num_nodes == 1:
+    if config.nnodes == 1:
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     interface = _interface_of(address_towards(*split_endpoint(config)))
     # Without "=" NCCL takes the name as a prefix: "eth1" would match "eth10".

@@ -102,7 +102,7 @@ class Watch:
             self._gone,
             self._beats if events else {},  # Without events the pages are from an earlier attempt.
             num_memory_kills=count_memory_kills() - self._num_kills_before,
-            is_one_node=self.config.num_nodes == 1,
+            is_one_node=self.config.nnodes == 1,
             num_ranks=self.ranks.num_ranks,
         )
 

@@ -99,7 +99,7 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
                 f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
                 hint=f'pip install "{name}{supported}"',
             )
-    defaults = {"max_restarts": 0, "generators": 0, "nnodes": "1"}
+    defaults = {"max_restarts": 0, "generators": 0, "nnodes": 1}
     values = config.plain_values()
     if asked := [f"{name}={values[name]!r}" for name, value in defaults.items() if values[name] != value]:
         raise ConfigError(f"{asked[0]} is not supported in notebooks.", hint="Leave it out, or run a script.")

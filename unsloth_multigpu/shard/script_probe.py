@@ -136,7 +136,7 @@ def choose_shard(command: Sequence[str], environment: Mapping[str, str], config:
         SetupError: Neither fits, the memory of the step cannot be counted, or the run has several nodes.
         RankTimeoutError: The script does not reach `train()` in time.
     """
-    if config.num_nodes != 1:
+    if config.nnodes != 1:
         raise SetupError(
             "shard='auto' is decided on one machine, and this run has several nodes.",
             hint="Set shard='on' or shard='off'.",
@@ -175,7 +175,7 @@ class Probe(Tool):
             num_gpus=1,
             generators=0,
             max_restarts=0,
-            nnodes="1",
+            nnodes=1,
             rdzv_endpoint=None,
             rdzv_id=None,
             resume="off",

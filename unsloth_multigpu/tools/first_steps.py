@@ -101,7 +101,7 @@ class FirstSteps(Part, Tool):
                 f"{config.generators} generates others each time.",
                 hint=f"Leave generators out for {self.name}.",
             )
-        given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": self.request.num_gpus}
+        given: dict[str, Any] = {"max_restarts": 0, "nnodes": 1, "resume": "off", "num_gpus": self.request.num_gpus}
         given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, **given, **changes)
 

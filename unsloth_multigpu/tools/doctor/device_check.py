@@ -98,7 +98,7 @@ def _line() -> dict[str, str]:
     except SetupError as error:
         return {"line": "", "refused": f"enable_multi_gpu() would raise: {error.args[0]}", "hint": error.hint}
     torch.set_num_threads(threads_of_each(num_ranks))
-    world_size = num_ranks * config.num_nodes
+    world_size = num_ranks * config.nnodes
     identity = RankIdentity(0, 0, world_size, num_ranks, "unsloth_multigpu")
     return {"line": start_sentence(identity, config, None), "refused": "", "hint": ""}
 
