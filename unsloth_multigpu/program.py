@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
@@ -63,6 +57,8 @@ class Program:
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _seed_ranks_equally(session)
         if identity.world_size > 1:
+            from unsloth_multigpu.launch.child_launcher import launchers_refused
+
             _share_questions(session)
             session.on_close.enter_context(launchers_refused(self._has_begun))
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
@@ -113,29 +109,6 @@ def warn_of_unwrapped_steps() -> Any:
 
     handle = register_optimizer_step_pre_hook(look)
     return handle
-
-
-@contextmanager
-def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Before `has_begun()`, refuses to start a launcher by `subprocess` or `os.system`; see `refuse_launcher`."""
-
-    def guard(owner: Any, name: str, position: int) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def guarded(*args: Any, **keywords: Any) -> Any:
-            if not has_begun():
-                from unsloth_multigpu.launch.child_launcher import refuse_launcher
-
-                refuse_launcher(args[position] if len(args) > position else keywords.get("args"), keywords.get("env"))
-            return original(*args, **keywords)
-
-        stack.enter_context(instance_attribute(owner, name, guarded))
-
-    with ExitStack() as stack:
-        guard(subprocess.Popen, "__init__", 1)
-        guard(os, "system", 0)
-        yield
 
 
 def _share_questions(session: Session) -> None:

@@ -42,7 +42,6 @@ logger = get_logger(__name__)
 
 # How long a failed rank that serves the store keeps serving it: the other ranks wait for a failed rank in vain.
 _SERVE_AFTER_FAILURE_S = 3.0
-_TENSOR_PARALLEL = "UNSLOTH_TP_SIZE"
 
 
 @dataclass
@@ -294,6 +293,11 @@ def _check_ranks(session: Session) -> None:
             f"{identity.launcher} has started them.",
             hint="Start the script with python alone, or leave generators out and start TRL's server yourself.",
         )
+    if identity.world_size > 1 and (size := os.environ.get("UNSLOTH_TP_SIZE", "").strip()) not in ("", "1"):
+        raise SetupError(
+            f"UNSLOTH_TP_SIZE={size}: Unsloth's tensor parallelism trains and saves by itself.",
+            hint="Unset it, or start the script with torchrun and without enable_multi_gpu().",
+        )
     if identity.world_size % config.sequence_parallel:
         raise SetupError(
             f"sequence_parallel={config.sequence_parallel} does not divide the {identity.world_size} rank(s).",
@@ -323,8 +327,6 @@ def _patches(session: Session) -> list[Patch]:
 
     config, identity = session.config, session.identity
     patches = patches_of_trainers(session, _claim_device(session))
-    others = other_parallelism(os.environ)
-    session.tool.check_variables(others)
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
@@ -332,16 +334,6 @@ def _patches(session: Session) -> list[Patch]:
         return [*patches, *Placement(visible_accelerators()[0], 0).patches()]
     if identity.world_size == 1:
         return patches
-    if others:
-        if asked := config.asked(Scope.TRAINER):
-            raise SetupError(f"{asked[0]} needs DDP, but {others[0]} is set.", hint="Leave one of them out.")
-        logger.warning(
-            "%s: unsloth_multigpu only starts the ranks; Unsloth's tensor parallelism trains and saves. Each group of "
-            "ranks that share a model takes the script's whole batch, so an optimizer step sees that batch once per "
-            "group",
-            " ".join(others),
-        )
-        return []
     from unsloth_multigpu.group.manager import local_device
     from unsloth_multigpu.hooks.saving import SaveGate
 
@@ -400,17 +392,6 @@ def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> l
         *saving_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]
-
-
-def other_parallelism(environment: Mapping[str, str]) -> list[str]:
-    """Returns Unsloth's variable of tensor parallelism as ["NAME=VALUE"] if it is on, else [].
-
-    Raises:
-        ConfigError: A value that Unsloth would refuse when a model is loaded.
-    """
-    text = environment.get(_TENSOR_PARALLEL, "").strip()
-    # Unsloth refuses other values when it loads a model.
-    return [f"{_TENSOR_PARALLEL}={text}"] if text.isdecimal() and int(text) > 1 else []
 
 
 def _claim_device(session: Session) -> str:

@@ -35,13 +35,6 @@ class Tool:
         """
         return config
 
-    def check_variables(self, others: list[str]) -> None:
-        """Called in a rank with the variables of another kind of parallelism, as NAME=VALUE.
-
-        Raises:
-            SetupError: The tool does not work with them.
-        """
-
     def adjust_arguments(self, args: ArgumentsLike) -> None:
         """Called with `TrainingArguments` before their `__post_init__`."""
 

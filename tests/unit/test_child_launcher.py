@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.launch.child_launcher import is_launch, is_launched_again
-from unsloth_multigpu.program import launchers_refused
+from unsloth_multigpu.launch.child_launcher import is_launch, launchers_refused, refuse_launcher
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2"}
 
@@ -29,9 +28,10 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2"}
 )
 def test_launcher_is_known_by_name_module_or_file(command):
     assert is_launch(command.split())
-    assert is_launched_again(command, RANK, RANK)
+    with pytest.raises(SetupError, match="a launcher in each rank"):
+        refuse_launcher(command.split(), RANK)
     # Whoever takes the variables of a rank away means a helper.
-    assert not is_launched_again(command, {"PATH": "/bin"}, RANK)
+    refuse_launcher(command.split(), {"PATH": "/bin"})
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,15 @@ def test_launcher_is_known_by_name_module_or_file(command):
 )
 def test_other_commands_pass(command):
     assert not is_launch(command.split())
-    assert not is_launched_again(command.split(), RANK, RANK)
+    refuse_launcher(command.split(), RANK)
 
 
-def test_launch_in_this_process_is_known_by_the_variables_of_what_it_starts():
-    command = [sys.executable, "train.py"]
-    assert is_launched_again(command, {**RANK, "TORCHELASTIC_RUN_ID": "1"}, RANK)
-    assert not is_launched_again(command, {**RANK, "TORCHELASTIC_RUN_ID": "1"}, {**RANK, "TORCHELASTIC_RUN_ID": "1"})
+def test_launch_in_this_process_is_known_by_the_variables_of_what_it_starts(monkeypatch):
+    command, child = [sys.executable, "train.py"], {**RANK, "TORCHELASTIC_RUN_ID": "1"}
+    with pytest.raises(SetupError, match="a launcher in each rank"):
+        refuse_launcher(command, child)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    refuse_launcher(command, child)
 
 
 def test_only_a_rank_that_has_not_trained_refuses_and_all_is_put_back(monkeypatch):

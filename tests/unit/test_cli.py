@@ -112,7 +112,7 @@ HANDED_ON = (
         "check_first_step": "every",
         "loss_reduction": "whole",
         "inexact": "raise",
-        "nnodes": "2",
+        "nnodes": 2,
         "rdzv_endpoint": "node0:29400",
         "rdzv_id": "job7",
         "node_rank": 1,

@@ -11,7 +11,6 @@ from unsloth_multigpu.launch.nodes import await_name
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.start import check_cluster
 
-
 MEETING = {"rdzv_endpoint": "host:1", "rdzv_id": "job"}
 
 

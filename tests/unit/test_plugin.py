@@ -118,6 +118,14 @@ def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch):
     assert "Hint: Leave num_gpus out, or start 4 ranks." in str(error.value)
 
 
+def test_tensor_parallelism_of_unsloth_is_refused(monkeypatch):
+    for name, value in RankIdentity(0, 0, 2, 2, "torchrun").variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("UNSLOTH_TP_SIZE", "2")
+    with pytest.raises(SetupError, match="UNSLOTH_TP_SIZE=2: Unsloth's tensor parallelism trains and saves by itself"):
+        ump.enable_multi_gpu()
+
+
 def test_library_newer_than_tested_is_told_once(monkeypatch, caplog):
     installed = {**dict.fromkeys(versions.SUPPORTED, None), "datasets": "5.9.0", "torch": "2.13.0", "trl": "1.15.0"}
     monkeypatch.setattr(versions, "installed_version", installed.get)

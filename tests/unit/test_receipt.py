@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu import session
 from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
@@ -336,17 +335,6 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     args = SimpleNamespace(push_to_hub=True, **values)
     patch.wrap(lambda self: None, args)
     assert (args.push_to_hub, args.use_cpu) == (False, False)
-
-
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_verified_run_is_refused_where_nobody_would_end_it(monkeypatch, num_gpus):
-    tool = Verify(folder="", num_steps=1, num_gpus=num_gpus, dropout=True)
-    monkeypatch.setenv("UNSLOTH_TP_SIZE", "2")
-    identity = SimpleNamespace(world_size=num_gpus, rank=0, local_rank=0, local_world_size=num_gpus)
-    monkeypatch.setattr(session, "_claim_device", lambda opened: "cpu")
-    opened = session.Session(MultiGPUConfig(), identity, console=None, tool=tool)
-    with pytest.raises(SetupError, match="UNSLOTH_TP_SIZE=2 is set"):
-        session._patches(opened)
 
 
 def test_training_that_nobody_follows_does_not_begin():

@@ -5,14 +5,18 @@ Needs no torch.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.seam import instance_attribute
 
 # Commands that start processes and train in them.
 LAUNCHERS = frozenset(
@@ -60,26 +64,38 @@ def is_launch(words: Sequence[str]) -> bool:
     return name not in _WITH_COMMANDS or "launch" in rest[1:2]
 
 
-def is_launched_again(command: object, child: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """True if a command, in a form of `subprocess.Popen`, would launch processes that inherit this rank's variables.
+@contextmanager
+def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Before `has_begun()`, refuses to start a launcher by `subprocess` or `os.system`."""
 
-    Without a rank's variables among its own, the `child` is not part of the run.
-    """
-    if not {"RANK", "WORLD_SIZE"} <= child.keys():
-        return False
-    return is_launch(_words(command)) or any(name in child and name not in own for name in _SET_BY_LAUNCHERS)
+    def guard(owner: Any, name: str, position: int) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **keywords: Any) -> Any:
+            if not has_begun():
+                command = args[position] if len(args) > position else keywords.get("args")
+                refuse_launcher(_words(command), keywords.get("env") or os.environ)
+            return original(*args, **keywords)
+
+        stack.enter_context(instance_attribute(owner, name, guarded))
+
+    with ExitStack() as stack:
+        guard(subprocess.Popen, "__init__", 1)
+        guard(os, "system", 0)
+        yield
 
 
-def refuse_launcher(command: object, variables: Mapping[Any, Any] | None) -> None:
-    """Raises if a command that this rank is about to start, in a form of `subprocess.Popen`, is a launcher.
+def refuse_launcher(words: Sequence[str], child: Mapping[str, str]) -> None:
+    """Raises if a command, about to start with the variables `child`, is a launcher that inherits a rank's variables.
 
     Raises:
         SetupError: It would start the whole training again.
     """
-    child = os.environ if variables is None else {str(name): str(value) for name, value in variables.items()}
-    if not is_launched_again(command, child, os.environ):
+    is_started_by_launcher = any(name in child and name not in os.environ for name in _SET_BY_LAUNCHERS)
+    # Without a rank's variables among its own, the child is not part of the run.
+    if not {"RANK", "WORLD_SIZE"} <= child.keys() or not (is_launch(words) or is_started_by_launcher):
         return
-    words = _words(command)
     script = next((word for word in words if word.endswith(".py")), "train.py")
     raise SetupError(
         f"This rank is about to start {' '.join(words)[:200]!r}: a launcher in each rank would start the whole "

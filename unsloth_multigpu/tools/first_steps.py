@@ -105,12 +105,6 @@ class FirstSteps(Part, Tool):
         given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, **given, **changes)
 
-    def check_variables(self, others: list[str]) -> None:
-        if others:  # Otherwise the training would not end after the requested steps.
-            raise SetupError(
-                f"{others[0]} is set, which {self.name} does not support.", hint=f"Unset it for {self.name}."
-            )
-
     def adjust_arguments(self, args: ArgumentsLike) -> None:
         args.push_to_hub = False  # The Trainer makes the repository before train().
         folder = Path(args.output_dir or DEFAULT_OUTPUT).absolute()
