@@ -110,7 +110,7 @@ def enable_multi_gpu(
     named |= dict(global_batch=global_batch, strategy=strategy, shard=shard, balance=balance, resume=resume)
     try:
         if (program := find_worker_program()) is not None:
-            program.refuse_replay()
+            program.meet_at_line()
         _enable({**named, **from_keywords(others)}, replay=replay)
     except MultiGPUError as error:
         if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):

@@ -17,13 +17,12 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
-from unsloth_multigpu.notebook import worker_process as process
-from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_start import check_kernel, line_of_cell
+from unsloth_multigpu.notebook import kernel as kernel_module
+from unsloth_multigpu.notebook.kernel import Cell, Channel, Kernel, WorkerProcess
+from unsloth_multigpu.notebook.kernel_start import check_kernel, check_place
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
-from unsloth_multigpu.notebook.value import Receiver
+from unsloth_multigpu.notebook.share import Receiver
 from unsloth_multigpu.notebook.worker import Worker
-from unsloth_multigpu.notebook.worker_process import Channel
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
@@ -31,7 +30,7 @@ PROGRAM = """
 import os, json, sys, time
 from multiprocessing.connection import Connection
 sys.path[:0] = [{root!r}]
-from unsloth_multigpu.notebook.worker_process import Channel
+from unsloth_multigpu.notebook.kernel import Channel
 channel = Channel(Connection(int(sys.argv[1])))
 channel.send("ready", stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
 print("hello from the worker", flush=True)
@@ -50,10 +49,8 @@ def start_worker(tmp_path, monkeypatch):
 
     def start(cell="pass"):
         source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
-        monkeypatch.setattr(process, "_PROGRAM", source)
-        started.append(
-            process.WorkerProcess(len(started) + 1, tmp_path / f"rank_{len(started) + 1}.log", dict(os.environ))
-        )
+        monkeypatch.setattr(kernel_module, "_PROGRAM", source)
+        started.append(WorkerProcess(len(started) + 1, tmp_path / f"rank_{len(started) + 1}.log", dict(os.environ)))
         return started[-1]
 
     yield start
@@ -88,7 +85,7 @@ def test_worker_finds_this_package_where_the_kernel_has_found_it(tmp_path):
     (here / "worker.py").write_text("def main():\n    print('found')\n")
     (tmp_path / "unsloth_multigpu.py").write_text("raise SystemExit('a file of the current folder')\n")
     environment = {**os.environ, ENV_NOTEBOOK: json.dumps({"path": [str(tmp_path / "added in a cell")]})}
-    command = [sys.executable, "-c", process._PROGRAM]
+    command = [sys.executable, "-c", kernel_module._PROGRAM]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
@@ -96,7 +93,7 @@ def test_worker_finds_this_package_where_the_kernel_has_found_it(tmp_path):
 
 
 def test_worker_that_reads_nothing_is_killed(start_worker, monkeypatch):
-    monkeypatch.setattr(process, "_SEND_LIMIT_S", 1.0)
+    monkeypatch.setattr(kernel_module, "_SEND_LIMIT_S", 1.0)
     worker = start_worker("time.sleep(60)")
     for _ in range(2):
         worker.send("cell", source="x" * 2**22)
@@ -246,19 +243,19 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         worker.channel.close()
 
 
-def test_line_outside_a_cell_is_refused():
+def test_call_outside_a_cell_is_refused():
     """A widget's callback, a timer, a silent request: the workers would run the cell before it again."""
-    source = "f = lambda: line_of_cell(shell)\nx = 0\nx = f()\n"
+    source = "f = lambda: check_place(shell)\nf()\nhas_passed = True\n"
     shell = SimpleNamespace(history_manager=SimpleNamespace(input_hist_parsed=["", source]))
-    shell.user_ns = {"line_of_cell": line_of_cell, "shell": shell}
+    shell.user_ns = {"check_place": check_place, "shell": shell}
     linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
     try:
         exec(compile(source, "<cell>", "exec"), shell.user_ns)
-        assert shell.user_ns["x"] == 3
+        assert shell.user_ns["has_passed"]
         shell.history_manager.input_hist_parsed.append("pass\n")
         with pytest.raises(SetupError, match="outside a cell"):
             exec(compile(source, "<cell>", "exec"), shell.user_ns)
         with pytest.raises(SetupError, match="outside a cell"):
-            line_of_cell(shell)
+            check_place(shell)
     finally:
         del linecache.cache["<cell>"]

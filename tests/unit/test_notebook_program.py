@@ -6,14 +6,13 @@ import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.value import Publisher, Receiver
+from unsloth_multigpu.notebook.share import Publisher, Receiver
 
 
 @pytest.fixture
 def receiver():
     receiver = Receiver(lambda *_, **__: None)
-    receiver.is_replay = False
-    receiver.cell_number = 1
+    receiver.enter(1, is_replay=False)
     return receiver
 
 
@@ -34,13 +33,18 @@ def test_a_worker_knows_where_rank_0_is(worker, receiver):
         assert not worker.can_exchange()
 
 
-def test_the_line_of_an_earlier_cell_is_refused(worker, receiver):
-    worker.refuse_replay()
+def test_the_line_waits_for_rank_0_in_its_cell_and_is_refused_in_earlier_ones(worker, receiver):
+    worker.meet_at_line()
     receiver.is_replay = True
+    reached = []
+    worker.await_rank_0 = lambda: reached.append("the line")
+    worker.meet_at_line()
+    assert reached == ["the line"]
+    worker.await_rank_0 = None
     # Whatever the cell catches there: rank 0's call raised one of these.
     for kind in (ReplayedLineError, SetupError, ConfigError):
         with pytest.raises(kind, match="repeated in a later cell"):
-            worker.refuse_replay()
+            worker.meet_at_line()
 
 
 def test_rank_0_trains_in_a_cell_of_all_ranks_only():

@@ -11,9 +11,8 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from unsloth_multigpu.notebook.kernel_share import notebook_patches
+from unsloth_multigpu.notebook.share import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
-from unsloth_multigpu.notebook.variables import RankVariables
 
 
 class WrittenKernel:
@@ -60,9 +59,7 @@ class Rank0:
         self.shell = InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
         self.kernel = WrittenKernel()
         self.shown = []
-        variables = RankVariables({"RANK": "0"}, {"RANK": None})
-        self.in_effect = variables.in_effect()
-        self.steering = KernelShell(self.shell, self.kernel, lambda: None, variables, None)
+        self.steering = KernelShell(self.shell, self.kernel, lambda: None, {"RANK": None}, None)
         self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])
 
     def run(self, source):
@@ -73,13 +70,11 @@ class Rank0:
 def rank_0(tmp_path, monkeypatch):
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
     trap = builtins.__dict__.get("get_ipython")
     rank_0 = Rank0(tmp_path)
-    with rank_0.in_effect:
-        rank_0.steering.open()
-        yield rank_0
-        rank_0.steering.close()
+    rank_0.steering.open()
+    yield rank_0
+    rank_0.steering.close()
     assert builtins.__dict__.get("get_ipython") is trap
 
 

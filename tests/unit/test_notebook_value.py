@@ -7,8 +7,8 @@ import pytest
 from IPython.utils.text import SList
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.notebook.cell import error_text
-from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
+from unsloth_multigpu.notebook.kernel import error_text
+from unsloth_multigpu.notebook.share import LeftAloneError, Publisher, Receiver
 
 
 class Pair:
@@ -17,14 +17,14 @@ class Pair:
     def __init__(self):
         self.kernel = SimpleNamespace(current=None, send=self.send)
         self.publisher, self.receiver = Publisher(self.kernel), Receiver(lambda *_, **__: None)
-        self.receiver.is_replay = False
 
     def send(self, _kind, **fields):
         self.receiver.put(fields)
 
     def begin(self, number):
         self.kernel.current = SimpleNamespace(number=number, stop_s=None)
-        self.receiver.cell_number = number
+        self.publisher.begin()
+        self.receiver.enter(number, is_replay=False)
 
 
 @pytest.fixture

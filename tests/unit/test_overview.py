@@ -18,8 +18,8 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.notebook import panel
-from unsloth_multigpu.notebook.panel import Panel
+from unsloth_multigpu.notebook import display
+from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
@@ -219,7 +219,7 @@ class Shown:
 
 
 def test_panel_is_updated_while_it_trains_and_stays(run, monkeypatch):
-    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    monkeypatch.setattr(display, "_EVERY_S", 0.02)
     (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
     (Path(run.log_dir) / "rank_1.log").write_text("<b>1 < 2</b>\n")
     shown = Shown()

@@ -67,13 +67,13 @@ ALLOWED = {
         "pickle.loads",
         "pickle.HIGHEST_PROTOCOL",
     },
-    "notebook/worker_process.py": {
+    "notebook/kernel.py": {
         "multiprocessing.connection*",
         "socket.socket",
         "socket.SOL_SOCKET",
         "socket.SO_SNDTIMEO",
     },
-    "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
+    "notebook/recovery.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps"},
     "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
+from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.notebook.value import Publisher, Receiver
-from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.notebook.share import DEVICE_VARIABLES, Publisher, Receiver, variables_set
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.session import Session, open_session
@@ -78,8 +77,8 @@ class CellProgram(Program):
         session.on_close.callback(become_one_process)
         session.on_close.callback(self._trainings.retire)
         session.on_close.callback(lose_all)
-        before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
-        session.on_close.enter_context(RankVariables({}, before).in_effect())
+        # Sets none of them, but restores them.
+        session.on_close.enter_context(variables_set({name: os.environ.get(name) for name in DEVICE_VARIABLES}))
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
@@ -87,7 +86,7 @@ class CellProgram(Program):
 
     def prepare(self, manager: DDPManager) -> None:
         """Lets the manager use the store of the process group, which changes with each group."""
-        from unsloth_multigpu.notebook.group import store_of_group
+        from unsloth_multigpu.notebook.recovery import store_of_group
 
         manager.connect_store = store_of_group
         manager.is_abandoned = lambda: self._sharer.is_abandoned
@@ -130,7 +129,7 @@ class CellProgram(Program):
         `order` is the message of `Notebook._open_group`. Raises DivergenceError if a model differs between ranks; the
         group is open then.
         """
-        from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
+        from unsloth_multigpu.notebook.recovery import abort_group, close_group, open_group, rejoin
 
         # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
@@ -144,8 +143,6 @@ class CellProgram(Program):
         open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
-        from unsloth_multigpu.notebook.recovery import rejoin
-
         rejoin()
         session.renew_manager()
         self._num_begun, self._num_finished = order["num_trainings"]
@@ -179,16 +176,26 @@ class KernelProgram(CellProgram):
 
 
 class WorkerProgram(CellProgram):
-    """The program of a rank above 0. `receiver` tells which cell runs, and whether rank 0 runs it, too."""
+    """The program of a rank above 0.
+
+    `receiver` tells which cell runs, and whether rank 0 runs it, too.
+
+    Attributes:
+        await_rank_0: Set by the worker. Waits until rank 0 runs the rest of the cell; None = its call has failed there.
+    """
 
     def __init__(self, receiver: Receiver) -> None:
         super().__init__(receiver)
         self._receiver = receiver
+        self.await_rank_0: Callable[[], None] | None = None
 
-    def refuse_replay(self) -> None:
-        """Refuses a call of `enable_multi_gpu()` in a replayed cell, in which rank 0's call has failed."""
-        if self._receiver.is_replay:
+    def meet_at_line(self) -> None:
+        """Called by `enable_multi_gpu()`. In a replayed cell it waits for rank 0, or fails as rank 0's call did."""
+        if not self._receiver.is_replay:
+            return
+        if self.await_rank_0 is None:
             raise ReplayedLineError("This call was repeated in a later cell.", hint="Continue there.")
+        self.await_rank_0()
 
     def open_session(
         self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext

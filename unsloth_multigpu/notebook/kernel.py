@@ -1,23 +1,44 @@
-"""The workers of a notebook's kernel, and the cell that runs on all ranks."""
+"""The workers of a notebook's kernel, their channel, and the cell that runs on all ranks."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
-from unsloth_multigpu.notebook.cell import error_text, names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
-from unsloth_multigpu.notebook.worker_process import WorkerProcess, died
+from unsloth_multigpu.options import ENV_NOTEBOOK
+from unsloth_multigpu.wire.child import Child
 
 _WAIT_S = 0.05
+# A worker that reads no message for this long is killed: its thread always reads, unless native code holds the GIL.
+_SEND_LIMIT_S = 30.0
+# With the sys.path of the kernel, which may have this package, and has no current folder with names of modules.
+_PROGRAM = f"""import json, os, sys
+sys.path[:] = json.loads(os.environ["{ENV_NOTEBOOK}"])["path"]
+from unsloth_multigpu.notebook.worker import main
+main()"""
+# The hint of errors after which there are no workers.
+ALONE = (
+    "This kernel continues alone and keeps its model, unless shard='on' has divided it: save it. Restart the kernel to "
+    "train on all ranks."
+)
+# Parts of error messages of torch and gloo after another rank has ended or the group was aborted.
+_BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
+_ERROR_CHARACTERS = 2000
 
 
 @dataclass
@@ -171,16 +192,30 @@ class Kernel:
         with self.changed:
             self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
-    def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
-        """Runs code on the workers only. Raises DistributedError if it failed on a worker."""
+    def replay(self, source: str, limit_s: float, *, execution_count: int = 0, has_line: bool = False) -> None:
+        """Runs code on the workers only. With `has_line` they stop at `enable_multi_gpu()` in it.
+
+        Raises DistributedError if the code failed on a worker.
+        """
         cell_number = self._next_cell_number()
-        self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
-        self._wait_for(lambda worker: cell_number in worker.ended, "running an earlier cell again", limit_s)
         for worker in self.workers:
+            worker.is_ready = not has_line
+        fields = {"source": source, "execution_count": execution_count, "has_line": has_line}
+        self.send("cell", cell_number=cell_number, **fields)
+
+        def has_ended(worker: WorkerProcess) -> bool:
+            return cell_number in worker.ended
+
+        def has_arrived(worker: WorkerProcess) -> bool:
+            return has_ended(worker) or (has_line and worker.is_ready)
+
+        self._wait_for(has_arrived, "running an earlier cell again", limit_s)
+        for worker in filter(has_ended, self.workers):
             message = worker.ended[cell_number]
-            if message["error"]:
+            if message["error"] or has_line:
                 raise DistributedError(
-                    f"Code from before enable_multi_gpu() failed on rank {worker.rank}: {message['error']}\n"
+                    f"Code from before enable_multi_gpu() failed on rank {worker.rank}: "
+                    f"{message['error'] or 'it has not come to that call.'}\n"
                     f"{source.strip()[:500]}\n{message['traceback']}",
                     hint="Call enable_multi_gpu() in the first cell, and restart the kernel.",
                 )
@@ -297,3 +332,104 @@ def _folder() -> str:
         return os.getcwd()
     except FileNotFoundError:  # The folder has been removed.
         return ""
+
+
+class WorkerProcess(Child):
+    """Starts the process of a rank above 0, and keeps its messages.
+
+    Attributes:
+        is_ready: It accepts cells.
+        ended: Its message about the end of a cell, by the number of the cell. Only the latest are kept.
+        waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
+    """
+
+    def __init__(self, rank: int, log: Path, environment: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.is_ready = False
+        self.ended: dict[int, dict[str, Any]] = {}
+        self.waits: int | None = None
+        super().__init__(f"rank {rank}", _PROGRAM, log, environment)
+        self.channel = Channel(self.connection, _SEND_LIMIT_S)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends a message, and kills a process that does not read it."""
+        if self.exit_code is not None:
+            return
+        try:
+            self.channel.send(kind, **fields)
+        except BlockingIOError:
+            self.kill(f"it has read nothing for {_SEND_LIMIT_S:g} seconds")
+        except OSError:
+            self.kill()  # The process is ending.
+
+    def end(self, limit_s: float) -> None:
+        """Asks the process to end, and kills it after `limit_s`."""
+        if self.exit_code is not None or not self.is_mine():
+            return
+        with suppress(OSError):
+            self.channel.send("exit")
+        self.has_ended(limit_s)
+        self.collect()
+
+    def close(self) -> None:
+        """Closes the descriptors, in this process or in a forked child."""
+        self.channel.close()
+        os.close(self.pid_descriptor)
+
+
+def died(worker: WorkerProcess) -> DistributedError:
+    """Returns the error about a worker that has ended."""
+    return DistributedError(worker.describe_death(), hint=ALONE)
+
+
+class Channel:
+    """One end of a socket pair, over which kernel and worker exchange JSON messages. No pickle.
+
+    Any thread may send; one thread receives. The channel closes the connection. Sending may wait `send_limit_s` for the
+    reader; None = no limit.
+    """
+
+    def __init__(self, end: Connection, send_limit_s: float | None = None) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+        self.fileno = end.fileno
+        self.close = end.close
+        if send_limit_s is not None:
+            with socket.socket(fileno=os.dup(end.fileno())) as same:
+                same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_limit_s), 0))
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message: its kind, and fields that JSON can hold.
+
+        Raises BlockingIOError if the other side does not read: the message may be cut off, which ends the pair. Raises
+        OSError if the other side is gone.
+        """
+        with self._lock:
+            self._end.send_bytes(json.dumps({"kind": kind, **fields}).encode())
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Waits for a message and returns all that have arrived; None if the other side is gone."""
+        messages: list[dict[str, Any]] = []
+        try:
+            while not messages or self._end.poll():
+                messages.append(json.loads(self._end.recv_bytes()))
+        except (EOFError, OSError):
+            return messages or None
+        return messages
+
+
+def error_text(error: BaseException | None) -> str:
+    """Formats an error for messages between ranks, as rank 0's own error if it reports one; "" = no error."""
+    if error is None:
+        return ""
+    return (getattr(error, "of_rank_0", "") or f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]
+
+
+def names_broken_group(error: BaseException) -> bool:
+    """True for an error that may be a consequence of another rank's error."""
+    return any(text in f"{type(error).__name__} {error}" for text in _BROKEN)
+
+
+def log_header(cell_number: int, source: str) -> str:
+    """Returns the text that a worker writes to its log before the output of a cell."""
+    return f"---- cell {cell_number}\n{source}\n----\n"

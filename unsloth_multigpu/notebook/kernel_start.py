@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import json
@@ -11,11 +12,11 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS, backend_of
@@ -28,14 +29,12 @@ from unsloth_multigpu.errors import (
     VersionError,
 )
 from unsloth_multigpu.logs import Console, get_logger
-from unsloth_multigpu.notebook.cell import is_python, split_at
 from unsloth_multigpu.notebook.cell_program import KernelProgram
-from unsloth_multigpu.notebook.kernel import Kernel
+from unsloth_multigpu.notebook.display import Panel
+from unsloth_multigpu.notebook.kernel import ALONE, Kernel, WorkerProcess
 from unsloth_multigpu.notebook.monitor import Monitor
-from unsloth_multigpu.notebook.panel import Panel
+from unsloth_multigpu.notebook.share import DEVICE_VARIABLES, variables_set
 from unsloth_multigpu.notebook.shell import KernelShell
-from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-from unsloth_multigpu.notebook.worker_process import ALONE, WorkerProcess
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
@@ -68,17 +67,16 @@ def open_notebook(
         DistributedError: A worker could not start, or an earlier cell failed on it.
     """
     check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
-    cells = shell.history_manager.input_hist_parsed
-    above, rest = split_at(cells[-1], line_of_cell(shell), shell.transform_cell)
-    earlier = [*cells[1:-1], above]
+    check_place(shell)
+    cells = shell.history_manager.input_hist_parsed[1:]
     begin_s = time.monotonic()
     with ExitStack() as stack:
         notebook = Notebook(config, num_ranks, shell, stack)
-        notebook.replay(earlier)
+        notebook.replay(cells)
         session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
-        notebook.begin(rest)
+        notebook.begin(cells[-1])
         stack.pop_all()
     session.had_workers = True
     logger.info("ready in %.1f s", time.monotonic() - begin_s)
@@ -148,26 +146,17 @@ def _check_devices(num_ranks: int) -> None:
         )
 
 
-def line_of_cell(shell: Any) -> int:
-    """Returns the current line of the running cell.
-
-    Raises SetupError if the call does not come from a cell, so that workers could not run the rest of it.
-    """
-    found = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_globals is shell.user_ns and (name == "<module>" or name.startswith("<cell line: ")):
-            found.append(frame)
-        frame = frame.f_back
+def check_place(shell: Any) -> None:
+    """Raises SetupError if the call does not come from the running cell, so that workers could not run it, too."""
+    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_globals is shell.user_ns]
+    codes = [f.f_code for f in frames if f.f_code.co_name == "<module>" or f.f_code.co_name.startswith("<cell line: ")]
     cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
-    # The innermost frame may be in the body of a cell magic; the outermost one is the cell itself.
-    if not found or "".join(linecache.getlines(found[-1].f_code.co_filename)).rstrip("\n") != cell:
+    # The innermost one may be the body of a cell magic; the outermost one is the cell itself.
+    if not codes or "".join(linecache.getlines(codes[-1].co_filename)).rstrip("\n") != cell:
         raise SetupError(
             "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",
             hint="Call it in a cell.",
         )
-    return found[0].f_lineno
 
 
 class Notebook:
@@ -177,6 +166,8 @@ class Notebook:
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
+        import torch
+
         from unsloth_multigpu.launch.pulse import last_collective
 
         self._config = config
@@ -187,8 +178,7 @@ class Notebook:
         run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
         values = self._variables_of_ranks(num_ranks)
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
-        variables = RankVariables(values, before)
-        stack.enter_context(variables.in_effect())
+        stack.enter_context(variables_set({**before, **values}))
         settings = {"path": sys.path, "before": before, "profile": shell.profile_dir.location}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
@@ -198,10 +188,12 @@ class Notebook:
             workers.append(WorkerProcess(rank, self.log_dir / f"rank_{rank}.log", environment))
             stack.callback(workers[-1].close)
             stack.callback(workers[-1].end, _END_LIMIT_S)
-        stack.enter_context(_shared_threads(num_ranks))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        # Of this rank's share of the cores: the kernel was started with threads for all of them.
+        torch.set_num_threads(threads_of_each(num_ranks))
         stack.callback(self._close_group)
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s, self._abort_group).close)
-        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, run)
+        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, before, run)
         stack.callback(self._kernel_shell.close)
         self.program = KernelProgram(self.kernel, self._kernel_shell.publisher, panel := Panel(run))
         stack.callback(panel.end)
@@ -210,12 +202,13 @@ class Notebook:
         atexit.register(leave)
         stack.callback(atexit.unregister, leave)
 
-    def replay(self, earlier: Sequence[str]) -> None:
-        """Runs the earlier cells of this kernel on the workers. There is no process group yet."""
+    def replay(self, cells: Sequence[str]) -> None:
+        """Runs the cells of this kernel on the workers, the last one up to the line. There is no process group yet."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
-        for execution_count, source in enumerate(earlier, 1):
-            if source.strip() and is_python(source):
-                self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)
+        for number, source in enumerate(cells, 1):
+            if source.strip() and _is_python(source):
+                has_line = number == len(cells)
+                self.kernel.replay(source, self._config.timeout_s, execution_count=number, has_line=has_line)
 
     def open_session(self, console: Console) -> Session:
         """Opens the process group and the session of rank 0."""
@@ -224,10 +217,10 @@ class Notebook:
         context = RunContext.read(os.environ)
         return self.program.open_session(self._config, self._identity, console, context)
 
-    def begin(self, rest: str) -> None:
-        """Runs the rest of the current cell on the workers, too."""
+    def begin(self, cell: str) -> None:
+        """Lets the workers run the rest of the current cell, too."""
         self._kernel_shell.open()
-        self._kernel_shell.begin(rest)
+        self._kernel_shell.begin(cell)
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
@@ -292,12 +285,12 @@ class Notebook:
             raise shown
 
     def _abort_group(self) -> None:
-        from unsloth_multigpu.notebook.group import abort_group
+        from unsloth_multigpu.notebook.recovery import abort_group
 
         abort_group(self.kernel.pids)
 
     def _close_group(self) -> None:
-        from unsloth_multigpu.notebook.group import close_group
+        from unsloth_multigpu.notebook.recovery import close_group
 
         self._abort_group()  # NCCL would wait for the other ranks, which exit without closing the group.
         close_group()
@@ -320,14 +313,10 @@ def _identity(rank: int, num_ranks: int) -> RankIdentity:
     return RankIdentity(rank, rank, num_ranks, num_ranks, "notebook")
 
 
-@contextmanager
-def _shared_threads(num_ranks: int) -> Iterator[None]:
-    """Limits torch to this rank's share of the cores: the kernel was started with threads for all of them."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_of_each(num_ranks))
+def _is_python(source: str) -> bool:
+    """False for a transformed cell with a syntax error, of which nothing was run."""
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True

@@ -19,8 +19,7 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeo
 from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
-from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.worker_process import WorkerProcess, died
+from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.process import send_to_main_thread
 from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path

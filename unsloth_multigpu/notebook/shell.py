@@ -13,12 +13,9 @@ from typing import Any
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.notebook.cell import names_broken_group
-from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches
-from unsloth_multigpu.notebook.magic import RankMagics
-from unsloth_multigpu.notebook.value import Publisher
-from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.notebook.display import RankMagics
+from unsloth_multigpu.notebook.kernel import Cell, Kernel, names_broken_group
+from unsloth_multigpu.notebook.share import Publisher, done_by_rank_0, notebook_patches
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.run import Run
 
@@ -30,19 +27,24 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 class KernelShell:
     """Hooks into a shell, by public functions of IPython only.
 
-    `after_cell` is called between two cells. `variables` are hidden from programs that cells start.
+    `after_cell` is called between two cells. Programs that cells start see `variables_before`, without those of a rank.
 
     Attributes:
         publisher: Sends values that only rank 0 computes.
     """
 
     def __init__(
-        self, shell: Any, kernel: Kernel, after_cell: Callable[[], None], variables: RankVariables, run: Run
+        self,
+        shell: Any,
+        kernel: Kernel,
+        after_cell: Callable[[], None],
+        variables_before: Mapping[str, str | None],
+        run: Run,
     ) -> None:
         self._shell = shell
         self._kernel = kernel
         self._after_cell = after_cell
-        self._variables = variables
+        self._variables_before = variables_before
         self.publisher = Publisher(kernel)
         self._input = SharedInput(self.publisher.make)
         self._magics = RankMagics(shell, kernel, self.publisher, run)
@@ -70,7 +72,7 @@ class KernelShell:
         self._stack.callback(self._restore_handler)
         shell.ast_transformers.append(self)
         self._stack.callback(lambda: shell.ast_transformers.remove(self))
-        self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables))
+        self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables_before))
         registry = PatchRegistry(notebook_patches(self.publisher.make))
         registry.apply()
         self._stack.callback(registry.undo)
@@ -87,6 +89,7 @@ class KernelShell:
     def begin(self, source: str) -> None:
         """Begins a cell on the other ranks."""
         self._depth, self._inner_error = 1, None
+        self.publisher.begin()
         self._magics.begin(source)
         execution_count = self._shell.execution_count - self._num_counted_early
         self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
@@ -141,7 +144,7 @@ class KernelShell:
     def _end(self, cell: Cell, result: Any) -> None:
         error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
         shown = self._kernel.finish(error or self._inner_error)
-        self._magics.end(cell.number)
+        self._magics.end(cell)
         if shown is not None and not isinstance(error, MultiGPUError):
             self._fail(result, shown, is_shown=cell.is_shown)
         try:

@@ -24,13 +24,10 @@ from traitlets.config import Config
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.question import SharedInput
-from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.kernel_share import done_by_rank_0, notebook_patches, read_ranks
+from unsloth_multigpu.notebook.kernel import Channel, error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
-from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
-from unsloth_multigpu.notebook.variables import RankVariables
-from unsloth_multigpu.notebook.worker_process import Channel
+from unsloth_multigpu.notebook.share import LeftAloneError, Receiver, done_by_rank_0, notebook_patches, read_ranks
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.child import connect_to_parent
@@ -59,6 +56,7 @@ class Worker:
         # Number of a cell, and the error to raise in it.
         self._pending: tuple[int, BaseException] | None = None
         self._is_asked = False
+        self._order_number = 0
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[Any] | None = None
 
@@ -103,7 +101,7 @@ class Worker:
             self._pending = message["cell_number"], error
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
         elif kind == "abort":
-            from unsloth_multigpu.notebook.group import abort_group
+            from unsloth_multigpu.notebook.recovery import abort_group
 
             abort_group(message["pids"])
 
@@ -129,11 +127,10 @@ class Worker:
     def _execute(self, order: Mapping[str, Any]) -> None:
         from unsloth_multigpu.launch.pulse import last_collective
 
-        self._is_asked = False
         error: BaseException | None = None
         try:
             try:
-                self.receiver.cell_number = order["cell_number"]
+                self._enter(order)
                 if order["kind"] == "cell":
                     error = self._run_cell(order)
                 else:
@@ -149,7 +146,7 @@ class Worker:
         is_end = isinstance(error, (KeyboardInterrupt, LeftCell, asyncio.CancelledError))
         self.channel.send(
             "ended",
-            cell_number=order["cell_number"],
+            cell_number=self._order_number,
             error=error_text(error),
             traceback="" if error is None else _traceback(error),
             # An error before the request to leave the cell is this rank's own.
@@ -158,23 +155,37 @@ class Worker:
             collective=last_collective(),
         )
 
-    def _run_cell(self, order: Mapping[str, Any]) -> BaseException | None:
-        is_replay = self.receiver.is_replay = "random_state" not in order
-        self._shell.shown_error = None
-        if not is_replay:
-            from unsloth_multigpu.group.random_state import write_random_state
-
-            write_random_state(order["random_state"])
-            if order["folder"]:
-                os.chdir(order["folder"])
-        else:
+    def _enter(self, order: Mapping[str, Any]) -> None:
+        """Begins an order. A cell without a random state is one that rank 0 has run before."""
+        self._is_asked, self._order_number = False, order["cell_number"]
+        is_cell, is_replay = order["kind"] == "cell", "random_state" not in order
+        self.receiver.enter(order["cell_number"], is_replay=is_cell and is_replay)
+        if not is_cell:
+            return
+        self._program.await_rank_0 = self._await_rank_0 if order.get("has_line") else None
+        if is_replay:
             _claim_device()
+            return
+        from unsloth_multigpu.group.random_state import write_random_state
+
+        write_random_state(order["random_state"])
+        if order["folder"]:
+            os.chdir(order["folder"])
+
+    def _await_rank_0(self) -> None:
+        """Called in the middle of the kernel's first cell of all ranks: opens the group, and begins the rest."""
+        self.channel.send("ready")
+        self._execute(self._orders.get())
+        self._enter(self._orders.get())
+
+    def _run_cell(self, order: Mapping[str, Any]) -> BaseException | None:
+        self._shell.shown_error = None
         sys.stdout.write(log_header(order["cell_number"], order["source"]))
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
         # Rank 0's call of enable_multi_gpu() failed there, too.
-        return None if is_replay and isinstance(error, ReplayedLineError) else error
+        return None if self.receiver.is_replay and isinstance(error, ReplayedLineError) else error
 
 
 class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
@@ -215,12 +226,13 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         of_ipython = super()
         codes = {getattr(of_ipython, name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
         num_inside = sum(frame.f_code in codes for frame, _ in traceback.walk_stack(None))
+        error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
         if exc_tuple is None and num_inside > 1:
-            self.shown_error = sys.exc_info()[1]
-        if isinstance(sys.exc_info()[1], ReplayedLineError):
+            self.shown_error = error
+        if isinstance(error, ReplayedLineError):
             sys.stdout.write("Rank 0 has left this cell here.\n")
-            return
-        traceback.print_exc()  # IPython's takes seconds for a deep stack. The kernel shows the error to the user.
+        elif error is not None:  # IPython's traceback takes seconds for a deep stack. The kernel shows this one.
+            sys.stdout.write(_traceback(error))
 
     showsyntaxerror = showindentationerror = showtraceback
 
@@ -266,7 +278,7 @@ def main() -> None:
     SharedInput(receiver.make).open()
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
-    with done_by_rank_0(shell, receiver, RankVariables({}, settings["before"])):
+    with done_by_rank_0(shell, receiver, settings["before"]):
         Worker(channel, receiver, program, shell).run()
 
 

@@ -1,20 +1,26 @@
-"""Magics of a notebook on several ranks: `%%rank N`, `%%rank0` and `%ranks`."""
+"""Shows the ranks of a notebook: `%%rank N`, `%%rank0`, `%ranks`, and a table below the cell that trains."""
 
 from __future__ import annotations
 
+import contextvars
+import html
 import sys
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from unsloth_multigpu.notebook.cell import log_header
-from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.kernel_share import read_ranks
-from unsloth_multigpu.notebook.value import Publisher
-from unsloth_multigpu.overview import Overview, columns_of, lines_of
+from unsloth_multigpu.notebook.kernel import Cell, Kernel, log_header
+from unsloth_multigpu.notebook.share import Publisher, read_ranks
+from unsloth_multigpu.overview import Look, Overview, columns_of, headline, lines_of, table_of
+from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000
+_EVERY_S = 1.0
+_WIDTH = 200
+_HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</pre>'
 _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: output of every rank."
 
 
@@ -46,14 +52,17 @@ class RankMagics:
         # A cell may have removed a log.
         self._offsets = {w.rank: w.log.stat().st_size if w.log.exists() else 0 for w in workers}
 
-    def end(self, cell_number: int) -> None:
+    def end(self, cell: Cell) -> None:
         """Called when the cell has ended on all ranks: shows the output of workers."""
         for worker in self._kernel.workers:
             if worker.rank in self._shown:
                 with suppress(FileNotFoundError), worker.log.open("rb") as log:
                     log.seek(self._offsets[worker.rank])
                     text = log.read().decode("utf-8", "replace")
-                    sys.stdout.write(prefix_output(text, log_header(cell_number, self._source), worker.rank))
+                    traceback = worker.ended.get(cell.number, {}).get("traceback", "")
+                    if traceback in str(cell.failure_error):
+                        text = text.replace(traceback, "")  # The error that is shown has it.
+                    sys.stdout.write(prefix_output(text, log_header(cell.number, self._source), worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
@@ -107,3 +116,51 @@ def prefix_output(text: str, header: str, rank: int) -> str:
         return ""
     cut = [f"... {len(lines) - _MOST_LINES} more lines in the log"] if len(lines) > _MOST_LINES else []
     return "".join(f"[rank{rank}] {line}\n" for line in [*cut, *lines[-_MOST_LINES:]])
+
+
+class Panel:
+    """Shows the table of a run during a training. At its end the last state stays."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, is_in_cell: Callable[[], bool]) -> None:
+        """Called when a training begins. `is_in_cell` returns False once the running cell has ended."""
+        self.end()
+        self._stop.clear()
+        # The context of the main thread assigns the output to this cell.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._follow, is_in_cell), name="unsloth_multigpu-panel", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Called after the training: shows the last figures and ends the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.set()
+            thread.join()
+
+    def _follow(self, is_in_cell: Callable[[], bool]) -> None:
+        from IPython.display import display
+
+        overview, handle = Overview(self._run), None
+        is_over = False
+        while not is_over:
+            is_over = self._stop.wait(_EVERY_S) or not is_in_cell()
+            look = overview.look()
+            # A training that is not steered has no phases, and one of less than a second needs no table.
+            has_begun = any(row.beat.phase != Phase.SCRIPT for row in look.rows)
+            if handle is None and has_begun and not is_over:
+                handle = display(bundle(look), raw=True, display_id=True)
+            elif handle is not None:
+                handle.update(bundle(look), raw=True)
+
+
+def bundle(look: Look) -> dict[str, str]:
+    """Returns the table as a MIME bundle: as text and as the same text in HTML."""
+    text = "\n".join([headline(look), *table_of(look, _WIDTH)])
+    return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

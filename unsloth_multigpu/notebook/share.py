@@ -1,0 +1,423 @@
+"""What rank 0 does for all ranks: commands, magics, logins, questions. The others wait for its result or error.
+
+The kernel and its workers use it. Public methods of IPython are replaced on the one shell object while the ranks live.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.group.outcome import error_of, failure
+from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.seam import instance_attribute
+
+# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them.
+_RANK_0_CELL_MAGICS = """
+! bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
+sx system timeit writefile
+"""
+_RANK_0_LINE_MAGICS = """
+autosave bookmark cat clear conda config connect_info cp debug doctest_mode ed edit gui history killbgscripts ldir less
+lf lk ll load loadpy logstart logstop ls lsmagic lx magic mamba man matplotlib memit micromamba mkdir more mprun mv
+notebook page pastebin pdb pdoc pfile pinfo pinfo2 pip psearch psource pycat qtconsole quickref ranks recall rep rm
+rmdir save sc shell store subshell sx system tb tensorboard timeit uv
+"""
+_MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
+# These return a value.
+_VALUE_MAGICS = frozenset({"sx", "system"})
+# These read the history of the shell, which only rank 0 has.
+_HISTORY_MAGICS = frozenset({"macro", "rerun"})
+# Modules with magics of front ends, which a worker does not have.
+_FRONT_ENDS = ("ipykernel.", "google.colab.")
+# The module of aliases of system commands.
+_ALIASES = "IPython.core.alias."
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device.
+DEVICE_VARIABLES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+)
+
+_LOGINS = (
+    "huggingface_hub._login:login",
+    "huggingface_hub._login:logout",
+    "huggingface_hub._login:notebook_login",
+    "huggingface_hub._login:interpreter_login",
+)
+_HUB = "huggingface_hub>=0.24"
+_ASKS = "Asks the user only on rank 0; the other ranks read the token from its file."
+_MESSAGE_CHARACTERS = 120
+
+
+class LeftAloneError(DistributedError):
+    """Rank 0 has left the cell without computing a value that this rank waits for."""
+
+
+class Sharer:
+    """What both sides of a shared value have.
+
+    The key of a value is its kind, which includes the text of the command, and the count of that kind in the cell.
+    Ranks that take the same path through a cell use the same keys; a rank on another path does not get a wrong value.
+
+    Attributes:
+        is_apart: On rank 0: no other rank runs the code that it runs now. On other ranks: rank 0 does not run it.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Called when a cell begins. The last one may have been interrupted, and its threads may still run."""
+        self._counts: Counter[str] = Counter()
+        self._depth = 0
+        self.is_apart = False
+
+    @contextmanager
+    def detached(self, *, is_apart: bool = False) -> Iterator[None]:
+        """Within the context this rank computes values for itself alone: not all ranks run this code."""
+        before, self.is_apart = self.is_apart, is_apart or self.is_apart
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth = max(0, self._depth - 1)
+            self.is_apart = before
+
+    def _next_key(self, kind: str) -> str:
+        self._counts[kind] += 1
+        return f"{kind}/{self._counts[kind]}"
+
+
+class Publisher(Sharer):
+    """On rank 0: computes values and sends them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if all other ranks have ended the current cell."""
+        return self._kernel.current is not None and not self._kernel.pending()
+
+    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """Calls `make` and sends its result or error to the other ranks. A nested call only calls `make`.
+
+        Args:
+            kind: Kind of the value, with the text of the command or question; equal on all ranks.
+            make: Computes the value, on this rank only. The other ranks get None for a result that is not a text, an
+                integer or a list of lines.
+            is_value: See `Receiver.wait_for`.
+        """
+        cell = self._kernel.current
+        if cell is None:
+            return make()
+        if self._depth:
+            return _stoppable(cell, make)
+        sent = {"key": self._next_key(kind), "cell_number": cell.number}
+        # KeyboardInterrupt is not sent: Stop interrupts each rank.
+        try:
+            with self.detached():
+                value = _stoppable(cell, make)
+        except Exception as error:
+            self._kernel.send("value", **sent, error=failure(error))
+            raise
+        self._kernel.send("value", **sent, value=_plain(value), error=None)
+        return value
+
+
+class Receiver(Sharer):
+    """On a rank above 0: waits for the values that rank 0 computes in the current cell.
+
+    The main thread runs cells and waits; the thread that receives messages calls `put` and `note_left`. `send` sends a
+    message to the kernel.
+
+    Attributes:
+        cell_number: Number of the current cell; 0 = none.
+        is_replay: The cell is one that rank 0 ran before it had other ranks.
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        super().__init__()
+        self._send = send
+        self._values: dict[str, dict[str, Any]] = {}
+        self._has_news = threading.Condition()
+        # The last cell that rank 0 has left.
+        self._left_cell = 0
+        self.cell_number = 0
+        self.is_replay = True
+
+    def enter(self, cell_number: int, *, is_replay: bool) -> None:
+        """Called when a cell begins."""
+        self.begin()
+        with self._has_news:
+            self._values = {key: v for key, v in self._values.items() if v["cell_number"] >= cell_number}
+        self.is_replay, self.cell_number = is_replay, cell_number
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if rank 0 has left the current cell, and computes no more values in it."""
+        return self._left_cell >= self.cell_number > 0
+
+    def put(self, message: dict[str, Any]) -> None:
+        """Stores a message with a value of rank 0."""
+        with self._has_news:
+            self._values[message["key"]] = message
+            self._has_news.notify_all()
+
+    def note_left(self, cell_number: int) -> None:
+        """Records that rank 0 has left a cell."""
+        with self._has_news:
+            self._left_cell = cell_number
+            self._has_news.notify_all()
+
+    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """The counterpart of `Publisher.make`: waits for the value, or computes it within `detached`."""
+        return make() if self._depth else self.wait_for(kind, is_value=is_value)
+
+    def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
+        """Waits until rank 0 has computed the value, without a limit.
+
+        The code uses the value if `is_value`. Otherwise, as for `%pip`, it is skipped in a replayed cell, because
+        rank 0 has done it already.
+
+        Raises:
+            DistributedError: Rank 0 has raised an error. This one is an instance of that error's class, too.
+            LeftAloneError: Rank 0 has left the cell without the value, or computed it before this rank existed.
+        """
+        if self.is_replay:
+            if is_value:
+                raise LeftAloneError(
+                    f"{_shortened(kind)} was run before enable_multi_gpu(), and its value is no longer known.",
+                    hint="Restart the kernel, and call enable_multi_gpu() in the first cell.",
+                )
+            return None
+        message = self._take(self._next_key(kind))
+        if message is None:
+            raise LeftAloneError(
+                f"rank 0 has left the cell without {_shortened(kind)}.",
+                hint="Let all ranks run the same code in a cell.",
+            )
+        if message["error"] is not None:
+            raise error_of(message["error"], _shortened(kind))
+        return message["value"]
+
+    def _take(self, key: str) -> dict[str, Any] | None:
+        """Waits for a message, and tells the kernel so; None = rank 0 has left the cell."""
+        from unsloth_multigpu.launch.pulse import last_collective
+
+        number = self.cell_number
+
+        def has_come() -> bool:
+            return self._left_cell >= number or self._values.get(key, {}).get("cell_number") == number
+
+        with self._has_news:
+            if not has_come():
+                self._send("waits", cell_number=number, collective=last_collective())
+                self._has_news.wait_for(has_come)
+                self._send("waits", cell_number=number, collective=None)
+            return self._values.pop(key, None)
+
+
+def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
+    """Calls `make`, and raises after Stop: IPython would end the command and continue the cell, on rank 0 only."""
+    stop_s = cell.stop_s
+    value = make()
+    if cell.stop_s != stop_s:
+        raise KeyboardInterrupt("Stop was pressed.")
+    return value
+
+
+def _shortened(kind: str) -> str:
+    """Shortens a command to one line for messages."""
+    line = " ".join(kind.split())
+    return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
+
+
+def _plain(value: Any) -> Any:
+    """Converts a value to JSON: None if it is not an integer, a text or a list of lines."""
+    if isinstance(value, list):
+        return [str(line) for line in value]
+    return str(value) if isinstance(value, str) else value if isinstance(value, int) else None
+
+
+def like_ipython(output: Any) -> Any:
+    """Converts the output of a command or magic to IPython's types, which have `x.s`, `x.l` and so on."""
+    from IPython.utils.text import LSString, SList
+
+    return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output
+
+
+@contextmanager
+def variables_set(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables within the context; None = not set.
+
+    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others. No effect
+    in other threads: the running cell needs its variables.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {name: os.environ.get(name) for name in values}
+    _write(values)
+    try:
+        yield
+    finally:
+        _write(before)
+
+
+def _write(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def is_rank_0_magic(kind: str, name: str, line: str, magic: Any) -> bool:
+    """True for a magic that only rank 0 runs.
+
+    `kind` is "line" or "cell", `name` has no per cent signs, `line` is the rest of the line, and `magic` is the magic's
+    function; None = the shell does not have it.
+    """
+    if magic is None or f"{getattr(magic, '__module__', '')}.".startswith((*_FRONT_ENDS, _ALIASES)):
+        return True
+    if name == "store" and "-r" in line.split():
+        return False  # It restores values, which every rank needs.
+    return name in (_RANK_0_LINE_MAGICS if kind == "line" else _RANK_0_CELL_MAGICS).split()
+
+
+@contextmanager
+def done_by_rank_0(
+    shell: Any, sharer: Publisher | Receiver, variables_before: Mapping[str, str | None]
+) -> Iterator[None]:
+    """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
+
+    `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see
+    `variables_before`, without those of a rank.
+    """
+    from IPython.core.error import UsageError
+
+    user = _UserFrame()
+    expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
+    line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
+
+    def share(kind: str, run: Callable[[], Any], frame: FrameType, *, is_value: bool, name: str = "") -> Any:
+        # Magics that measure run Python in this process, which may need the rank's variables.
+        hidden = {} if name in _MEASURING_MAGICS else variables_before
+        with user.at(frame), variables_set(hidden):
+            return like_ipython(sharer.make(kind, run, is_value=is_value))
+
+    def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
+        return expand(shell, cmd, user.depth(depth), *args, **kwargs)
+
+    def shared_system(command: str) -> None:
+        def run() -> Any:
+            system(command)
+            return shell.user_ns.get("_exit_code")
+
+        exit_code = share(f"!{command}", run, sys._getframe(1), is_value=False)
+        if exit_code is not None:
+            shell.user_ns["_exit_code"] = exit_code
+
+    def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
+        def run() -> Any:
+            return getoutput(command, split=split)
+
+        return share(f"x = !{command}", run, sys._getframe(depth + 1), is_value=True)
+
+    def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
+        if name in _HISTORY_MAGICS:
+            raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
+        if not is_rank_0_magic("line", name, line, shell.find_line_magic(name)):
+            return line_magic(name, line, _stack_depth=_stack_depth + 1)
+
+        def run() -> Any:
+            return line_magic(name, line, _stack_depth=user.depth(0) + 1)
+
+        frame, is_value = sys._getframe(_stack_depth), name in _VALUE_MAGICS
+        return share(f"%{name} {line}".rstrip(), run, frame, is_value=is_value, name=name)
+
+    def shared_cell_magic(name: str, line: str, cell: str) -> Any:
+        def run() -> Any:
+            return cell_magic(name, line, cell)
+
+        if not is_rank_0_magic("cell", name, line, shell.find_cell_magic(name)):
+            return run()
+        return share(f"%%{name} {line}".rstrip(), run, sys._getframe(1), is_value=False, name=name)
+
+    replacements = {
+        "var_expand": var_expand,
+        "system": shared_system,
+        "getoutput": shared_getoutput,
+        "run_line_magic": shared_line_magic,
+        "run_cell_magic": shared_cell_magic,
+    }
+    with ExitStack() as stack:
+        for name, replacement in replacements.items():
+            stack.enter_context(instance_attribute(shell, name, replacement))
+        yield
+
+
+def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
+    """Returns the patches of functions that ask the user. `make` is `Publisher.make` or `Receiver.make`."""
+    return [
+        Patch(target, _HUB, functools.partial(_once, make, target.rpartition(":")[2]), _ASKS, optional=True)
+        for target in _LOGINS
+    ]
+
+
+def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    # Without the arguments: a token that is given to `login` is not sent to other ranks.
+    return make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
+
+
+def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
+    """Parses the ranks after %%rank: "0", "0,2" or "all"."""
+    from IPython.core.error import UsageError
+
+    if text.strip() == "all":
+        return frozenset(range(num_ranks))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
+        raise UsageError(f"%%rank: {text.strip()!r}; expected 0 .. {num_ranks - 1}, a list such as 0,1, or all.")
+    return frozenset(map(int, parts))
+
+
+class _UserFrame:
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and this module adds frames.
+
+    Each thread has its own, because subshells run commands, too.
+    """
+
+    def __init__(self) -> None:
+        self._frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
+
+    @contextmanager
+    def at(self, frame: FrameType) -> Iterator[None]:
+        """Within the context, `{name}` and `$name` in commands are looked up in this frame."""
+        token = self._frame.set(frame)
+        try:
+            yield
+        finally:
+            self._frame.reset(token)
+
+    def depth(self, depth: int) -> int:
+        """Returns the `depth` for IPython's `var_expand`, given that of its replacement, which calls this."""
+        frame, above = self._frame.get(), sys._getframe(1)
+        if frame is None:
+            return depth + 1
+        depth = 0
+        while above is not frame and above.f_back is not None:
+            depth, above = depth + 1, above.f_back
+        return depth
