@@ -5,6 +5,7 @@ The kernel and its workers use it. Public methods of IPython are replaced on the
 
 from __future__ import annotations
 
+import abc
 import functools
 import os
 import sys
@@ -63,7 +64,7 @@ class LeftAloneError(DistributedError):
     """Rank 0 has left the cell without computing a value that this rank waits for."""
 
 
-class Sharer:
+class Sharer(abc.ABC):
     """What both sides of a shared value have.
 
     The key of a value is its kind, which includes the text of the command, and the count of that kind in the cell.
@@ -92,6 +93,10 @@ class Sharer:
         finally:
             self._depth = max(0, self._depth - 1)
             self.is_apart = before
+
+    @abc.abstractmethod
+    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """Returns a value that `make` computes on rank 0."""
 
     def _next_key(self, kind: str) -> str:
         self._counts[kind] += 1
@@ -298,9 +303,7 @@ def is_rank_0_magic(kind: str, name: str, line: str, magic: Any) -> bool:
 
 
 @contextmanager
-def done_by_rank_0(
-    shell: Any, sharer: Publisher | Receiver, variables_before: Mapping[str, str | None]
-) -> Iterator[None]:
+def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, str | None]) -> Iterator[None]:
     """Within the context, the shell runs commands and magics on rank 0 only, and the other ranks get the results.
 
     `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see
@@ -331,10 +334,8 @@ def done_by_rank_0(
             shell.user_ns["_exit_code"] = exit_code
 
     def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
-        def run() -> Any:
-            return getoutput(command, split=split)
-
-        return share(f"x = !{command}", run, sys._getframe(depth + 1), is_value=True)
+        frame = sys._getframe(depth + 1)
+        return share(f"x = !{command}", lambda: getoutput(command, split=split), frame, is_value=True)
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         if name in _HISTORY_MAGICS:
