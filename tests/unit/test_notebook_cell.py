@@ -6,7 +6,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from unsloth_multigpu.notebook.kernel import names_broken_group
-from unsloth_multigpu.notebook.share import is_rank_0_magic, read_ranks
+from unsloth_multigpu.notebook.kernel_share import is_rank_0_magic, read_ranks
 
 
 @pytest.mark.parametrize(

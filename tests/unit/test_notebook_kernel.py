@@ -19,9 +19,9 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, SetupError
 from unsloth_multigpu.notebook import kernel as kernel_module
 from unsloth_multigpu.notebook.kernel import Cell, Channel, Kernel, WorkerProcess
+from unsloth_multigpu.notebook.kernel_share import Receiver
 from unsloth_multigpu.notebook.kernel_start import check_kernel, check_place
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
-from unsloth_multigpu.notebook.share import Receiver
 from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of

@@ -6,7 +6,7 @@ import pytest
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.notebook.cell_program import KernelProgram, ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.share import Publisher, Receiver
+from unsloth_multigpu.notebook.kernel_share import Publisher, Receiver
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from unsloth_multigpu.notebook.share import notebook_patches
+from unsloth_multigpu.notebook.kernel_share import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 
 

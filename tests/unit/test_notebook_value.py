@@ -8,7 +8,7 @@ from IPython.utils.text import SList
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.kernel import error_text
-from unsloth_multigpu.notebook.share import LeftAloneError, Publisher, Receiver
+from unsloth_multigpu.notebook.kernel_share import LeftAloneError, Publisher, Receiver
 
 
 class Pair:

@@ -14,7 +14,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.share import DEVICE_VARIABLES, Publisher, Receiver, variables_set
+from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, Publisher, Receiver, variables_set
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.session import Session, open_session

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, log_header
-from unsloth_multigpu.notebook.share import Publisher, read_ranks
+from unsloth_multigpu.notebook.kernel_share import Publisher, read_ranks
 from unsloth_multigpu.overview import Look, Overview, columns_of, headline, lines_of, table_of
 from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run

@@ -32,8 +32,8 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import ALONE, Kernel, WorkerProcess
+from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, variables_set
 from unsloth_multigpu.notebook.monitor import Monitor
-from unsloth_multigpu.notebook.share import DEVICE_VARIABLES, variables_set
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session

@@ -15,7 +15,7 @@ from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.display import RankMagics
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, names_broken_group
-from unsloth_multigpu.notebook.share import Publisher, done_by_rank_0, notebook_patches
+from unsloth_multigpu.notebook.kernel_share import Publisher, done_by_rank_0, notebook_patches
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.run import Run
 

@@ -26,8 +26,14 @@ from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.question import SharedInput
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.kernel import Channel, error_text, log_header, names_broken_group
+from unsloth_multigpu.notebook.kernel_share import (
+    LeftAloneError,
+    Receiver,
+    done_by_rank_0,
+    notebook_patches,
+    read_ranks,
+)
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
-from unsloth_multigpu.notebook.share import LeftAloneError, Receiver, done_by_rank_0, notebook_patches, read_ranks
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.child import connect_to_parent

@@ -39,7 +39,7 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.saving import SaveGate
     from unsloth_multigpu.hooks.server_patches import server_patch
     from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
-    from unsloth_multigpu.notebook.share import notebook_patches
+    from unsloth_multigpu.notebook.kernel_share import notebook_patches
     from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
 
     session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), Console())
