@@ -83,13 +83,12 @@ def run(variant: str, base: nn.Module, clients: list[torch.Tensor], held_out: to
             for client, rows in enumerate(clients)
         ]
         averaged = weighted_mean(replies, weights, list(arrays))
-        plain = aggregate_lora(replies, weights, averaged, mode="mean")
-        chosen = plain
+        arrays, plain = aggregate_lora(replies, weights, averaged, mode="mean")
+        missed = plain
         if variant == "project":
-            chosen = aggregate_lora(replies, weights, averaged, mode=variant)
-        arrays = chosen.arrays
+            arrays, missed = aggregate_lora(replies, weights, averaged, mode=variant)
         loss = loss_of(model.prepare(arrays, CPU), held_out)
-        results.append((plain.relative_remainder, chosen.relative_remainder, loss))
+        results.append((plain, missed, loss))
     return results
 
 

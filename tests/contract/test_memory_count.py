@@ -16,11 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.shard import count
-from unsloth_multigpu.shard.count import Rows, count_step
-from unsloth_multigpu.shard.describe import describe, micro_batch
+from unsloth_multigpu.shard.count import Rows, count_step, describe, micro_batch
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.memory import StepBytes
-from unsloth_multigpu.shard.meta import make_model, meta_patches
+from unsloth_multigpu.shard.script_probe import make_model, meta_patches
 
 VOCABULARY, ROWS, TOKENS = 1000, 2, 64
 SIZES = {

@@ -22,7 +22,7 @@ RECORDED_BY_ROW: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_tex
 USES = collect()
 # What some version does not take or have, and how the code asks before it passes or calls it. A keyword is an entry
 # only where a dict behind `**` has it under a condition.
-_NEEDS = "shard.describe leaves sharded rows out by check_versions: transformers 5.17 needs a newer accelerate"
+_NEEDS = "shard.count leaves sharded rows out by check_versions: transformers 5.17 needs a newer accelerate"
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(
         ("accelerate.FullyShardedDataParallelPlugin", "accelerate.utils.fsdp_utils.fsdp2_prepare_model"), _NEEDS

@@ -8,7 +8,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from unsloth_multigpu.federated.round_report import ClientRecord
+from unsloth_multigpu.federated.rounds import ClientRecord
 
 
 class AnsweringGrid(Grid):

@@ -16,10 +16,9 @@ from torch import nn
 from tests.helpers.tiny import build_tiny, topics
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.aggregation import to_tensor
-from unsloth_multigpu.federated.apps import make_client_app
+from unsloth_multigpu.federated.apps import ProximalPull, make_client_app
 from unsloth_multigpu.federated.client import client_seed
-from unsloth_multigpu.federated.proximal import ProximalPull
-from unsloth_multigpu.federated.reply import changed_by
+from unsloth_multigpu.federated.flower_strategy import changed_by
 
 NUM_CLIENTS = 4
 
@@ -96,7 +95,7 @@ def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app):
     ]
     assert first["config"]["layout"][:2] == ["0.weight: (8, 6)", "0.bias: (8,)"]
     assert first["config"]["buffers"] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert first["config"]["adapter-config"] == ""
+    assert first["config"]["adapter_config"] == ""
 
 
 def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(app, start):

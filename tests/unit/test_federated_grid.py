@@ -170,7 +170,7 @@ class FakeProcess:
 @pytest.fixture
 def make_grid(tmp_path, monkeypatch):
     """A grid whose slots are fake processes."""
-    monkeypatch.setattr("unsloth_multigpu.federated.slot.Child", FakeProcess)
+    monkeypatch.setattr("unsloth_multigpu.federated.grid.Child", FakeProcess)
     monkeypatch.setattr(FakeProcess, "started", ())
     grids = []
 
@@ -215,7 +215,7 @@ def test_slot_that_does_not_start_leaves_its_clients_to_the_others(make_grid, mo
 def test_balanced_goes_by_measured_seconds(make_grid):
     grid = make_grid(3, [ONE], placement="balanced")
     send(grid, 0, 1, 2)
-    grid._seconds.update({("train", 0): 1.0, ("train", 1): 8.0, ("evaluate", 2): 99.0, ("train", 2): 3.0})
+    grid._seconds |= {"train": {0: 1.0, 1: 8.0, 2: 3.0}, "evaluate": {2: 99.0}}
     _, records = send(grid, 0, 1, 2)
     assert [r.client_id for r in sorted(records, key=lambda r: r.begin_s)] == [1, 2, 0]
 

@@ -20,9 +20,8 @@ from flwr.serverapp.strategy import (
 
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.federated.checkpoint import rounds_in
 from unsloth_multigpu.federated.flower_strategy import describe, make_strategy
-from unsloth_multigpu.federated.round_report import ClientRecord
+from unsloth_multigpu.federated.rounds import ClientRecord, rounds_in
 from unsloth_multigpu.federated.server import FitOptions
 from unsloth_multigpu.federated.training import Start, Training
 
@@ -119,7 +118,9 @@ def make_training(
     folder, resume = (None, None) if output_dir is None else (str(output_dir), "auto")
     grid = grid or LocalGrid()
     options = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
-    start = Start(ArrayRecord({name: Array(value) for name, value in arrays.items()}), buffers=buffers)
+    start = Start(
+        ArrayRecord({name: Array(value) for name, value in arrays.items()}), frozen=ArrayRecord(), buffers=buffers
+    )
     return Training(given, grid, options, start)
 
 

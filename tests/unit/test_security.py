@@ -75,8 +75,7 @@ ALLOWED = {
     },
     "notebook/recovery.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
-    "federated/grid.py": {"cloudpickle.dumps"},
-    "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
+    "federated/grid.py": {"cloudpickle.dumps", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
     "launch/script.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }

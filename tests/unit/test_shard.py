@@ -1,5 +1,6 @@
 """What is decided about a sharded training before an engine has one."""
 
+import copy
 import logging
 import os
 import sys
@@ -15,10 +16,11 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import Engine, check_versions, is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.shard import describe, script_probe
+from unsloth_multigpu.shard import count, script_probe
 from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of, trains_parts
+from unsloth_multigpu.shard.packed import Withheld, check_parts, give_back, in_parts, keep_rows
 from unsloth_multigpu.shard.script_probe import Answer
-from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
+from unsloth_multigpu.shard.sharding import check_is_sharded, check_options, check_shared, layers_of
 from unsloth_multigpu.train.trainer import DDPTrainer
 
 
@@ -120,7 +122,7 @@ def test_older_versions_are_refused(monkeypatch):
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
     # A plan has no rows of what would be refused.
-    assert describe._only_whole("adamw_torch", 1) == (
+    assert count._only_whole("adamw_torch", 1) == (
         "shard='on' needs torch>=2.7, and 2.6.0 is installed",
         "Upgrade torch, or leave shard out.",
     )
@@ -216,3 +218,108 @@ def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch, caplog):
         chosen(monkeypatch, 80, nnodes=2, rdzv_endpoint="host:1", rdzv_id="job")
     assert MultiGPUConfig(shard="auto", shard_offload=True).with_shard("on").shard_offload
     assert not MultiGPUConfig(shard="auto", shard_offload=True).with_shard("off").shard_offload
+
+
+class Block(torch.nn.Linear):
+    pass
+
+
+class Embeddings(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 4)
+
+
+class Model(torch.nn.Module):
+    """As transformers' are: embeddings inside of a class that is not split, layers and a head."""
+
+    _no_split_modules = ("Embeddings", "Block", "BlockOfAnother")
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = Embeddings()
+        self.layers = torch.nn.ModuleList(Block(4, 4) for _ in range(2))
+        self.head = torch.nn.Linear(4, 5, bias=False)
+
+    def get_input_embeddings(self):
+        return self.embeddings.words
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_layers_are_those_that_the_model_has_without_its_ends():
+    assert layers_of(Model()) == ["Block"]
+    assert layers_of(torch.nn.Linear(2, 2)) == []
+
+
+def test_embeddings_and_head_may_share_their_weight():
+    model = Model()
+    model.head.weight = model.embeddings.words.weight
+    check_shared(model)
+
+
+def test_model_that_knows_no_embeddings_has_none():
+    class Convolutions(Model):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    check_shared(Convolutions())
+
+
+def test_weight_that_a_third_module_uses_is_refused():
+    model = Model()
+    model.of_encoder = torch.nn.Embedding(5, 4)
+    model.of_encoder.weight = model.embeddings.words.weight
+    with pytest.raises(SetupError, match=r"Model: of_encoder\.weight and the embeddings share one weight"):
+        check_shared(model)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_weight_of_two_layers_is_refused_where_it_is_trained(is_trained):
+    model = Model()
+    one, other = model.layers
+    other.weight = one.weight
+    one.weight.requires_grad_(is_trained)
+    if not is_trained:
+        check_shared(model)
+        return
+    with pytest.raises(SetupError, match=r"Model: layers\.0\.weight and layers\.1\.weight share one weight"):
+        check_shared(model)
+
+
+class Packed(torch.nn.Module):
+    """Has what bitsandbytes' layer has, around packed bytes."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.quant_state = SimpleNamespace(absmax=torch.ones(2), dtype=torch.bfloat16, moved_to=None)
+        self.quant_state.to = lambda device: setattr(self.quant_state, "moved_to", device)
+        packed = torch.nn.Parameter(torch.arange(num_bytes, dtype=torch.uint8)[:, None], requires_grad=False)
+        packed.quant_state, packed.module, packed.quant_storage = self.quant_state, self, torch.uint8
+        self.weight = packed
+
+
+def test_nothing_computes_with_missing_rows_until_they_are_given_back():
+    layer = Packed(16)
+    state = layer.quant_state
+    keep_rows(layer.weight, torch.bfloat16, torch.device("cpu"), 0, 2)
+    assert state.moved_to == torch.device("cpu")
+    for held in (layer.weight.quant_state, copy.deepcopy(layer.quant_state)):
+        assert isinstance(held, Withheld)
+        assert held.dtype == torch.bfloat16
+        with pytest.raises(SetupError, match="a shard of the 4-bit weights"):
+            _ = held.absmax
+    layer.quant_state.dtype = torch.float16  # As Unsloth sets it.
+    assert state.dtype == torch.float16
+    assert in_parts(torch.nn.Sequential(layer)) == [layer]
+    give_back([layer])
+    assert layer.weight.quant_state is layer.quant_state is state
+    assert in_parts(layer) == []
+
+
+def test_weight_that_was_not_divided_so_is_refused():
+    layer = Packed(16)
+    keep_rows(layer.weight, torch.bfloat16, torch.device("cpu"), 0, 2)
+    with pytest.raises(SetupError, match="has sharded them differently"):
+        check_parts([layer], 0, 2)

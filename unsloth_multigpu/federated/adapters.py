@@ -97,10 +97,10 @@ def layout_difference(here: Sequence[str], there: Sequence[str]) -> str:
 
 def is_quantized(model: nn.Module) -> bool:
     """True if Hugging Face's `is_quantized` is set, or a weight is a quantized tensor."""
-    return bool(getattr(model, "is_quantized", False)) or any(map(is_quantized_tensor, model.parameters()))
+    return bool(getattr(model, "is_quantized", False)) or any(map(_is_packed, model.parameters()))
 
 
-def is_quantized_tensor(tensor: torch.Tensor) -> bool:
+def _is_packed(tensor: torch.Tensor) -> bool:
     """True for packed integers, 8-bit floats and tensor classes of quantization libraries."""
     kinds = {type(tensor), type(tensor.data)} - {torch.Tensor, nn.Parameter}
     foreign = any(kind.__module__.split(".")[0] in ("bitsandbytes", "torchao", "hqq", "optimum") for kind in kinds)
@@ -151,21 +151,14 @@ def frozen_factors(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> d
 def save_adapter(folder: Path, arrays: Mapping[str, torch.Tensor], adapter_config: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` for PEFT, without a model.
 
-    `arrays` are the global state and `frozen_factors`; `adapter_config` is the result of `describe_adapter`. Other
-    trained tensors (biases, norms) are written, too; PEFT loads them into the base model.
-
-    Raises FederatedError if A or B is missing: PEFT would initialize it again during loading.
+    `arrays` are the global state and `frozen_factors`, which PEFT would else initialize; `adapter_config` is the result
+    of `describe_adapter`. Other trained tensors (biases, norms) are written, too; PEFT loads them into the base model.
     """
     from safetensors.torch import save_file
 
     described = json.loads(adapter_config)
-    if missing := sorted({partner for name in arrays if (partner := partner_of(name))} - arrays.keys()):
-        raise FederatedError(
-            f"{missing[0]} is not among the tensors of the adapter to be saved.", hint="Pass frozen factors, too."
-        )
     mark = f".{described['name']}"
     kept = {_name_on_disk(name, mark): value.contiguous() for name, value in arrays.items()}
-    folder.mkdir(parents=True, exist_ok=True)
     save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(
         json.dumps(described["config"], indent=2, sort_keys=True), encoding="utf-8"

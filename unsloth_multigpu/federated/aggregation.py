@@ -45,38 +45,28 @@ class Split(NamedTuple):
     total_square: float
 
 
-class LoraAggregate(NamedTuple):
-    """The global state after a round.
-
-    Args:
-        arrays: All exchanged tensors.
-        relative_remainder: Relative difference from mean(B A) over all layers, in the Frobenius norm; None without LoRA
-            layers, and if computing it for "mean" would take too long.
-    """
-
-    arrays: ArrayRecord
-    relative_remainder: float | None = None
-
-
 def aggregate_lora(
     replies: Sequence[ArrayRecord], weights: Sequence[float], averaged: ArrayRecord, *, mode: str
-) -> LoraAggregate:
+) -> tuple[ArrayRecord, float | None]:
     """Replaces A and B in `averaged`, the strategy's result over all tensors, from the clients' replies.
 
-    "mean" returns that result and measures its difference. "project" requires that `not_projectable` has no objection.
+    "mean" keeps that result and measures its difference. "project" requires that `not_projectable` has no objection.
+
+    Returns the global state, and its relative difference from mean(B A) over all layers, in the Frobenius norm; None
+    without LoRA layers, and if computing it for "mean" would take too long.
 
     Raises FederatedError if the weights, the numbers of examples, sum to 0.
     """
     pairs = find_pairs(averaged)
     if mode == "mean":
-        return LoraAggregate(averaged, _difference_of_means(pairs, replies, weights, averaged))
+        return averaged, _difference_of_means(pairs, replies, weights, averaged)
     arrays, squares = ArrayRecord(dict(averaged)), [0.0, 0.0]
     for name_a, name_b in pairs.items():
         factors = [(_double(reply, name_a), _double(reply, name_b)) for reply in replies]
         split = mean_of_products(factors, weights)
         arrays[name_a], arrays[name_b] = _single(split.a), _single(split.b)
         squares = [squares[0] + split.remainder_square, squares[1] + split.total_square]
-    return LoraAggregate(arrays, _ratio(*squares))
+    return arrays, _ratio(*squares)
 
 
 def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: Sequence[float]) -> Split:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.adapters import (
@@ -21,9 +24,14 @@ from unsloth_multigpu.federated.adapters import (
     to_arrays,
     variants,
 )
-from unsloth_multigpu.federated.client import ClientModel, FederatedClient, client_seed, seeded, visible_device
-from unsloth_multigpu.federated.proximal import ProximalPull
-from unsloth_multigpu.federated.reply import CHANGED
+from unsloth_multigpu.federated.client import (
+    CHANGED,
+    ClientModel,
+    FederatedClient,
+    client_seed,
+    seeded,
+    visible_device,
+)
 
 TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
 EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
@@ -40,12 +48,8 @@ def make_client_app(
     """Creates a Flower ClientApp for a slot, a SuperNode or Flower's simulation.
 
     It answers "train", "evaluate" (with `evaluate_fn`) and "query.initial". The model is built at the first message and
-    kept. Exceptions of the user's functions propagate; Flower turns them into error replies.
-
-    Args:
-        model_builder: () -> module with trainable parameters. Called with `seed` set.
-        train_fn: (model, client) -> (number of examples, metrics). The model is in train mode on `client.device`.
-        evaluate_fn: (model, client) -> (loss, number of examples, metrics). The model is in eval mode.
+    kept. Exceptions of the user's functions propagate; Flower turns them into error replies. The functions are those of
+    `create_multigpu_flower_server`; for `train_fn` the model is in train mode, for `evaluate_fn` in eval mode.
     """
     handler = _MessageHandler(ClientModel(model_builder, seed), train_fn, evaluate_fn, server_id, seed)
     app = ClientApp()
@@ -104,9 +108,9 @@ class _MessageHandler:
         model, tensors = built.model, built.exchanged
         facts: dict[str, Any] = {
             "layout": layout_of(model),
-            "adapter-config": describe_adapter(model),
+            "adapter_config": describe_adapter(model),
             "buffers": list(exchanged_buffers(model)),
-            "not-projectable": variants(model, tensors),
+            "not_projectable": variants(model, tensors),
         }
         frozen = to_arrays(frozen_factors(model, tensors))
         content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
@@ -143,7 +147,7 @@ class _MessageHandler:
                 f"The metric name {min(taken)!r} is reserved.", hint="Give the client's metric another name."
             )
         content = RecordDict({"metrics": to_metrics(own | dict(metrics or {}), source)})
-        content["client"] = ConfigRecord({CHANGED: self._changed} if self._changed else {})
+        content["client"] = ConfigRecord({CHANGED: self._changed[:3]} if self._changed else {})
         return Message(content, reply_to=message)
 
 
@@ -169,3 +173,62 @@ def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
         f"{name} returned {result!r}, not {form}.",
         hint="The number of examples is a whole number, 0 for no data; return an empty dict for no metrics.",
     )
+
+
+class ProximalPull:
+    """Adds mu (w - w_global) to the gradient of each trainable parameter before each step of any optimizer.
+
+    It is the gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). It
+    is added once per optimizer step, so gradients may be accumulated, and after clipping, which applies to the loss
+    only. The parameters have the global weights now. mu = 0: no proximal term.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
+        self._mu = mu
+        self._start = {parameter: parameter.detach().clone() for parameter in parameters}
+        self._depth = 0
+        self.num_steps = 0
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._mu:
+                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+        if self._depth:
+            raise FederatedError(
+                "A step of an optimizer raised an error that train_fn caught: later steps had no proximal term.",
+                hint="Let the error leave train_fn, or use another strategy than FedProx.",
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A step may call that of its base class or of a wrapped optimizer.
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
+            # The closure computes the gradients inside the step, after this hook.
+            raise FederatedError(
+                f"proximal-mu does not work with {type(optimizer).__name__}.step(closure).",
+                hint="Call step() without a closure, or use another strategy than FedProx.",
+            )
+        self._pull(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+
+    @torch.no_grad()
+    def _pull(self, optimizer: Optimizer) -> None:
+        # A fused optimizer unscales gradients inside its step, by the scale that torch.amp.GradScaler sets.
+        scale = getattr(optimizer, "grad_scale", None)
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._start]
+        for parameter in own:
+            pull = (parameter - self._start[parameter]).mul_(self._mu)
+            if scale is not None:
+                pull.mul_(scale)
+            if parameter.grad is None:
+                parameter.grad = pull
+            else:
+                parameter.grad.add_(pull)
+        self.num_steps += bool(own)

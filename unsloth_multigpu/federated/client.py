@@ -17,10 +17,13 @@ from torch import nn
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import exchanged_tensors, is_quantized, to_arrays, write_arrays
+from unsloth_multigpu.group.manager import find_accelerator
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+# Key in a reply's "client" record: names of tensors that the client has changed although it must not.
+CHANGED = "changed-weights"
 
 
 @dataclass(frozen=True)
@@ -68,26 +71,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def visible_device() -> torch.device:
     """Returns the device of this process. A slot sees at most one."""
-    kinds = [kind for kind in KINDS if hasattr(torch, kind) and getattr(torch, kind).is_available()]
-    return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
-
-
-def build_model(model_builder: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
-    """Calls `model_builder` with seeds, so that LoRA is initialized equally in all processes, and moves the model.
-
-    A model that is quantized, distributed by `device_map` or not on the CPU is not moved.
-    """
-    with seeded(seed, device):
-        model = model_builder()
-    if not isinstance(model, nn.Module):
-        raise FederatedError(
-            f"model_builder returned {type(model).__name__}, not a torch.nn.Module.",
-            hint="Return only the model; create tokenizer and data in train_fn.",
-        )
-    is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
-    if is_on_cpu and not getattr(model, "hf_device_map", None) and not is_quantized(model):
-        model.to(device)
-    return model
+    found = find_accelerator()
+    return torch.device("cpu") if found is None or found.type not in KINDS else torch.device(found.type, 0)
 
 
 class ClientModel:
@@ -108,9 +93,23 @@ class ClientModel:
         return self.__dict__ | {"_built": None}  # Pickled without the built model.
 
     def build(self, device: torch.device) -> BuiltModel:
-        """Returns the model, not reset, and builds it if there is none."""
-        if self._built is None:
-            self._built = BuiltModel(build_model(self._model_builder, device, self._seed))
+        """Returns the model, not reset. Builds it if there is none, with seeds, so that all processes have the same.
+
+        A model that is quantized, distributed by `device_map` or not on the CPU is not moved to the device.
+        """
+        if self._built is not None:
+            return self._built
+        with seeded(self._seed, device):
+            model = self._model_builder()
+        if not isinstance(model, nn.Module):
+            raise FederatedError(
+                f"model_builder returned {type(model).__name__}, not a torch.nn.Module.",
+                hint="Return only the model; create tokenizer and data in train_fn.",
+            )
+        is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+        if is_on_cpu and not getattr(model, "hf_device_map", None) and not is_quantized(model):
+            model.to(device)
+        self._built = BuiltModel(model)
         return self._built
 
     def prepare(self, arrays: ArrayRecord, device: torch.device) -> nn.Module:
@@ -121,8 +120,6 @@ class ClientModel:
         built = self.build(device)
         built.reset()
         write_arrays(built.exchanged, arrays)
-        if not built.marks:
-            built.marks = built.marked()
         return built.model
 
     def read(self) -> ArrayRecord:
@@ -137,8 +134,7 @@ class ClientModel:
         """Frees what a client left. Returns tensors that `reset` cannot restore; then the model will be built again."""
         if self._built is None:
             return []
-        before = self._built.marks
-        now = self._built.marked() if before else {}
+        before, now = self._built.marks, self._built.marked()
         changed = [name for name in before | now if before.get(name) != now.get(name)]
         if changed:
             self._built = None
@@ -150,12 +146,11 @@ class ClientModel:
 
 
 class BuiltModel:
-    """A model and its original state. `marks` is the result of `marked` before the client."""
+    """A model and its original state. `marks` is the original result of `marked`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.exchanged = exchanged_tensors(model)
-        self.marks: dict[str, tuple[Any, ...]] = {}
         self._shapes = {name: tuple(value.shape) for name, value in self.exchanged.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
@@ -169,6 +164,7 @@ class BuiltModel:
             for name, value in fixed.items()
             if name not in self.exchanged and not value.is_inference() and not value.is_meta
         ]
+        self.marks = self.marked()
 
     def reset(self) -> None:
         """Restores everything but the values of parameters and persistent buffers."""

@@ -1,19 +1,25 @@
-"""Creates Flower's strategies by name, and checks that a strategy fits the clients."""
+"""Creates Flower's strategies by name, and checks what they are given: the clients and their replies."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.client import CHANGED
 from unsloth_multigpu.federated.server import check
+from unsloth_multigpu.logs import get_logger
 
+_log = get_logger(__name__)
+
+Kind = Literal["train", "evaluate"]
 # Flower's defaults are 2: with one client it would wait forever for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 # Strategies whose clients must clip with one of Flower's mods, which the ClientApp of a train_fn does not have.
@@ -158,3 +164,80 @@ def quiet_flower(level: int = logging.WARNING) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def check_replies(
+    replies: Sequence[Message], kind: Kind, server_round: int, *, min_success: float, weight_key: str
+) -> tuple[list[Message], list[str]]:
+    """Returns the replies for the strategy, including errors, in the order of the clients; and one line per failure.
+
+    Clients without data are left out: they would count in a median, and may lack metrics.
+
+    Raises FederatedError if no client succeeded or had data, or fewer than `min_success` of them succeeded.
+    """
+    kept: list[Message] = []
+    failures: list[str] = []
+    lost: list[str] = []
+    for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
+        name = f"client {reply.metadata.src_node_id - 1}"
+        if reply.has_error():
+            # Without the prefix of a slot's error, which the line has already.
+            reason = str(reply.error.reason).removeprefix(f"{name} (round {server_round}, {kind})").lstrip(" :")
+            lost.append(f"{name}: {reason}")
+            failures.append(f"{name}: left out of {kind}: {reason}")
+        elif changed := changed_by(reply.content):
+            failures.append(f"{name}: changed {', '.join(changed)} in {kind}, which must not change")
+            _log.warning("round %d: %s; its model is built again", server_round, failures[-1])
+        if reply.has_content() and weight_of(reply.content, weight_key) == 0:
+            failures.append(f"{name}: no data in {kind}")
+        else:
+            kept.append(reply)
+    num_good = len(replies) - len(lost)
+    # 0.35 * 20 is a little more than 7.
+    if lost and (not num_good or num_good < min_success * len(replies) - 1e-9):
+        bound = f", min_success={min_success}" if num_good else ""
+        raise FederatedError(
+            f"round {server_round}: {num_good} of {len(replies)} clients succeeded in {kind}{bound}. "
+            f"The first failure: {lost[0]}",
+            hint=f"The log above shows the whole error. Correct {kind}_fn or model_builder.",
+        )
+    if num_good and len(kept) == len(lost) and kind == "train":
+        raise FederatedError(
+            f"round {server_round}: no client had data in train: all successful clients report 0 examples.",
+            hint="train_fn returns (num_examples, metrics).",
+        )
+    return kept, failures
+
+
+def changed_by(content: RecordDict) -> list[str]:
+    """Returns the names of tensors, mostly frozen weights, that the client has changed and does not send."""
+    changed = content.config_records.get("client", ConfigRecord()).get(CHANGED)
+    return list(map(str, changed)) if isinstance(changed, list) else []
+
+
+def weight_of(content: RecordDict, key: str) -> float:
+    """Returns the reply's number of examples; 1 without one, which the strategy may refuse."""
+    value = next((record[key] for record in content.metric_records.values() if key in record), 1.0)
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
+    """Converts arrays to their earlier dtypes: means and optimizers turn float32 and integers into float64.
+
+    Raises FederatedError for a value that is infinite or NaN.
+    """
+    import numpy as np
+
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        value = array.numpy()
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            raise FederatedError(
+                f"{name} is infinite or NaN after aggregation.",
+                hint="Lower the learning rate of the clients, or of the strategy (eta, server_learning_rate).",
+            )
+        dtype = np.dtype(before[name].dtype) if name in before else value.dtype
+        if dtype != value.dtype:
+            array = Array(np.asarray(np.rint(value) if dtype.kind in "iub" else value, dtype=dtype))
+        found[name] = array
+    return ArrayRecord(found)

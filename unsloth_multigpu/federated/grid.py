@@ -1,33 +1,41 @@
-"""Flower's grid on one machine: each client runs in a process that sees one device."""
+"""Flower's grid on one machine: each client runs in a slot, which is a process that sees one device."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import sys
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated.placement import SlotDevice, choose_client, slot_environment
-from unsloth_multigpu.federated.round_report import ClientRecord
-from unsloth_multigpu.federated.slot import Slot, SlotEnded, Task
+from unsloth_multigpu.federated.rounds import ClientRecord
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.child import read_tail
-from unsloth_multigpu.wire.folder import exclusive_log_dir
+from unsloth_multigpu.wire.child import Child, read_tail
+from unsloth_multigpu.wire.folder import exclusive_log_dir, make_log
 
 logger = get_logger(__name__)
 
+# The program of a slot, with the sys.path of this process, to import the user's modules and this package.
+_PROGRAM = """import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+from unsloth_multigpu.federated.client_worker import main
+main()"""
 # The node id of Flower's SuperLink.
 _SERVER_NODE_ID = 1
 _IDENTITY = ("_task_id", "_run_id", "_node_id")
@@ -39,7 +47,7 @@ _POLL_S = 0.2
 
 
 class ProcessGrid(Grid):
-    """Runs each client's ClientApp in a slot, a process that then runs the next client.
+    """Runs each client's ClientApp in a slot, which then runs the next client.
 
     Clients are Flower's nodes 1 to `num_clients`; a client's `Context` has "partition-id" and "num-partitions", as in
     Flower's simulation. Slots start with the first message. Each has a thread that gives it one client after the other.
@@ -76,8 +84,8 @@ class ProcessGrid(Grid):
         self._seed = seed
         self._lock = threading.Lock()
         self._waiting: list[Task] = []
-        # Seconds of each client's last run, by the kind of message and client_id.
-        self._seconds: dict[tuple[str, int], float] = {}
+        # Seconds of each client's last run: kind of message -> client_id -> seconds.
+        self._seconds: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self._is_over = False
         self.num_clients = num_clients
         self.records: list[ClientRecord] = []
@@ -85,7 +93,7 @@ class ProcessGrid(Grid):
             logs = stack.enter_context(exclusive_log_dir(Path(log_dir)))
             self.slots = [Slot(index, device, logs) for index, device in enumerate(places)]
             stack.callback(_end_all, self.slots)
-            # If the grid is never closed, this runs at exit, before the interpreter shuts down.
+            # Without `close` this runs when the grid is garbage, at the latest at exit.
             self._end = weakref.finalize(self, stack.pop_all().close)
 
     def close(self) -> None:
@@ -117,14 +125,13 @@ class ProcessGrid(Grid):
         """
         if not self._end.alive:
             raise FederatedError("The grid was closed.", hint="Create a new one.")
-        tasks = [self._make_task(message) for message in messages]
+        tasks = [_make_task(message) for message in messages]
         end_s = None if timeout is None else time.monotonic() + timeout
         self._waiting, self._is_over = list(tasks), False
         try:
             while self._waiting and not self._is_over:
                 self._serve_all(end_s)
         except BaseException:
-            self._waiting.clear()
             _end_all(self.slots)
             raise
         for task in tasks:
@@ -134,38 +141,27 @@ class ProcessGrid(Grid):
         self.records += [task.record for task in tasks]
         return [task.reply for task in tasks if task.reply is not None]
 
-    def _make_task(self, message: Message) -> Task:
-        client_id = message.metadata.dst_node_id - 1
-        # As Flower does itself: there is no setter. Replies refer to this id.
-        message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
-        node_config: dict[str, Any] = {"partition-id": client_id, "num-partitions": self.num_clients}
-        context = Context(message.metadata.run_id, client_id + 1, node_config, RecordDict(), {})
-        return Task(message, context, ClientRecord(client_id, message.metadata.message_type.partition(".")[0]))
-
     def _serve_all(self, end_s: float | None) -> None:
         """Runs the slots' threads until no task waits, or until the limit."""
         slots = [slot for slot in self.slots if not slot.is_retired]
         with ThreadPoolExecutor(len(slots)) as threads:
-            futures = [threads.submit(self._serve, slot) for slot in slots]
+            slot_of = {threads.submit(self._serve, slot): slot for slot in slots}
             try:
-                rest_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-                done, late = wait(futures, rest_s, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                self._is_over = bool(late)
-            except BaseException:
-                self._is_over = True
-                raise
+                wait(slot_of, None if end_s is None else max(0.0, end_s - time.monotonic()), FIRST_EXCEPTION)
             finally:
-                while busy := [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]:
-                    for slot in busy:
-                        slot.kill("the round has ended")
-                    wait(futures, _POLL_S)
+                while late := [future for future in slot_of if not future.done()]:
+                    self._is_over = True
+                    for future in late:
+                        slot_of[future].kill("the round has ended")
+                    wait(late, _POLL_S)
+            for future in slot_of:
+                future.result()
 
     def _serve(self, slot: Slot) -> None:
         """Target of a slot's thread."""
         while not (self._is_over or slot.is_retired) and (task := self._take(slot)):
-            self._run(slot, task)
+            while task.reply is None and not (self._is_over or slot.is_retired):
+                self._run(slot, task)
 
     def _take(self, slot: Slot) -> Task | None:
         """Removes and returns the next task for a slot, None without one."""
@@ -174,45 +170,35 @@ class ProcessGrid(Grid):
                 return None
             devices = list(dict.fromkeys(other.device for other in self.slots if not other.is_retired))
             ids = [task.record.client_id for task in self._waiting]
-            seconds = {i: s for (kind, i), s in self._seconds.items() if kind == self._waiting[0].record.kind}
+            seconds = self._seconds[self._waiting[0].record.kind]
             chosen = choose_client(ids, devices.index(slot.device), len(devices), self._placement, seconds)
             return None if chosen is None else self._waiting.pop(chosen)
 
     def _run(self, slot: Slot, task: Task) -> None:
-        while task.reply is None:
-            try:
-                slot.start(self._app, slot_environment(slot.device, len(self.slots), self._seed, os.environ))
-            except SlotEnded as ended:
-                self._retire(slot, task, str(ended))
-                return
-            task.begin(slot)
-            try:
-                self._finish(task, *slot.call(task.message, task.context))
-            except SlotEnded as ended:
-                if self._is_over:
-                    return
-                self._try_again(slot, task, str(ended))
-
-    def _finish(self, task: Task, kind: str, result: Any, more: Any) -> None:
-        """Ends a task with the result of `client_worker.run_client`."""
+        """Runs a client once. The task has a reply then, or is left for another attempt."""
+        record = task.record
+        try:
+            slot.start(self._app, slot_environment(slot.device, len(self.slots), self._seed, os.environ))
+        except SlotEnded as ended:
+            self._retire(slot, task, str(ended))
+            return
+        task.begin(slot)
+        node_config: dict[str, Any] = {"partition-id": record.client_id, "num-partitions": self.num_clients}
+        context = Context(task.message.metadata.run_id, record.client_id + 1, node_config, RecordDict(), {})
+        try:
+            kind, result, more = slot.call(task.message, context)
+        except SlotEnded as ended:
+            if not self._is_over:
+                _note_death(slot, task, str(ended))
+            return
         if kind == "failed":
             task.fail(CLIENT_RAISED, result)
             logger.warning("%s failed:\n%s", task.place(), more.rstrip())
             return
         task.answer(result)
-        task.record.peak_memory_bytes = more
+        record.peak_memory_bytes = more
         with self._lock:
-            self._seconds[task.record.kind, task.record.client_id] = task.record.seconds
-
-    def _try_again(self, slot: Slot, task: Task, end: str) -> None:
-        """Called when a client's process has died. Leaves the task for another attempt, or ends it with an error."""
-        if task.record.attempts < _MAX_ATTEMPTS:
-            text = "%s. It was running %s, which is run once more. The end of its log:\n%s"
-            logger.warning(text, end, task.place(), read_tail(slot.log))
-            return
-        text = f"{end}. This is the second process that ended with this client, which is left out"
-        error = task.fail(CLIENT_CRASHED, text)
-        logger.warning("%s\nThe end of the log of slot %d:\n%s", error, slot.index, read_tail(slot.log))
+            self._seconds[record.kind][record.client_id] = record.seconds
 
     def _retire(self, slot: Slot, task: Task, end: str) -> None:
         """Called when a process has ended before it was ready."""
@@ -221,10 +207,10 @@ class ProcessGrid(Grid):
         with self._lock:
             slot.is_retired = True
             self._waiting.insert(0, task)
-        log = f"The end of its log:\n{read_tail(slot.log)}"
         if all(other.is_retired for other in self.slots):
-            raise FederatedError(f"No slot is left: {end}, before it was ready. {log}", hint=f"See {slot.log}.")
-        logger.warning("%s, before it was ready: other slots run its clients. %s", end, log)
+            text = f"No slot is left: {end}, before it was ready. {slot.shown_log()}"
+            raise FederatedError(text, hint=f"See {slot.log}.")
+        logger.warning("%s, before it was ready: other slots run its clients. %s", end, slot.shown_log())
 
     def _has_no_such_call(self, *_: Any, **__: Any) -> Any:
         raise FederatedError(
@@ -233,6 +219,136 @@ class ProcessGrid(Grid):
 
     set_run = create_message = push_messages = pull_messages = _has_no_such_call
     run = property(_has_no_such_call)
+
+
+@dataclass(eq=False)
+class Task:
+    """A message to a client, and its reply; None until it has arrived."""
+
+    message: Message
+    record: ClientRecord
+    reply: Message | None = None
+
+    def begin(self, slot: Slot) -> None:
+        record = self.record
+        record.slot, record.device, record.begin_s = slot.index, str(slot.device), time.monotonic()
+        record.attempts += 1
+
+    def answer(self, reply: Message) -> None:
+        """Ends the task with a reply."""
+        self.reply = reply
+        if self.record.attempts:
+            self.record.seconds = time.monotonic() - self.record.begin_s
+
+    def fail(self, code: int, error: str) -> str:
+        """Ends the task with an error reply, which strategies leave out. Returns the error with `place()`."""
+        self.record.error = f"{self.place()}: {error}"
+        self.answer(Message(Error(code=code, reason=self.record.error), reply_to=self.message))
+        return self.record.error
+
+    def place(self) -> str:
+        """Describes the task: "client 3 (round 2, train) on slot 1, cuda:1"."""
+        record, configs = self.record, self.message.content.config_records.values()
+        server_round = next((str(config["server-round"]) for config in configs if "server-round" in config), "0")
+        where = f" on slot {record.slot}, {record.device}" if record.attempts else ""
+        return f"client {record.client_id} (round {server_round}, {record.kind}){where}"
+
+
+def _make_task(message: Message) -> Task:
+    # As Flower does itself: there is no setter. Replies refer to this id.
+    message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+    kind = message.metadata.message_type.partition(".")[0]
+    return Task(message, ClientRecord(message.metadata.dst_node_id - 1, kind))
+
+
+class SlotEnded(Exception):
+    """The slot's process has ended; the text describes how."""
+
+
+class Slot:
+    """Starts and ends the slot's processes, one after the other. One thread uses it; any thread may call `kill`.
+
+    Its processes see only its device; `log_dir` has their output, slot_N.log.
+
+    Attributes:
+        is_retired: A process has failed to start, and no other one will be started.
+    """
+
+    def __init__(self, index: int, device: SlotDevice, log_dir: Path) -> None:
+        self.index = index
+        self.device = device
+        self.log = log_dir / f"slot_{index}.log"
+        self.is_retired = False
+        self._process: Child | None = None
+        make_log(self.log)
+
+    def __str__(self) -> str:
+        return f"slot {self.index} on {self.device}"
+
+    def start(self, app: bytes, environment: Mapping[str, str]) -> None:
+        """Starts a process unless one lives, and waits until it is ready.
+
+        Raises SlotEnded if it has ended, for example because its device does not work; SetupError if it cannot load the
+        app.
+        """
+        if self._process is not None:
+            if not self._process.has_ended():
+                return
+            logger.warning("%s while it was idle; a new process is started", self.end())
+        arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
+        self._process = Child(str(self), _PROGRAM, self.log, environment, arguments)
+        kind, *error = self.call(self.device.kind, sys.argv, app)
+        if kind == "unloadable":
+            raise SetupError(
+                f"{self} cannot load the clients' functions: {error[0]}\n{read_tail(self.log)}",
+                hint="Modules that they use must be importable in another process, without the script.",
+            )
+
+    def call(self, *fields: Any) -> tuple[Any, ...]:
+        """Sends a message to the process and waits for its answer.
+
+        Raises SlotEnded if the process has ended, or was killed because it is unusable.
+        """
+        assert self._process is not None
+        child = self._process
+        with suppress(OSError, EOFError):  # Raised if it has ended.
+            child.connection.send_bytes(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
+            # Safe to unpickle: it comes from our own child process of the same user.
+            answer: tuple[Any, ...] = pickle.loads(child.connection.recv_bytes())
+            if answer[0] != "unusable":
+                return answer
+            child.kill(answer[1])
+        raise SlotEnded(self.end())
+
+    def kill(self, because: str) -> None:
+        """Kills the process and its children. A thread that waits for its answer gets SlotEnded."""
+        if self._process is not None:
+            self._process.kill(because)
+
+    def end(self) -> str:
+        """Kills the process and its children, and collects it. Returns how it ended, in one line."""
+        child, self._process = self._process, None
+        if child is None:
+            return ""
+        if child.is_mine():
+            child.collect()
+        child.connection.close()
+        os.close(child.pid_descriptor)
+        return child.describe_end()
+
+    def shown_log(self) -> str:
+        """Returns the end of the log, for a message."""
+        return f"The end of its log:\n{read_tail(self.log)}"
+
+
+def _note_death(slot: Slot, task: Task, end: str) -> None:
+    """Called when a client's process has died. Leaves the task for another attempt, or ends it with an error."""
+    if task.record.attempts < _MAX_ATTEMPTS:
+        text = "%s. It was running %s, which is run once more. %s"
+        logger.warning(text, end, task.place(), slot.shown_log())
+        return
+    text = f"{end}. This is the second process that ended with this client, which is left out"
+    logger.warning("%s\n%s", task.fail(CLIENT_CRASHED, text), slot.shown_log())
 
 
 def _end_all(slots: Sequence[Slot]) -> None:

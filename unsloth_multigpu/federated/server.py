@@ -69,10 +69,8 @@ def create_multigpu_flower_server(
         SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
         VersionError: Flower is outside the supported range.
     """
-    functions: dict[str, Any] = dict(model_builder=model_builder, train_fn=train_fn, evaluate_fn=evaluate_fn)
-    slots: dict[str, Any] = dict(device=device, auto_gpu=auto_gpu, num_gpus=num_gpus, clients_per_gpu=clients_per_gpu)
-    slots |= dict(max_workers=max_workers, placement=placement, log_dir=log_dir)
-    options = ServerOptions(server_id, **functions, **slots, lora_aggregation=lora_aggregation, seed=seed)
+    slots = (device, auto_gpu, num_gpus, clients_per_gpu, max_workers, placement)
+    options = ServerOptions(server_id, model_builder, train_fn, evaluate_fn, *slots, lora_aggregation, seed, log_dir)
     _check_libraries()
     from unsloth_multigpu.federated.training import FederatedServer, refuse_ranks
 

@@ -7,10 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -26,25 +25,32 @@ from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError, Se
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.apps import make_client_app, to_metrics
-from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, pack_strategy, read_round, write_round
 from unsloth_multigpu.federated.client import ClientModel, client_seed
 from unsloth_multigpu.federated.flower_strategy import (
+    Kind,
+    check_replies,
     check_strategy,
     checked_strategy,
     describe,
     has_server_optimizer,
     is_weighted_mean,
+    like,
     quiet_flower,
     weight_key,
+    weight_of,
 )
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 from unsloth_multigpu.federated.placement import choose_devices
-from unsloth_multigpu.federated.reply import Kind, check_replies, like, weight_of
-from unsloth_multigpu.federated.round_report import (
+from unsloth_multigpu.federated.rounds import (
     FederatedReport,
     FederatedResult,
     RoundReport,
+    SavedRound,
     device_reports,
+    open_folder,
+    pack_strategy,
+    read_round,
+    write_round,
     write_rounds,
 )
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
@@ -176,7 +182,7 @@ class FederatedServer:
     def __enter__(self) -> FederatedServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _last(self) -> Training:
@@ -206,17 +212,17 @@ class Start:
 
     Args:
         arrays: The exchanged tensors.
+        frozen: Frozen factors of the adapter.
         layout: Names and shapes of the model's tensors, see `adapters.layout_of`.
         adapter_config: For `save_adapter`; "" without an adapter.
-        frozen: Frozen factors of the adapter.
         buffers: Names of the buffers in `arrays`.
         not_projectable: Reasons why lora_aggregation="project" cannot work with this model.
     """
 
     arrays: ArrayRecord
+    frozen: ArrayRecord
     layout: Sequence[str] = ()
     adapter_config: str = ""
-    frozen: ArrayRecord = field(default_factory=ArrayRecord)
     buffers: Sequence[str] = ()
     not_projectable: Sequence[str] = ()
 
@@ -251,7 +257,7 @@ class Training:
         """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
         begin_s, options = time.monotonic(), self._options
         folder = None if options.output_dir is None else Path(options.output_dir)
-        with nullcontext() if folder is None else open_folder(folder, options.resume) as newest:
+        with open_folder(folder, options.resume) as newest:
             saved = read_round(newest, self._facts, options.num_rounds) if newest else None
             self.start = self._known_start or ask_for_start(self._grid, options.round_timeout_s)
             if self._server.options.lora_aggregation == "project" and self.start.not_projectable:
@@ -259,7 +265,7 @@ class Training:
             self.arrays = self.start.arrays
             if saved is not None:
                 self._resume(saved)
-                _log.info("resumes after round=%d of %s", saved.server_round, newest)
+                _log.info("resumes after round=%d of %s", len(saved.reports), newest)
             if folder is not None:
                 write_rounds(folder, self._reports, must_append=False)
             self._grid.records = []  # The query of the initial state belongs to no round.
@@ -277,7 +283,7 @@ class Training:
     def _resume(self, saved: SavedRound) -> None:
         if difference := layout_difference(self.start.layout, saved.layout):
             raise ResumeError(
-                f"round {saved.server_round} is of another model: {difference}.",
+                f"round {len(saved.reports)} is of another model: {difference}.",
                 hint="Use the model_builder of the stopped training.",
             )
         self.arrays = saved.arrays
@@ -327,8 +333,8 @@ class Training:
                 self._failures.append(f"{name} used no reply, so the weights are unchanged")
             return found
         if is_weighted_mean(self._strategy):
-            lora = aggregate_lora(kept, weights, arrays, mode=self._server.options.lora_aggregation)
-            arrays, found["lora_remainder"] = lora.arrays, lora.relative_remainder
+            mode = self._server.options.lora_aggregation
+            arrays, found["lora_remainder"] = aggregate_lora(kept, weights, arrays, mode=mode)
         elif has_server_optimizer(self._strategy) and self.start.buffers:
             # A server optimizer could make a running variance negative.
             arrays = ArrayRecord({**arrays, **weighted_mean(kept, weights, self.start.buffers)})
@@ -367,11 +373,10 @@ class Training:
 
     def _save(self, folder: Path) -> None:
         packed, left_out = pack_strategy(self._strategy)
-        first, number = self._first_metrics or {}, len(self._reports)
-        state = (self.arrays, self.start.layout, self._reports, first, packed, self._facts)
-        write_round(folder, SavedRound(number, *state))
+        first = self._first_metrics or {}
+        write_round(folder, SavedRound(self.arrays, self.start.layout, self._reports, first, packed, self._facts))
         write_rounds(folder, self._reports[-1:], must_append=True)
-        if left_out and number == 1:
+        if left_out and len(self._reports) == 1:
             _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 
     @contextmanager
@@ -396,8 +401,8 @@ def ask_for_start(grid: ProcessGrid, timeout_s: float) -> Start:
     for reply in replies:
         if reply.has_content():
             records, facts = reply.content.array_records, reply.content.config_records["config"]
-            known: dict[str, Any] = {name.replace("-", "_"): value for name, value in facts.items()}
-            return Start(records["arrays"], frozen=records["frozen"], **known)
+            known: dict[str, Any] = dict(facts)
+            return Start(records["arrays"], records["frozen"], **known)
     raise FederatedError(
         f"no client could build its model: {replies[0].error.reason}",
         hint="The log above shows the whole error. Check that model_builder() works in a separate script.",

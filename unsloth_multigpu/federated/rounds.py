@@ -1,0 +1,386 @@
+"""The rounds of a federated training: their report, and the files from which a training resumes.
+
+A file per finished round, written atomically, has plain data for `torch.load(weights_only=True)`, and no code. It is a
+ZIP archive with checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp.strategy import Result, Strategy
+
+from unsloth_multigpu.checkpoint.manifest import flush_folder
+from unsloth_multigpu.errors import ConfigError, ResumeError
+from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.process import try_lock
+from unsloth_multigpu.words import aligned
+
+_log = get_logger(__name__)
+# Metrics of Flower's records: numbers or lists of numbers by name.
+Metrics = Mapping[str, Any]
+_JSON_LINES = "rounds.jsonl"
+_NAME = re.compile(r"round-(\d+)\.pt")
+_LOCK = ".rounds.lock"
+
+
+@dataclass
+class ClientRecord:
+    """Record of a message to a client.
+
+    Args:
+        kind: "train", "evaluate" or "query".
+        slot: Number of the slot that answered it, or of the last attempt; -1 = not begun.
+        device: Device of that slot, such as "cuda:1".
+        begin_s: Start of the last attempt, on the clock of `time.monotonic`.
+        seconds: Time from the start to the reply.
+        peak_memory_bytes: Peak of the memory reserved by torch; 0 on the CPU.
+        attempts: Number of attempts.
+    """
+
+    client_id: int
+    kind: str
+    slot: int = -1
+    device: str = ""
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    error: str | None = None
+    attempts: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One device in one round.
+
+    Args:
+        device: Such as "cuda:0" or "cpu:1".
+        client_ids: Clients that trained on it, in the order of their start.
+        busy_s: Seconds in which at least one client ran on it.
+        peak_memory_bytes: Largest peak of a client; None if not measured.
+    """
+
+    device: str
+    client_ids: tuple[int, ...]
+    busy_s: float
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One round.
+
+    Args:
+        server_round: Number of the round, from 1.
+        seconds: Wall time from the selection of clients to the server's own evaluation, without the checkpoint.
+        num_examples: Training examples of all clients whose result was used.
+        devices: Every device with a slot.
+        failures: One line per client that was left out or had to run again.
+        lora_remainder: Relative difference of the round's adapter from mean(B A); None without LoRA, and if computing
+            it for "mean" would take long.
+    """
+
+    server_round: int
+    seconds: float
+    num_examples: int
+    devices: tuple[DeviceReport, ...] = ()
+    train_metrics: Metrics = dataclasses.field(default_factory=dict)
+    evaluate_metrics: Metrics = dataclasses.field(default_factory=dict)
+    server_metrics: Metrics = dataclasses.field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+    lora_remainder: float | None = None
+
+    def utilisation(self, device: DeviceReport) -> float:
+        """Returns the fraction of the round, 0 to 1, in which the device ran a client."""
+        return min(1.0, device.busy_s / self.seconds) if self.seconds > 0 else 0.0
+
+    def row(self) -> dict[str, str]:
+        """Returns the figures as texts by name."""
+        row = {"round": str(self.server_round), "seconds": f"{self.seconds:.1f}", "examples": str(self.num_examples)}
+        row |= {d.device: f"{len(d.client_ids)} cl {self.utilisation(d):.0%}" for d in self.devices}
+        every = (("", self.train_metrics), ("eval_", self.evaluate_metrics), ("server_", self.server_metrics))
+        row |= {prefix + name: _short(value) for prefix, metrics in every for name, value in metrics.items()}
+        if self.lora_remainder is not None:
+            row["lora_remainder"] = f"{self.lora_remainder:.2g}"
+        return row | ({"failures": str(len(self.failures))} if self.failures else {})
+
+
+@dataclass(frozen=True)
+class FederatedReport:
+    """All rounds of a federated training. `str()` returns a table.
+
+    Args:
+        server_id: Name of the server.
+        num_clients: Number of clients.
+        num_slots: Number of processes for clients.
+        startup_s: Seconds before the first round: starting slots, building models, reading a saved round.
+        rounds: The rounds in order.
+    """
+
+    server_id: str
+    num_clients: int
+    num_slots: int = 0
+    startup_s: float = 0.0
+    rounds: tuple[RoundReport, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all rounds, without start-up."""
+        return sum(r.seconds for r in self.rounds)
+
+    def __str__(self) -> str:
+        head = f"server_id={self.server_id} clients={self.num_clients} slots={self.num_slots}"
+        head += f" startup_s={self.startup_s:.1f} rounds={len(self.rounds)} seconds={self.seconds:.1f}"
+        rows = [r.row() for r in self.rounds]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = aligned([names, *([row.get(name, "-") for name in names] for row in rows)], num_left=0)
+        return "\n".join(
+            [head, *table, *(f"round {r.server_round}: {text}" for r in self.rounds for text in r.failures)]
+        )
+
+
+@dataclass(frozen=True)
+class FederatedResult:
+    """The result of `fit`.
+
+    Args:
+        result: Flower's Result: the global arrays, and the clients' and the server's metrics by round.
+        report: Times and devices of each round.
+    """
+
+    result: Result
+    report: FederatedReport
+
+    @property
+    def rounds(self) -> tuple[RoundReport, ...]:
+        """The rounds of the report, in order."""
+        return self.report.rounds
+
+
+def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientRecord]) -> tuple[DeviceReport, ...]:
+    """Returns the report of each device in a round, in the order of the slots."""
+    reports = []
+    for device in dict.fromkeys(devices_of_slots):
+        own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
+        clients = tuple(r.client_id for r in own if r.kind == "train")
+        busy_s = busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own)
+        peak_bytes = max((r.peak_memory_bytes for r in own), default=0)
+        reports.append(DeviceReport(device, clients, busy_s, peak_bytes or None))
+    return tuple(reports)
+
+
+def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Returns the seconds covered by at least one of the intervals (begin, end), which may overlap."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
+    """Writes the rounds as JSON lines, with which a training can be watched. Raises OSError."""
+    with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
+        file.writelines(json.dumps(dataclasses.asdict(line)) + "\n" for line in rounds)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_short, value)) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class SavedRound:
+    """A training after one of its rounds.
+
+    Args:
+        arrays: The global arrays after it.
+        layout: Names and shapes of the model's tensors.
+        reports: Reports of all rounds so far.
+        first_metrics: Metrics of the server's evaluation before the first round.
+        strategy: Packed attributes of the strategy and of each wrapped one, see `pack_strategy`.
+        facts: Settings that must be equal after a resume, as JSON values.
+    """
+
+    arrays: ArrayRecord
+    layout: Sequence[str]
+    reports: Sequence[RoundReport]
+    first_metrics: Mapping[str, Any]
+    strategy: Sequence[Mapping[str, Any]]
+    facts: Mapping[str, Any]
+
+    def restore(self, strategy: Strategy) -> None:
+        """Restores the state after the round in `strategy`, which has the same classes."""
+        for layer, stored in zip(layers_of(strategy), self.strategy, strict=True):
+            for name, packed in stored.items():
+                part: Any = vars(layer).get(name)
+                if has_state(part):
+                    part.load_state_dict(unpack(packed))
+                else:
+                    setattr(layer, name, unpack(packed))
+
+
+@contextmanager
+def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | None]:
+    """Creates and locks the folder, if its file system has locks, and finds the round from which to resume.
+
+    Yields the file of that round; None = from the beginning, also without a folder.
+
+    Raises ConfigError if there are rounds and `resume` is not set, if another running training uses the folder, or if
+    it cannot be written.
+    """
+    if output_dir is None:
+        yield None
+        return
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = (output_dir / _LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror}.", hint="Change output_dir."
+        ) from error
+    with lock:
+        if try_lock(lock.fileno()) == "held":
+            raise ConfigError(
+                f"output_dir={str(output_dir)!r}: another running training writes its rounds there.",
+                hint="Wait for its end, end it, or choose another output_dir.",
+            )
+        yield _round_to_resume(output_dir, resume)
+
+
+def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
+    rounds = rounds_in(output_dir)
+    if resume is None and rounds:
+        raise ConfigError(
+            f"output_dir={str(output_dir)!r} has {rounds[-1].name} of an earlier training.",
+            hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
+        )
+    for file in reversed(rounds):
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if (damaged := archive.testzip()) is None:
+                    return file
+        except (OSError, zipfile.BadZipFile) as error:
+            damaged = str(error)
+        _log.warning("%s is skipped, because it is damaged: %s", file, damaged)
+    return None
+
+
+def rounds_in(output_dir: Path) -> list[Path]:
+    """Returns the files of rounds, the newest last."""
+    found = {path: _NAME.fullmatch(path.name) for path in output_dir.iterdir()}
+    return [path for _, path in sorted((int(match[1]), path) for path, match in found.items() if match)]
+
+
+def write_round(output_dir: Path, saved: SavedRound) -> None:
+    """Writes a round as `round-K.pt`, and deletes all but the last two. Raises OSError."""
+    number, reports = len(saved.reports), [dataclasses.asdict(report) for report in saved.reports]
+    state = vars(saved) | {"server_round": number, "arrays": pack(saved.arrays), "reports": reports}
+    state["facts"] = json.dumps(saved.facts)
+    part, name = output_dir / ".round.part", f"round-{number}.pt"
+    with part.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, output_dir / name)
+    flush_folder(output_dir)
+    for path in rounds_in(output_dir):
+        if path.name not in (name, f"round-{number - 1}.pt"):
+            path.unlink()
+
+
+def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRound:
+    """Reads a round of the training that resumes, with these settings and total number of rounds.
+
+    Raises:
+        ResumeError: A setting differs.
+        ConfigError: The saved round is later than the last one.
+    """
+    state = torch.load(file, weights_only=True)
+    number = state.pop("server_round")
+    stored, now = json.loads(state["facts"]), json.loads(json.dumps(dict(facts)))
+    for name in [*stored, *now]:
+        if stored.get(name) != now.get(name):
+            raise ResumeError(
+                f"{file} was written with {name}={stored.get(name)!r}, this training has {now.get(name)!r}.",
+                hint="Use the same settings, or another output_dir for a new training.",
+            )
+    if number > num_rounds:
+        raise ConfigError(
+            f"num_rounds={num_rounds}, but {file} is already the state after round {number}.",
+            hint="num_rounds counts all rounds, including those before a resume.",
+        )
+    for report in state["reports"]:
+        report["devices"] = tuple(DeviceReport(**device) for device in report["devices"])
+    reports = [RoundReport(**report) for report in state["reports"]]
+    return SavedRound(**state | {"arrays": unpack(state["arrays"]), "reports": reports})
+
+
+def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the packed attributes of a strategy and its wrapped ones, and the names of those that are not stored."""
+    layers: list[dict[str, Any]] = []
+    left_out = []
+    for layer in layers_of(strategy):
+        layers.append({})
+        for name, value in vars(layer).items():
+            if isinstance(value, Strategy) or (callable(value) and not has_state(value)):
+                continue
+            try:
+                layers[-1][name] = pack(value)
+            except TypeError:
+                left_out.append(f"{type(layer).__name__}.{name}")
+    return layers, left_out
+
+
+def pack(value: Any) -> Any:
+    """Converts a value to plain data: other types than numbers, texts, lists and dicts become (kind, content).
+
+    Raises TypeError for a type that cannot be stored.
+    """
+    import numpy as np
+
+    # Before the check for float: numpy.float64 is a float, but promotes float32, which a float does not.
+    if isinstance(value, np.ndarray | np.generic):
+        kind = "scalar" if isinstance(value, np.generic) else "array"
+        return kind, torch.from_numpy(np.array(value, order="C"))
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    if isinstance(value, dict):
+        return {key: pack(item) for key, item in value.items()}
+    if isinstance(value, ArrayRecord):
+        return "record", {name: pack(array.numpy()) for name, array in value.items()}
+    if has_state(value):
+        return pack(value.state_dict())
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not stored")
+
+
+def unpack(packed: Any) -> Any:
+    """Reverses `pack`. Arrays are copies."""
+    if isinstance(packed, list):
+        return [unpack(item) for item in packed]
+    if isinstance(packed, dict):
+        return {key: unpack(item) for key, item in packed.items()}
+    if not isinstance(packed, tuple):
+        return packed
+    kind, content = packed
+    if kind == "record":  # In the original order: some strategies match arrays by position.
+        return ArrayRecord({name: Array(unpack(item)) for name, item in content.items()})
+    array = content.numpy().copy()
+    return array[()] if kind == "scalar" else array
