@@ -40,8 +40,7 @@ class Use:
         place: File and line.
         is_call: It is called, with the arguments below; else it is only named.
         num_positional: Arguments without a keyword, `self` of a `super()` call among them.
-        keywords: Keywords that are always passed.
-        conditional: Keywords that are passed under a condition: the code asks first whether they are taken.
+        keywords: Keywords, also those that are passed under a condition.
         is_open: It is also passed arguments that the syntax tree does not show, by `*` or `**`.
     """
 
@@ -50,7 +49,6 @@ class Use:
     is_call: bool = False
     num_positional: int = 0
     keywords: tuple[str, ...] = ()
-    conditional: tuple[str, ...] = ()
     is_open: bool = False
 
 
@@ -131,18 +129,14 @@ class _Reader(ast.NodeVisitor):
         self, name: str, node: ast.Call, arguments: Sequence[ast.expr], num_before: int, is_open: bool = False
     ) -> None:
         keywords = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
-        conditional: list[str] = []
         is_open = is_open or any(isinstance(argument, ast.Starred) for argument in arguments)
         for keyword in (k for k in node.keywords if k.arg is None):
             keys = self._keys(keyword.value)
             is_open = is_open or keys is None
-            for key, is_conditional in keys or ():
-                (conditional if is_conditional else keywords).append(key)
+            keywords += keys or ()
         num = num_before + sum(not isinstance(argument, ast.Starred) for argument in arguments)
-        own = tuple(dict.fromkeys(keywords))
-        maybe = tuple(key for key in dict.fromkeys(conditional) if key not in own)
         place = f"{self._file}:{node.lineno}"
-        self.found.append(Use(name, place, True, num, own, maybe, is_open))
+        self.found.append(Use(name, place, True, num, tuple(dict.fromkeys(keywords)), is_open))
 
     def _note(self, name: str, node: ast.AST) -> None:
         self.found.append(Use(name, f"{self._file}:{node.lineno}"))  # type: ignore[attr-defined]
@@ -169,42 +163,37 @@ class _Reader(ast.NodeVisitor):
         method = _last(node)
         return (base, 0) if method == "__init__" else (f"{base}.{method}", 1)
 
-    def _keys(self, node: ast.expr, is_conditional: bool = False) -> list[tuple[str, bool]] | None:
-        """Keys of a dict and whether a condition decides over each; None = the file does not show them."""
-        parts: list[list[tuple[str, bool]] | None]
+    def _keys(self, node: ast.expr) -> list[str] | None:
+        """Keys of a dict; None = the file does not show them."""
+        own: list[str] = []
+        parts: list[ast.expr] = []
         if isinstance(node, ast.Dict):
-            parts = []
-            for key, value in zip(node.keys, node.values, strict=True):
-                if key is None:
-                    parts.append(self._keys(value, is_conditional))
-                else:
-                    is_text = isinstance(key, ast.Constant) and isinstance(key.value, str)
-                    parts.append([(key.value, is_conditional)] if is_text else None)  # type: ignore[attr-defined]
+            parts = [value for key, value in zip(node.keys, node.values, strict=True) if key is None]
+            names = [getattr(key, "value", None) for key in node.keys if key is not None]
+            own = [name for name in names if isinstance(name, str)]
+            if len(own) < len(names):
+                return None
         elif isinstance(node, ast.IfExp):
-            parts = [self._keys(branch, True) for branch in (node.body, node.orelse)]
+            parts = [node.body, node.orelse]
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            parts = [self._keys(side, is_conditional) for side in (node.left, node.right)]
+            parts = [node.left, node.right]
         elif isinstance(node, ast.Name):
-            parts = [self._keys(value, is_conditional or inside) for value, inside in self._assigned(node.id)]
+            parts = list(self._assigned(node.id))
         elif isinstance(node, ast.Call) and (function := self._functions.get(_last(node.func) or "")) is not None:
-            returns = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
-            parts = [self._keys(value, is_conditional or len(returns) > 1) for value in returns]
-        else:
+            parts = [n.value for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
+        found = [self._keys(part) for part in parts]
+        if None in found or not (found or isinstance(node, ast.Dict)):
             return None
-        if not parts and not isinstance(node, ast.Dict):
-            return None
-        return None if any(part is None for part in parts) else [key for part in parts for key in part or ()]
+        return [*own, *(key for keys in found for key in keys or ())]
 
-    def _assigned(self, name: str) -> Iterator[tuple[ast.expr, bool]]:
-        """What the innermost function puts into a variable, and whether a condition decides over it."""
-        for node, inside in _statements(self._bodies[-1], False):
+    def _assigned(self, name: str) -> Iterator[ast.expr]:
+        """What the innermost function puts into a variable."""
+        for node in _statements(self._bodies[-1]):
             for target, value in _assignments(node):
-                if isinstance(target, ast.Name) and target.id == name:
-                    yield value, inside
-                elif (
-                    isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == name
-                ):
-                    yield ast.Dict(keys=[target.slice], values=[value]), inside
+                if isinstance(target, ast.Subscript) and _last(target.value) == name:
+                    yield ast.Dict(keys=[target.slice], values=[value])
+                elif isinstance(target, ast.Name) and target.id == name:
+                    yield value
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -214,17 +203,16 @@ def _last(node: ast.expr) -> str | None:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
 
 
-def _statements(body: Sequence[ast.stmt], is_conditional: bool) -> Iterator[tuple[ast.stmt, bool]]:
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements of one scope, also in blocks; not those of functions and classes in it."""
     for node in body:
-        yield node, is_conditional
+        yield node
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             continue
-        inside = is_conditional or isinstance(node, (ast.If, ast.Try))
         for field in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(node, field, []), inside)
+            yield from _statements(getattr(node, field, []))
         for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
-            yield from _statements(handler.body, inside)
+            yield from _statements(handler.body)
 
 
 def _assignments(node: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -237,7 +225,7 @@ def _assignments(node: ast.stmt) -> Iterator[tuple[ast.expr, ast.expr]]:
 def _names(body: Sequence[ast.stmt]) -> dict[str, str | None]:
     """Local name -> dotted name of what a scope imports; None for what it assigns or defines itself."""
     names: dict[str, str | None] = {}
-    for node, _ in _statements(body, False):
+    for node in _statements(body):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.split(".")[0]
@@ -287,30 +275,11 @@ def _arguments(found: object) -> str:
 
 def parse(text: str) -> inspect.Signature:
     """The opposite of what `describe` writes."""
-    (function,) = ast.parse(f"def function{text}: ...").body
-    arguments = function.args  # type: ignore[attr-defined]
-    positional = [*arguments.posonlyargs, *arguments.args]
-    num_required = len(positional) - len(arguments.defaults)
-    kind = inspect.Parameter
-    parameters = [
-        kind(
-            argument.arg,
-            kind.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else kind.POSITIONAL_OR_KEYWORD,
-            default=kind.empty if i < num_required else ...,
-        )
-        for i, argument in enumerate(positional)
-    ]
-    parameters += [kind(a.arg, kind.VAR_POSITIONAL) for a in [arguments.vararg] if a]
-    parameters += [
-        kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else ...)
-        for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    parameters += [kind(a.arg, kind.VAR_KEYWORD) for a in [arguments.kwarg] if a]
-    return inspect.Signature(parameters)
+    return inspect.signature(eval(f"lambda {text[1:-1]}: None"))
 
 
 def problems(uses: Sequence[Use], known: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
-    """What `known` does not take: dotted name, with `(keyword)` for one passed under a condition; place; why."""
+    """What `known` does not take: dotted name; place; why."""
     found = []
     for use in uses:
         if use.name not in known:
@@ -321,21 +290,12 @@ def problems(uses: Sequence[Use], known: Mapping[str, str | None]) -> list[tuple
             found.append((use.name, use.place, "absent"))
         elif use.is_call and text != NAME_ONLY:
             signature = parse(text)
-            if error := _misfit(signature, use, use.keywords):
-                found.append((use.name, use.place, error))
-            for keyword in use.conditional:
-                if error := _misfit(signature, use, (*use.keywords, keyword)):
-                    found.append((f"{use.name}({keyword})", use.place, error))
+            bind = signature.bind_partial if use.is_open else signature.bind
+            try:
+                bind(*[None] * use.num_positional, **dict.fromkeys(use.keywords))
+            except TypeError as error:
+                found.append((use.name, use.place, str(error)))
     return found
-
-
-def _misfit(signature: inspect.Signature, use: Use, keywords: Sequence[str]) -> str:
-    bind = signature.bind_partial if use.is_open or use.conditional else signature.bind
-    try:
-        bind(*[None] * use.num_positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        return str(error)
-    return ""
 
 
 def main(row: str) -> None:

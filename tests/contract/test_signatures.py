@@ -20,8 +20,7 @@ else:
 
 RECORDED_BY_ROW: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_text(encoding="utf-8"))
 USES = collect()
-# What some version does not take or have, and how the code asks before it passes or calls it. A keyword is an entry
-# only where a dict behind `**` has it under a condition.
+# What some version does not take or have, and how the code asks before it passes or calls it.
 _NEEDS = "shard.count leaves sharded rows out by check_versions: transformers 5.17 needs a newer accelerate"
 ALLOWED: dict[str, str] = {
     **dict.fromkeys(

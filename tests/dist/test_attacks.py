@@ -27,15 +27,18 @@ def jobs(accumulation, *kinds, shape="24x4"):
 
 
 EXACT = [
-    *jobs(1, "chunks", "by_rate", "curriculum", "by_embeddings"),
-    *jobs(2, "gathers_by_accelerate", "own_step", "counting", "own_backward", "branches"),
+    *jobs(1, "chunks", "by_rate", "curriculum", "by_embeddings", "by_names"),
+    *jobs(2, "gathers_by_accelerate", "own_step", "counting", "own_backward", "branches", "tuples"),
     # Parts of a micro-batch make up its loss, by rows, labels, class weights or the sum of an input.
     *(f"{kind}:{SHARED}" for kind in ("class_weights", "token_class_weights", "weighted_rows", "summed_target")),
     *(f"{kind}:{WHOLE}" for kind in ("contrastive", "batch_norm", "router")),
     # Half of the parts have no label, and their mean is no number.
     "masked:22x2x3",
+    # Rows of several lengths that are never collated together.
+    *("class_weights:21x1x4", "ready:24x1x2"),
     # Methods that scripts override.
     *("divided_tokens:32x4x4", "auxiliary:24x4x3", "batches:22x4x3", "grows:22x4x1", "clips:22x4x1"),
+    *("prepares_tokens:22x4x1", "mixes_in_place:19x4x2"),
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {
@@ -46,22 +49,6 @@ SAID = {
     # What DDP's wrapper lacks.
     "by_attribute:24x4x2": (1, ""),
     "changes_form:24x4x1": (9, KEEP_WHOLE.format(2)),
-}
-# Of the same classes.
-MORE_EXACT = [
-    *jobs(1, "few_tags", "changing_weights"),
-    # Rows of several lengths that are never collated together.
-    *("class_weights:21x1x4", "ready:24x1x2", "by_progress:24x4x2"),
-    *jobs(1, "stock_chunks", "counter", "own_step", "curriculum_tokens", "by_names"),
-    *jobs(2, "by_callback", "own_backward_of_loss", "tuples"),
-    *("ignored_rows:23x5x1", "attended_mean:23x5x1", "class_weights:26x4x6", "questions:26x4x6", "own_backward:26x4x6"),
-    *("divided_mean:22x4x3", "prepares_tokens:22x4x1", "hands_on:22x4x3"),
-    *("rare_tags:22x4x1", "masked:21x3x1", "adversarial:22x4x1", "mixes_in_place:19x4x2"),
-]
-MORE_SAID = {
-    **dict.fromkeys(jobs(2, "clips", "adversarial"), (1, AT_ONCE)),
-    **dict.fromkeys(jobs(1, "gathers_by_torch", "prepares_labels"), (1, KEEP_WHOLE.format(2))),
-    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("flooded", "questions", "mixes_in_place")},
 }
 LATE, HARD_FIRST = "late:24x4x2", "hard_first:24x4x2"
 TIGHT, HEARS, REFUSED, OPAQUE = "tight:24x4x1", "hears:24x4x2", "fewer_batches:22x4x2", "opaque:24x4x2"
@@ -74,17 +61,7 @@ DRAWING = {
     "counted_rows:24x4x1": "the data set",
     "dropout:24x4x1": "dropout",
 }
-# Three ranks share by the same code; a part of the jobs is enough.
-ON_THREE = [
-    *(f"{kind}:{SHARED}" for kind in ("class_weights", "weighted_rows", "contrastive")),
-    *(f"{kind}:{WHOLE}" for kind in ("class_weights", "contrastive", "batch_norm")),
-    "masked:22x2x3",
-]
 NUM_RANDOM = 6
-
-
-def thorough(*arguments):
-    return pytest.param(*arguments, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +69,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("attacks")
 
 
-def train(folder, num_ranks, names, num_random=0, name=""):
+def train(folder, num_ranks, names, num_random):
     """Does jobs in one start of ranks, once."""
-    out = folder / f"{name}{num_ranks}"
+    out = folder / str(num_ranks)
     if not out.exists():
         run = run_python([SCRIPT, num_ranks, out, num_random, *names], folder, BARE)
         # A training of two ranks is refused, which the script catches.
@@ -102,45 +79,34 @@ def train(folder, num_ranks, names, num_random=0, name=""):
     return out
 
 
-def done(folder, num_ranks, job=REFUSED):
-    if num_ranks == 3:
-        return train(folder, 3, ON_THREE)
-    if job in MORE_EXACT or job in MORE_SAID:
-        return train(folder, num_ranks, [*MORE_EXACT, *MORE_SAID], name="more_")
+def done(folder, num_ranks):
     names = [*EXACT, *SAID, *DRAWING, TIGHT, HEARS, LATE, HARD_FIRST]
     return train(folder, num_ranks, [*names, REFUSED, OPAQUE] if num_ranks > 1 else names, NUM_RANDOM)
 
 
 def facts_of(folder, job, num_ranks=2):
-    return outcome(done(folder, num_ranks, job), job)[0]
+    return outcome(done(folder, num_ranks), job)[0]
 
 
-def difference(folder, job, num_ranks=2):
+def difference(folder, job):
     """The larger one of the relative differences of gradient norms and of weights."""
-    (one, weights), (many, of_ranks) = (outcome(done(folder, n, job), job) for n in (1, num_ranks))
+    (one, weights), (many, of_ranks) = (outcome(done(folder, n), job) for n in (1, 2))
     assert len(one["grad_norm"]) == len(many["grad_norm"]) > 0
     norms = (abs(a - b) / max(a, 1e-9) for a, b in zip(one["grad_norm"], many["grad_norm"], strict=True))
     return max(*norms, distance(weights, of_ranks))
 
 
-def warnings(folder, job, num_ranks=2):
+def warnings(folder, job):
     # The buffers of a batch norm have a warning of their own.
-    said = [text for level, text in facts_of(folder, job, num_ranks)["said"] if level == "WARNING"]
+    said = [text for level, text in facts_of(folder, job)["said"] if level == "WARNING"]
     return [text for text in said if "changes buffers" not in text]
 
 
-@pytest.mark.parametrize(
-    ("job", "num_ranks"),
-    [
-        *((job, 2) for job in EXACT),
-        *(thorough(job, 2) for job in MORE_EXACT),
-        *(thorough(job, 3) for job in ON_THREE if job in [*EXACT, *MORE_EXACT]),
-    ],
-)
-def test_code_of_a_script_trains_as_in_one_process(folder, job, num_ranks):
-    assert difference(folder, job, num_ranks) < 1e-5
-    assert warnings(folder, job, num_ranks) == []
-    facts, one = facts_of(folder, job, num_ranks), facts_of(folder, job, 1)
+@pytest.mark.parametrize("job", EXACT)
+def test_code_of_a_script_trains_as_in_one_process(folder, job):
+    assert difference(folder, job) < 1e-5
+    assert warnings(folder, job) == []
+    facts, one = facts_of(folder, job), facts_of(folder, job, 1)
     assert facts["first_step"]["is_exact"]
     assert facts["first_step"]["difference"] < 1e-5
     assert facts["inexact"] == ""
@@ -149,24 +115,21 @@ def test_code_of_a_script_trains_as_in_one_process(folder, job, num_ranks):
         assert facts["loss"] == pytest.approx(one["loss"], rel=3e-4)
 
 
-@pytest.mark.parametrize(
-    ("job", "num_ranks"),
-    [*((job, 2) for job in SAID), *(thorough(job, 2) for job in MORE_SAID), thorough(f"contrastive:{SHARED}", 3)],
-)
-def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job, num_ranks):
-    step, advice = {**SAID, **MORE_SAID}[job]
-    warning, *worse = warnings(folder, job, num_ranks)
+@pytest.mark.parametrize("job", SAID)
+def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job):
+    step, advice = SAID[job]
+    warning, *worse = warnings(folder, job)
     sizes = [float(re.search(r"the gradient differs by (\S+)", text)[1]) for text in (warning, *worse)]
     assert all(later > 9 * before for before, later in itertools.pairwise(sizes))
     assert warning.startswith("first step: " if step == 1 else f"step {step}: ")
     assert "the gradient differs by" in warning
     assert "this is not exactly the training of one process" in warning
-    assert advice.replace("=2", f"={num_ranks}") in warning
-    facts = facts_of(folder, job, num_ranks)
+    assert advice in warning
+    facts = facts_of(folder, job)
     assert facts["inexact"] in [warning, *worse][-1]
     assert facts["first_step"]["is_exact"] == (step > 1)
     # Said for a reason.
-    assert difference(folder, job, num_ranks) > 1e-5
+    assert difference(folder, job) > 1e-5
 
 
 def test_difference_that_grows_is_said_again(folder):
@@ -264,7 +227,7 @@ def test_data_set_that_grows_is_dealt_in_order_from_then_on(folder):
     ]
 
 
-@pytest.mark.parametrize("count", [NUM_RANDOM, thorough(1000)])
+@pytest.mark.parametrize("count", [NUM_RANDOM, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_loss_that_is_put_together_at_random_is_exact_or_said(folder, tmp_path, count):
     outs = [done(folder, n) if count == NUM_RANDOM else train(tmp_path, n, [], count) for n in (1, 2)]
     ones, twos = (json.loads((out / "random.json").read_text()) for out in outs)

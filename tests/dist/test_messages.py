@@ -1,4 +1,7 @@
-"""What goes wrong inside a step, or between the ranks: what the user reads, and what the weights are then."""
+"""What goes wrong inside a step, or between the ranks: what the user reads, and what the weights are then.
+
+Ranks whose weights differ are stopped at the next check.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +19,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
 def trainings(tmp_path_factory):
     """Several in one process group. The last one ends the run."""
     folder = tmp_path_factory.mktemp("messages")
-    jobs = "raise skip without gradient version same_stream alone divided drifting clamped clamped_refused part memory"
+    jobs = "raise skip without gradient version same_stream alone divided drifting clamped clamped_refused part"
+    jobs = f"{jobs} start scale flip last_step no_hook fp16_hook memory"
     run = run_python([SCRIPT, *jobs.split()], folder, PLAIN)
     return folder, run
 
@@ -81,6 +85,46 @@ def test_stream_with_other_rows_on_each_rank_is_refused(trainings, name, step):
         )
         assert "split_dataset_by_node" in facts["error"]
         assert facts["num_steps"] == step
+
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "step", "tensors", "since", "num_saved"),
+    [
+        ("start", 1, ATTENTION, "It is the first check.", 0),
+        ("scale", 4, ["lm_head.weight"], "All ranks were equal after step 2.", 0),
+        ("flip", 4, ["model.norm.weight"], "All ranks were equal after step 2.", 3),
+        # None is due: it is compared when the training ends, behind the log.
+        ("last_step", 3, ["model.norm.weight"], "All ranks were equal after step 2.", 0),
+    ],
+)
+def test_rank_with_other_weights_is_named_at_the_next_check(trainings, plant, step, tensors, since, num_saved):
+    folder, _ = trainings
+    named = f"{len(tensors)} of 12 trainable tensors: {', '.join(tensors)}. {since}"
+    for facts in seen(folder, plant)[0]:
+        assert facts["error"].startswith(
+            f"DivergenceError: The ranks' replicas differ after step {step}: rank 1 differs from rank 0 in {named}"
+        )
+        assert "Or look for code that changes weights or gradients on one rank only" in facts["error"]
+        # Neither its gradient norm is logged nor the state saved that was found to be different.
+        assert len(facts["grad_norm"]) == (step if plant == "last_step" else step - 1)
+        assert facts["checkpoints"] == [f"checkpoint-{n}" for n in range(1, num_saved + 1)]
+
+
+def test_gradients_that_a_hook_rounds_are_near_and_not_equal(trainings):
+    folder, _ = trainings
+    norms = []
+    for name in ("no_hook", "fp16_hook"):
+        (facts, _), _ = seen(folder, name)
+        assert "error" not in facts
+        # What DDP was told of the model, in a real training.
+        assert (facts["find_unused_parameters"], facts["bucket_view"]) == (False, True)
+        assert len(facts["grad_norm"]) == 14
+        norms.append(facts["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+    assert norms[1] != norms[0]
 
 
 def test_hook_that_is_not_linear_is_told_or_refused(trainings):

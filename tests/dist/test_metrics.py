@@ -1,4 +1,4 @@
-"""What is logged: every number of every line of two and three ranks against one process.
+"""What is logged: every number of every line of two ranks against one process.
 
 Jobs are told in scripts/metrics.py. In 17x8x1 the last step has one row, so that a rank computes a filler, in 15x8x1
 it has seven; in 26x3x3 ranks share micro-batches and the last step is incomplete.
@@ -16,9 +16,8 @@ from tests.helpers.tiny import build_tiny
 SCRIPT = Path(__file__).parent / "scripts" / "metrics.py"
 # Times, and what is made from them; and what counts padding, of which ranks that share a micro-batch have less.
 LEFT_OUT = ("multigpu/", "runtime", "per_second", "preparation_time", "step_time", "total_flos", "tokens_seen")
-SHARED = ["sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"]
 JOBS = [
-    *(SHARED[0], SHARED[2]),
+    *("sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"),
     "sft:17x8x1:1+resume",
     "dpo:15x8x1:1+eval",
     "classifier:17x8x1:1+eval",
@@ -26,7 +25,6 @@ JOBS = [
     "grpo:16x8x1:end",
     "own:17x8x1:3",
 ]
-MORE = ["reward:15x8x1:1+eval", "nan:17x8x1:3", "stream:26x3x2:2"]
 # Means over the tokens, or the rows, of one side are near those of one process where ranks share a micro-batch, see
 # docs/your_run.md, and may be so far off here; all lie around zero.
 NEAR = {
@@ -34,38 +32,25 @@ NEAR = {
     "kto": {"logits/chosen": 1e-3, "logits/rejected": 1e-3, "rewards/margins": 0.01},
 }
 PLANNED = "sft:24x4x2:1"
-# name -> ranks, how they are dealt, jobs
+# name -> ranks, jobs
 RUNS = {
-    "one": (1, "auto", [*JOBS, SHARED[1], "sft:24x8x1:1"]),
-    "two": (2, "auto", [*JOBS, PLANNED]),
-    "more of one": (1, "auto", MORE),
-    "more of two": (2, "auto", MORE),
-    "three": (3, "off", SHARED),
+    "one": (1, [*JOBS, "sft:24x8x1:1"]),
+    "two": (2, [*JOBS, PLANNED]),
 }
-
-
-class Runs(dict):
-    """What the jobs of a run have written, by job; each run is made when a test first asks for it."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-        build_tiny(folder / "model")
-
-    def __missing__(self, name):
-        num_ranks, balance, jobs = RUNS[name]
-        command = [SCRIPT, num_ranks, balance, self.folder / "model", self.folder / name, *jobs]
-        run_well(command, self.folder, light("rich", "triton"))
-        files = {job: [f"{job.replace(':', '_')}_{rank}.json" for rank in range(num_ranks)] for job in jobs}
-        self[name] = {
-            job: [json.loads((self.folder / name / file).read_text()) for file in own] for job, own in files.items()
-        }
-        return self[name]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("metrics"))
+    """What each rank has written of each job, by run and job."""
+    folder, found = tmp_path_factory.mktemp("metrics"), {}
+    build_tiny(folder / "model")
+    for name, (num_ranks, jobs) in RUNS.items():
+        run_well([SCRIPT, num_ranks, folder / "model", folder / name, *jobs], folder, light("rich", "triton"))
+        files = {
+            job: [folder / name / f"{job.replace(':', '_')}_{rank}.json" for rank in range(num_ranks)] for job in jobs
+        }
+        found[name] = {job: [json.loads(file.read_text()) for file in own] for job, own in files.items()}
+    return found
 
 
 def is_near(first, second, most=5e-6):
@@ -102,31 +87,14 @@ def test_two_ranks_log_what_one_process_logs(runs, job):
     assert_same_log(runs["one"][job][0], runs["two"][job][0], near=NEAR.get(job.partition(":")[0]))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("job", MORE)
-def test_two_ranks_log_what_one_process_logs_in_more_trainings(runs, job):
-    assert_same_log(runs["more of one"][job][0], runs["more of two"][job][0])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("job", SHARED)
-def test_three_ranks_log_what_one_process_logs(runs, job):
-    assert_same_log(runs["one"][job][0], runs["three"][job][0], near=NEAR.get(job.partition(":")[0]))
-
-
 def test_line_of_a_planned_step_has_the_mean_over_its_tokens(runs):
     # As of one process whose step is one micro-batch. The padding of others' micro-batches is not computed.
     assert_same_log(runs["one"]["sft:24x8x1:1"][0], runs["two"][PLANNED][0])
 
 
-@pytest.mark.parametrize(
-    "name", ["two", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("more of two", "three"))]
-)
-def test_ranks_end_with_one_state(runs, name):
-    for job, (first, *others) in runs[name].items():
-        for other in others:
-            left = differences(first["state"], other["state"], ["process_zero", "log_history"])
-            assert not left, job
-            assert_same_log(first, other)
-            assert first["stateful_callbacks"] == other["stateful_callbacks"], job
-            assert first["collected"] == other["collected"], job
+def test_ranks_end_with_one_state(runs):
+    for job, (first, other) in runs["two"].items():
+        assert not differences(first["state"], other["state"], ["process_zero", "log_history"]), job
+        assert_same_log(first, other)
+        assert first["stateful_callbacks"] == other["stateful_callbacks"], job
+        assert first["collected"] == other["collected"], job

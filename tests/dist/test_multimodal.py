@@ -16,37 +16,20 @@ from tests.helpers.tiny import build_tiny
 SCRIPT = Path(__file__).parent / "scripts" / "multimodal.py"
 SHARED = ["llava:6x1", "qwen2_vl:6x1", "mixed:6x1", "whisper:6x1"]
 WHOLE = ["llava:3x2", "speech:3x2"]
-MORE = ["qwen2_vl:3x2", "mixed:3x2", "whisper:3x2"]
+JOBS = [*SHARED, *WHOLE]
 # Batch norm reads the micro-batch.
 NOT_SHARED = "speech:6x1"
 
 
-def train(path, jobs):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("multimodal")
     build_tiny(path / "model", hidden_size=32, num_layers=1, vocab_size=300)
     for num_ranks in (1, 2):
-        arguments = map(str, [num_ranks, path / "model", path / str(num_ranks), *jobs])
-        run = run_well([SCRIPT, *arguments], path, light("rich", "triton"))
+        command = [SCRIPT, num_ranks, path / "model", path / str(num_ranks), *JOBS, NOT_SHARED]
+        run = run_well(command, path, light("rich", "triton"))
         (path / f"{num_ranks}.txt").write_text(run.err)
     return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("multimodal"), [*SHARED, *WHOLE, NOT_SHARED])
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("more_multimodal"), MORE)
-
-
-@pytest.fixture
-def trained(request):
-    """The folder with the trainings of the job that a test asks for."""
-    return request.getfixturevalue("more" if request.node.callspec.params["job"] in MORE else "folder")
-
-
-JOBS = [*SHARED, *WHOLE, *(pytest.param(job, marks=pytest.mark.thorough) for job in MORE)]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -86,9 +69,9 @@ def test_model_and_processor_are_saved_as_by_one_process(trained, job):
         assert path.read_text() == (two / path.name).read_text()
 
 
-def test_first_step_is_compared_and_what_cannot_be_shared_is_said(folder):
-    text = (folder / "2.txt").read_text()
-    assert text.count("equal gradient, differs by") == len([*SHARED, *WHOLE])
+def test_first_step_is_compared_and_what_cannot_be_shared_is_said(trained):
+    text = (trained / "2.txt").read_text()
+    assert text.count("equal gradient, differs by") == len(JOBS)
     assert "drawn anew" not in text
     assert text.count("; not exactly the training of one process: first step: ") == 1
     assert "Set gradient_accumulation_steps=2" in text

@@ -21,6 +21,9 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     run = finish(start([SCRIPT], two, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2"}))
     # The last training was refused, and the script continued without it.
     assert run.code == DivergenceError.exit_code, run.err
+    (line,) = [line for line in run.err.splitlines() if "train() was ended" in line]
+    assert line.startswith("unsloth_multigpu: train() was ended after step 1: DivergenceError: ")
+    assert line.endswith("; the script continued without it (exit code 77)")
     assert finish(alone).code == 0
     ours, wanted = found(two), found(one)
     assert ours == found(two, 1)

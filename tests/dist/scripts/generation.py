@@ -3,7 +3,8 @@
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 With ":old" a generation serves two steps, twice, with a KL term: log-probabilities of old and reference models count.
 "lost" and "dropped" are mistakes in our own dealing; "tools", "drift" and "third" are trainers of the script's own.
-"drawn" draws completions, which are longer on rank 1. UNSLOTH_MULTIGPU_SHARD=on: the model is sharded.
+"drawn" draws completions, which are longer on rank 1. Behind an "@" a job has options, see OPTIONS.
+UNSLOTH_MULTIGPU_SHARD=on: the model is sharded.
 """
 
 import json
@@ -35,6 +36,7 @@ if os.environ.get("UNSLOTH_MULTIGPU_SHARD") == "on":
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)
 GROUP = 3
+OPTIONS = {"": {}, "off": {"balance": "off"}, "blind": {"balance": "tokens", "check_first_step": "off"}}
 
 
 def completions_of(prompt_ids):
@@ -164,7 +166,11 @@ def rebuilt_from(config, batch, accumulation):
 
 
 def run(job):
-    kind, shape, loss, *more = job.split(":")
+    what, _, option = job.partition("@")
+    kind, shape, loss, *more = what.split(":")
+    if num_ranks > 1:
+        ump.disable_multi_gpu()
+        ump.enable_multi_gpu(num_gpus=num_ranks, **OPTIONS[option])
     batch, accumulation = map(int, shape.split("x"))
     trainer_class, config_class = CLASSES[kind]
     config = config_class(

@@ -70,7 +70,7 @@ class Fault(TrainerCallback):
         global num_steps
         num_steps = state.global_step
         if rank == 1 and state.global_step == STEP - 1 and kind == "spin":  # No hang: it makes a sample, say.
-            time.sleep(3 * float(sys.argv[1]))
+            time.sleep(1.5 * float(sys.argv[1]))
 
 
 Trainer(

@@ -16,8 +16,9 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
-from common import arguments
-from tiny_llama import tiny_llama
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from common import arguments, logged
+from tiny_llama import collate, tiny_llama
 from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.group import facts
@@ -28,7 +29,7 @@ LONG_TOKENS, LARGE_VOCABULARY = 2048, 4096
 
 
 def row(index, num_tokens=NUM_TOKENS):
-    return {"input_ids": torch.tensor([1 + (index * 7 + i * i) % 63 for i in range(num_tokens)])}
+    return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(num_tokens)]}
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -39,11 +40,6 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return map(row, self.numbers)
-
-
-def collate(rows):
-    ids = torch.nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)
-    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
 class InOrder(Trainer):
@@ -76,6 +72,12 @@ class Plant(TrainerCallback):
             return gradient.clamp(-1e-3, 1e-3)
         return gradient * math.inf if self.is_on and self.spoil == "gradient" else gradient
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        # DDP has wrapped and sent rank 0's weights by now.
+        for name, parameter in self.model.named_parameters():
+            if self.spoil == "start" and rank in self.ranks and "self_attn" in name:
+                parameter.data.add_(0.01)
+
     def on_step_begin(self, args, state, control, **kwargs):
         self.is_on = rank in self.ranks and state.global_step + 1 in self.steps
         if self.is_on and self.spoil == "memory":
@@ -83,7 +85,13 @@ class Plant(TrainerCallback):
             limit = pages * resource.getpagesize() + 32 * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self.is_on and self.spoil == "scale":
+            self.model.lm_head.weight.grad.mul_(1.5)
+
     def on_step_end(self, args, state, control, **kwargs):
+        if self.is_on and self.spoil == "flip":
+            self.model.model.norm.weight.data.view(torch.int32)[5] ^= 1
         self.sums.append(weights(self.model))
 
 
@@ -91,7 +99,7 @@ def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=False, **options):
+def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=False, hook=None, **options):
     if not goes_on:
         ump.disable_multi_gpu()
         ump.enable_multi_gpu(num_gpus=2, **options)
@@ -102,7 +110,7 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
     trainer = InOrder(
         model=model,
         args=arguments(
-            "checkpoints",
+            f"checkpoints_{name}",
             4,
             run_name=name,
             num_train_epochs=1,
@@ -114,6 +122,8 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
         data_collator=collate,
         callbacks=[plant],
     )
+    if hook is not None:
+        trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook])
     seen = {}
     try:
         trainer.train()
@@ -122,8 +132,11 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=Fals
             raise
         seen["error"] = f"{type(error).__name__}: {error}"
     seen |= {
-        "checkpoints": sorted(p.name for p in Path("checkpoints").glob("checkpoint-*")),
+        "checkpoints": sorted(p.name for p in Path(f"checkpoints_{name}").glob("checkpoint-*")),
         "num_steps": trainer.state.global_step,
+        **logged(trainer, "grad_norm"),
+        "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", None),
+        "bucket_view": getattr(trainer.model_wrapped, "gradient_as_bucket_view", None),
     }
     Path(f"{name}_{rank}.json").write_text(json.dumps(seen))
     torch.save({"steps": plant.sums, "now": weights(model)}, f"{name}_{rank}.pt")
@@ -147,6 +160,7 @@ ROWS = [row(i) for i in range(NUM_STEPS * 4)]
 LONG_ROWS = [row(i) if i < 4 else row(i, LONG_TOKENS) for i in range(8)]
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 SOME = {"max_steps": NUM_STEPS}
+EXACT = {"rows": ROWS, "args": {"max_steps": 14}, "verify_every": 1}
 JOBS = {
     "raise": lambda: train("raise", rows=ROWS, spoil="loss", steps=[3], args=SAVES),
     "skip": lambda: train("skip", rows=ROWS, spoil="loss", steps=[3], on_nan="skip"),
@@ -160,6 +174,12 @@ JOBS = {
     "clamped": lambda: train("clamped", rows=ROWS, spoil="clamp"),
     "clamped_refused": lambda: train("clamped_refused", rows=ROWS, spoil="clamp", inexact="raise"),
     "part": lambda: train("part", rows=ROWS),
+    "start": lambda: train("start", rows=ROWS, spoil="start", verify_every=2),
+    "scale": lambda: train("scale", rows=ROWS, spoil="scale", steps=range(3, 9), verify_every=2),
+    "flip": lambda: train("flip", rows=ROWS, spoil="flip", steps=[3], args={**SAVES, "max_steps": 5}, verify_every=2),
+    "last_step": lambda: train("last_step", rows=ROWS, spoil="flip", steps=[3], args={"max_steps": 3}),
+    "no_hook": lambda: train("no_hook", **EXACT),
+    "fp16_hook": lambda: train("fp16_hook", **EXACT, hook="FP16"),
     "caught": train_on_behind_an_error,
     # In these rank 1 alone raises, and the supervisor ends the run.
     "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),

@@ -1,10 +1,9 @@
 """Trains several kinds of Trainers in one process group and writes all that they logged on each rank.
 
-Usage: metrics.py RANKS BALANCE MODEL OUT JOB...
+Usage: metrics.py RANKS MODEL OUT JOB...
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
 evaluates 11 rows in batches of 4 after every second step, "resume" goes on from the second step. The kind "own"
-collects a metric of its own, as a tensor and without a gather, "nan" has some losses that are none, and "stream" has
-micro-batches that are left over when an epoch ends.
+collects a metric of its own, as a tensor and without a gather, and "nan" has some losses that are none.
 """
 
 import json
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-model_folder, out, jobs = sys.argv[3], Path(sys.argv[4]), sys.argv[5:]
-ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), balance=sys.argv[2])
+model_folder, out, jobs = sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 import trl.trainer.utils
@@ -30,18 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -63,7 +51,7 @@ def causal_lm():
 
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=new_classifier(model_folder, 1, tokenizer) if trainer is RewardTrainer else causal_lm(),
+        model=causal_lm(),
         args=config(max_length=96, **settings, **common),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
@@ -71,15 +59,9 @@ def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     )
 
 
-def sft(texts, evaluated, common):
+def sft(texts, evaluated, common, trainer=SFTTrainer):
     rows, few = ([{"text": text} for text in part] for part in (texts, evaluated))
-    return trl_trainer(SFTTrainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
-
-
-def stream(texts, evaluated, common):
-    rows = Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
-    config = SFTConfig(max_length=96, dataset_text_field="text", loss_type="nll", max_steps=7, **common)
-    return SFTTrainer(causal_lm(), config, train_dataset=rows, processing_class=tokenizer)
+    return trl_trainer(trainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
 
 
 class OwnMetricTrainer(SFTTrainer):
@@ -92,8 +74,7 @@ class OwnMetricTrainer(SFTTrainer):
 
 
 def own(texts, evaluated, common):
-    rows, few = ([{"text": text} for text in part] for part in (texts, evaluated))
-    return trl_trainer(OwnMetricTrainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
+    return sft(texts, evaluated, common, OwnMetricTrainer)
 
 
 def pairs(texts):
@@ -102,10 +83,6 @@ def pairs(texts):
 
 def dpo(texts, evaluated, common):
     return trl_trainer(DPOTrainer, DPOConfig, pairs(texts), pairs(evaluated), common)
-
-
-def reward(texts, evaluated, common):
-    return trl_trainer(RewardTrainer, RewardConfig, pairs(texts), pairs(evaluated), common)
 
 
 def unpaired(texts):

@@ -27,24 +27,23 @@ from transformers import TrainerCallback
 KINDS = {**own_losses.KINDS, **own_steps.KINDS}
 
 
-def make_rows(count, seed=5):
+def make_rows(count, seed=7):
     rng = random.Random(seed)
     rows = []
     for i in range(count):
         size = rng.randrange(3, 12)
         tokens = [rng.randrange(1, 64) for _ in range(size)]
-        row = {
-            "number": i,
-            "input_ids": tokens,
-            "class": rng.randrange(3),
-            "tags": [token % 3 if rng.random() < 0.6 else -100 for token in tokens[:-1]] + [1],
-            # Every second row has no label.
-            "masked": [token if i % 2 and k == 0 else -100 for k, token in enumerate(tokens)],
-            "weight": rng.uniform(0.2, 4.0),
-            "start": rng.randrange(size) if rng.random() < 0.7 else 99,
-            "end": rng.randrange(size),
-        }
-        rows.append({**row, "some_class": row["class"] if i % 3 else -100})
+        rows.append(
+            {
+                "number": i,
+                "input_ids": tokens,
+                "class": rng.randrange(3),
+                "tags": [token % 3 if rng.random() < 0.6 else -100 for token in tokens[:-1]] + [1],
+                # Every second row has no label.
+                "masked": [token if i % 2 and k == 0 else -100 for k, token in enumerate(tokens)],
+                "weight": rng.uniform(0.2, 4.0),
+            }
+        )
     return rows
 
 
@@ -63,7 +62,7 @@ def run(job):
     torch.manual_seed(3)
     model = kind.model()
     for parameter_name, parameter in model.named_parameters():
-        if any(part in parameter_name for part in ("classifier", "head", "qa_outputs")):
+        if any(part in parameter_name for part in ("classifier", "head")):
             torch.nn.init.normal_(parameter, std=0.5)
     settings = {"num_train_epochs": 2, **SGD, **kind.settings}
     config = arguments(

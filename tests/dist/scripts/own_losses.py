@@ -13,7 +13,6 @@ from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     LlamaConfig,
@@ -21,7 +20,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
-    TrainerCallback,
 )
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -78,15 +76,6 @@ def collate_tuple(rows):
     return batch["input_ids"], batch["attention_mask"], batch["labels"]
 
 
-def collate_few_tags(rows, every=2):
-    """Every second row has a few tags, and the first token may have one."""
-    tagged = [
-        [t % 3 if r["number"] % every == 0 and k in (0, 3) else -100 for k, t in enumerate(r["input_ids"])]
-        for r in rows
-    ]
-    return collate_tags([{**row, "tags": tags} for row, tags in zip(rows, tagged, strict=True)])
-
-
 class CountingCollator:
     """Each call changes what it gives next."""
 
@@ -101,12 +90,12 @@ class CountingCollator:
 class Curriculum:
     """Rows are cut shorter in the first steps."""
 
-    def __init__(self, collate=collate_classes):
-        self.collate, self.num_calls = collate, 0
+    def __init__(self):
+        self.num_calls = 0
 
     def __call__(self, rows):
         self.num_calls += 1
-        return self.collate([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
+        return collate_classes([{**row, "input_ids": row["input_ids"][: 3 + self.num_calls // 2]} for row in rows])
 
 
 def collate_masked(rows):
@@ -186,17 +175,9 @@ def weighted_rows(model, inputs):
     return (inputs["weight"] * class_losses(model, inputs)).sum() / inputs["weight"].sum()
 
 
-def attended_mean(model, inputs):
-    return token_losses(model, inputs, "target").sum() / inputs["attention_mask"].sum()
-
-
 def contrastive(model, inputs):
     rows = scores(model, inputs)
     return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-
-
-def flooded(model, inputs):
-    return (class_losses(model, inputs).mean() - 1.0).abs() + 1.0
 
 
 def summed_target(model, inputs):
@@ -261,14 +242,6 @@ class Branches(torch.nn.Module):
         return {"loss": functional.cross_entropy(self.head(logits) if labels[0] == 0 else logits, labels)}
 
 
-class ChangingWeights(Trainer):
-    """Re-weighting that begins late."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        weight = WEIGHTS if self.state.epoch >= 1 else None
-        return functional.cross_entropy(scores(model, inputs), inputs["labels"], weight=weight)
-
-
 class ChangesForm(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         losses = class_losses(model, inputs)
@@ -306,31 +279,9 @@ class GathersByAccelerate(Trainer):
         return functional.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
 
 
-class ByProgress(OwnLoss):
-    def factor(self):
-        return 1.0 + self.state.global_step / self.state.max_steps
-
-
 class ByRate(OwnLoss):
     def factor(self):
         return 1.0 + self.lr_scheduler.get_last_lr()[0] + self.optimizer.param_groups[0]["lr"]
-
-
-class ByCallback(OwnLoss):
-    """Reads what a callback sets when the training begins."""
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        outer = self
-
-        class Sets(TrainerCallback):
-            def on_train_begin(self, args, state, control, **kwargs):
-                outer.of_callback = 1.5
-
-        self.add_callback(Sets())
-
-    def factor(self):
-        return self.of_callback
 
 
 class Tuples(Trainer):
@@ -382,10 +333,8 @@ class Kind:
 
 KINDS = {
     "class_weights": Kind(of(class_weights)),
-    "ignored_rows": Kind(collate=lambda: collator(labels="some_class")),
     "token_class_weights": Kind(of(token_class_weights), tagger, lambda: collate_tags),
     "weighted_rows": Kind(of(weighted_rows), collate=lambda: collator(labels="class", weight="weight")),
-    "attended_mean": Kind(of(attended_mean), tagger, lambda: collator(target="tags")),
     "summed_target": Kind(of(summed_target), collate=lambda: collator(target="class")),
     "masked": Kind(model=lambda: BertForMaskedLM(BERT), collate=lambda: collator(labels="masked")),
     "contrastive": Kind(of(contrastive)),
@@ -395,23 +344,12 @@ KINDS = {
     "opaque": Kind(of(lambda model, inputs: class_losses(model, inputs).mean()), Opaque),
     "reads_padding": Kind(model=lambda: Pooled(norm=False)),
     "batch_norm": Kind(model=lambda: Pooled(norm=True)),
-    "flooded": Kind(of(flooded)),
-    "questions": Kind(
-        model=lambda: BertForQuestionAnswering(BertConfig(**STILL, **SIZES)),
-        collate=lambda: collator(start_positions="start", end_positions="end"),
-    ),
     "router": Kind(model=router, collate=lambda: collator(labels="input_ids")),
     "chunks": Kind(OwnLoss, collate=lambda: collate_chunks),
-    "stock_chunks": Kind(collate=lambda: collate_chunks),
-    "changing_weights": Kind(ChangingWeights),
     "changes_form": Kind(ChangesForm),
-    "few_tags": Kind(model=tagger, collate=lambda: collate_few_tags),
-    "rare_tags": Kind(model=tagger, collate=lambda: lambda rows: collate_few_tags(rows, every=5)),
     "gathers_by_torch": Kind(GathersByTorch),
     "gathers_by_accelerate": Kind(GathersByAccelerate),
-    "by_progress": Kind(ByProgress),
     "by_rate": Kind(ByRate),
-    "by_callback": Kind(ByCallback),
     "tuples": Kind(Tuples, collate=lambda: collate_tuple),
     "noisy": Kind(Noisy),
     "tight": Kind(Tight),

@@ -1,7 +1,7 @@
 """Methods of a Trainer that scripts override, and hooks. Used by own_code.py."""
 
 import torch
-from own_losses import Curriculum, Kind, OwnLoss, class_losses, collate_tokens, collator, llama, scores
+from own_losses import Kind, OwnLoss, class_losses, collate_tokens, collator, llama, scores
 from torch.nn import functional
 from transformers import Trainer, TrainerCallback
 
@@ -87,15 +87,6 @@ class OwnBackward(Trainer):
         return loss.detach()
 
 
-class OwnBackwardOfLoss(OwnBackward):
-    """Of what `compute_loss` returns."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
-        loss.backward()
-        return loss.detach()
-
-
 class Hooked(OwnLoss):
     """A hook on a gradient that is not linear."""
 
@@ -123,11 +114,6 @@ class HearsOfMicroBatches(OwnLoss):
         return 1.0 + self.num_calls
 
 
-class DividedMean(OwnLoss):
-    def factor(self):
-        return 1.0 / self.current_gradient_accumulation_steps
-
-
 class DividedTokens(Trainer):
     """A model that would take the step's count, which this loss does not hand on."""
 
@@ -153,19 +139,6 @@ class PreparesTokens(Trainer):
         return inputs
 
 
-class PreparesLabels(Trainer):
-    """A mean over the labels that it leaves."""
-
-    def _prepare_inputs(self, inputs):
-        inputs = dict(super()._prepare_inputs(inputs))
-        inputs["labels"] = inputs["labels"].masked_fill(inputs["input_ids"] % 3 == 0, -100)
-        return inputs
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits, labels = scores(model, inputs)[:, :-1], inputs["labels"][:, 1:]
-        return functional.cross_entropy(logits.transpose(1, 2), labels)
-
-
 class Batches(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -178,14 +151,6 @@ class FewerBatches(Trainer):
         return batches[1:], num_items
 
 
-class HandsOn(Trainer):
-    """A step that times, logs and leaves out what the model does not take."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        inputs = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "row"}
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
 class Clips(Trainer):
     """Clips past what counts writes."""
 
@@ -193,20 +158,6 @@ class Clips(Trainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         for parameter in model.parameters():
             parameter.grad.data.clamp_(-0.02, 0.02)
-        return loss
-
-
-class Adversarial(Trainer):
-    """Moves the embedding along its gradient, and adds the gradient that is there."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        weight = next(p for name, p in model.named_parameters() if "word_embeddings" in name)
-        before = weight.data.clone()
-        weight.data.add_(weight.grad / (weight.grad.norm() + 1e-9))
-        moved = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-        self.accelerator.backward(moved / self.args.gradient_accumulation_steps)
-        weight.data.copy_(before)
         return loss
 
 
@@ -240,21 +191,15 @@ KINDS = {
     "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
-    "own_backward_of_loss": Kind(OwnBackwardOfLoss),
     "hooked": Kind(Hooked),
     "hears": Kind(HearsOfMicroBatches),
-    "divided_mean": Kind(DividedMean),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
     "prepares_tokens": Kind(PreparesTokens),
-    "prepares_labels": of_tokens(PreparesLabels),
     "batches": Kind(Batches),
     "fewer_batches": Kind(FewerBatches),
-    "hands_on": of_tokens(HandsOn),
     "clips": Kind(Clips),
-    "adversarial": Kind(Adversarial),
     "mixes_in_place": Kind(MixesInPlace),
     "selects": Kind(Selects),
-    "curriculum_tokens": Kind(Trainer, llama, lambda: Curriculum(collate_tokens)),
     "grows": of_tokens(Trainer, max_steps=16),
 }
