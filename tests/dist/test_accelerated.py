@@ -128,13 +128,6 @@ def test_step_on_gradients_of_one_rank_is_told(ranks, tmp_path):
     assert told not in ranks[1]
 
 
-@pytest.mark.thorough
-def test_three_ranks_share_what_does_not_divide(alone, tmp_path):
-    loops = [loop for loop in LOOPS if loop != "stream"]
-    found, _ = train(tmp_path, 3, loops)
-    close(found, {loop: alone[loop] for loop in loops})
-
-
 def test_loop_of_a_library_is_told_and_scale_leaves_all_to_accelerate(tmp_path):
     site = tmp_path / "site-packages"
     site.mkdir()

@@ -17,24 +17,16 @@ FIXED = "--report_to none --bf16 false --use_cpu true --logging_steps 1 --learni
 SIZES = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
 
 
-def row_of(text: str, name: str) -> dict[str, str]:
-    words = text.split()
-    if name == "sft":
-        return {"text": text}
-    return {"prompt": " ".join(words[:4]), "chosen": " ".join(words[4:]), "rejected": " ".join(words[:3:-1])}
-
-
-@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.thorough)])
-def test_command_of_trl_trains_as_one_process(tmp_path: Path, name: str) -> None:
+def test_command_of_trl_trains_as_one_process(tmp_path: Path) -> None:
     model, data = build_tiny(tmp_path / "model"), tmp_path / "data"
     data.mkdir()
-    lines = [json.dumps(row_of(text, name)) for text in topics(24, min_words=8, max_words=30)]
+    lines = [json.dumps({"text": text}) for text in topics(24, min_words=8, max_words=30)]
     (data / "train.jsonl").write_text("\n".join(lines))
     found: list[tuple[Any, Any]] = []
     for num_gpus in ("1", "2"):
         out = tmp_path / num_gpus
         own = ["--model_name_or_path", model, "--dataset_name", str(data), "--output_dir", str(out)]
-        command = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", num_gpus, "trl", name]
+        command = ["-m", "unsloth_multigpu.cli.main", "run", "--num-gpus", num_gpus, "trl", "sft"]
         run = run_well([*command, *own, *FIXED.split(), *SIZES.split()], tmp_path, HIDDEN)
         (state,) = out.glob("checkpoint-2/trainer_state.json")
         norms = [row["grad_norm"] for row in json.loads(state.read_text())["log_history"] if "grad_norm" in row]

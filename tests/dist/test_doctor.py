@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import pytest
 
@@ -91,17 +90,6 @@ def test_stuck_all_reduce_names_its_rank(tmp_path):
     # Rank 0, which waits for rank 1, is the one that notices.
     assert "unsloth_multigpu: rank 0 failed: RuntimeError: " in outcome["error"], outcome
     assert "imed out" in outcome["error"], outcome
-    assert orphans(str(tmp_path)) == []
-
-
-@pytest.mark.thorough
-def test_ended_all_reduce_leaves_no_rank(tmp_path):
-    variables = {**plant_fault(tmp_path, "stuck"), "UNSLOTH_MULTIGPU_LOG_DIR": str(tmp_path / "logs")}
-    began = time.monotonic()
-    with Probe("unsloth_multigpu.tools.allreduce", tmp_path, 12.0, variables) as probe:
-        outcome = probe.outcome()
-    assert outcome["error"].startswith("no result within 12 s")
-    assert time.monotonic() - began < 27
     assert orphans(str(tmp_path)) == []
 
 

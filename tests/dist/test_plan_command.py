@@ -54,28 +54,6 @@ def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.thorough
-def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
-    run = plan(tmp_path, "lora", "--json", "--gpus", "1,2", "--memory", "24GiB")
-    assert run.code == 0, run.err
-    found = json.loads(run.out)
-
-    rows = {(row["num_ranks"], row["mode"]): row for row in found["forecasts"]}
-    assert list(rows) == [(1, "ddp"), (2, "ddp"), (2, "sharded")]
-    # What is trained of a linear layer: its features times 8, in float32.
-    features = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3
-    adapters = 4 * 8 * LAYERS * sum(features)
-    matrices = LAYERS * (2 * HIDDEN**2 + HIDDEN**2 + 3 * HIDDEN * INNER) + 2 * VOCABULARY * HIDDEN
-    norms = (2 * LAYERS + 1) * HIDDEN
-    angles = 2 * 4 * 8  # Two buffers of half a head, in float32.
-    assert rows[1, "ddp"]["weights"] == adapters + 2 * (matrices + norms) + angles
-    assert rows[1, "ddp"]["gradients"] == adapters
-    assert rows[2, "sharded"]["gradients"] == adapters // 2
-    assert found["training"]["rows"], found["training"]["accumulation"] == (2, 4)
-    assert (found["training"]["tokens"], found["training"]["autocast"]) == (27, "bfloat16")
-    assert all(row["fits"] for row in rows.values())
-
-
 def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
     run = plan(tmp_path, "lora", "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
     assert run.code == 0, run.err

@@ -10,7 +10,7 @@ from tests.helpers.run import BARE, run_python
 pytestmark = pytest.mark.thorough
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainable.py"
-EXACT = ["unfreezing", "forgetting", "freezing", "searching", "turning", "beside"]
+EXACT = ["unfreezing", "forgetting", "freezing", "beside"]
 ON_TWO = [*EXACT, "renewing", "within"]
 LAYER = "model.layers.0.self_attn.q_proj.weight"
 

@@ -24,7 +24,7 @@ pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices. test_nccl.py has tests of a killed rank and of other numbers of ranks.
 AGAIN = [
     ("test_strategies.py", "meets_in_every_step"),
-    pytest.param("test_strategies.py", "local or diloco", marks=pytest.mark.thorough),
+    pytest.param("test_strategies.py", "outer_momentum", marks=pytest.mark.thorough),
     pytest.param("test_resume.py", "goes_on_to_the_same_weights or other_numbers_of_ranks", marks=pytest.mark.thorough),
 ]
 

@@ -54,14 +54,6 @@ class Freezing(TrainerCallback):
         train_layer(model, 2, state.global_step < 4)
 
 
-class Turning(TrainerCallback):
-    """Another layer in each step."""
-
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        for layer in range(4):
-            train_layer(model, layer, state.global_step % 4 == layer)
-
-
 class Renewing(TrainerCallback):
     """Each rank draws other numbers for the layer that it unfreezes."""
 
@@ -103,8 +95,6 @@ JOBS = {
     "unfreezing": (Trainer, Unfreezing, (0, 1, 2), {}),
     "forgetting": (Trainer, Forgetting, (0,), {"max_grad_norm": 0.1}),
     "freezing": (Trainer, Freezing, (), {}),
-    "searching": (Trainer, Freezing, (), {"ddp_find_unused_parameters": True}),
-    "turning": (Trainer, Turning, (), {}),
     "renewing": (Trainer, Renewing, (0,), {}),
     "within": (WithinStep, TrainerCallback, (0,), {"save_strategy": "steps", "save_steps": 1}),
     "beside": (BesideTheModel, TrainerCallback, (), {"save_strategy": "steps", "save_steps": 1}),

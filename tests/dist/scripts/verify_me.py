@@ -1,6 +1,6 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|one_rank|raise|no_training]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|one_rank|no_training]
 """
 
 import argparse
@@ -25,10 +25,6 @@ def row(seed):
 
 
 class Fault(TrainerCallback):
-    def on_step_begin(self, training_args, state, control, **kwargs):
-        if args.fault == "raise" and rank == 1 and state.global_step == 1:
-            raise ValueError("rank 1 fell")
-
     def on_step_end(self, training_args, state, control, model=None, **kwargs):
         if args.fault == "one_rank" and rank == 1:
             with torch.no_grad():
@@ -71,6 +67,5 @@ try:
     if args.fault != "no_training":
         trainer.train()
 finally:
-    if args.fault != "raise":
-        Path(f"went_on_{world_size}_{rank}").touch()
+    Path(f"went_on_{world_size}_{rank}").touch()
 trainer.save_model("saved")
