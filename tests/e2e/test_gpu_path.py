@@ -25,7 +25,7 @@ pytestmark = [
     needs_device,
 ]
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = Path(__file__).parent / "scripts" / "gpu_path.py"
 TIMEOUT_S = 400.0
 LORA_SCALE = 8 / 4  # lora_alpha / r of the script.
 TOLERANCE = 1e-4  # Measured: 2e-7 in gradient norms, 1e-7 in weights.
@@ -45,11 +45,11 @@ class Run:
         return load_file(self.out / "adapter" / "adapter_model.safetensors")
 
 
-def start_script(name: str, model: Path, folder: Path, *options: str, **variables: str) -> subprocess.Popen:
+def start_script(kind: str, model: Path, folder: Path, *options: str, **variables: str) -> subprocess.Popen:
     folder.mkdir()
     # Unsloth's compile cache and our logs go to the working directory.
     env = {**hide("scipy", "sklearn", "torchao"), **cards(1 if "--plain" in options else 2), **variables}
-    return start([SCRIPTS / name, model, folder, *options], cwd=folder, env=env)
+    return start([SCRIPT, kind, model, folder, *options], cwd=folder, env=env)
 
 
 def finish_script(process: subprocess.Popen, folder: Path, *, num_ranks: int) -> Run:
@@ -72,8 +72,8 @@ def runs(model: Path) -> tuple[Run, Run]:
     """The same script in one process and, with the plugin, on two ranks."""
     one, two = model.parent / "one", model.parent / "two"
     with (
-        start_script("gpu_path_sft.py", model, one, "--plain") as one_process,
-        start_script("gpu_path_sft.py", model, two) as two_ranks,
+        start_script("sft", model, one, "--plain") as one_process,
+        start_script("sft", model, two) as two_ranks,
     ):
         return finish_script(one_process, one, num_ranks=1), finish_script(two_ranks, two, num_ranks=2)
 
@@ -149,14 +149,14 @@ def test_4_bit_model_is_loaded_in_parts_and_saved_as_of_one_process(model: Path)
 
     def train(name: str, source: Path, *options: str) -> list[dict[str, Any]]:
         folder = model.parent / name
-        with start_script("gpu_path_packed.py", source, folder, *options, UNSLOTH_MULTIGPU_SHARD="on") as process:
+        with start_script("packed", source, folder, *options, UNSLOTH_MULTIGPU_SHARD="on") as process:
             return finish_script(process, folder, num_ranks=1 if "--plain" in options else 2).ranks
 
     (one,), parts = train("packed", model, "--plain"), train("packed_parts", model)
     before = train("packed_before", model.parent / "packed" / "quantized", "--no-export")
     for rank in parts + before:
         assert rank["num_packed"] == one["num_packed"] == 7  # Of the one layer.
-        assert rank["norms"] == pytest.approx(one["norms"], rel=SHARDED)
+        assert rank["grad_norms"] == pytest.approx(one["grad_norms"], rel=SHARDED)
         # Constants of quantisation, which stay whole, are not among the parameters.
         assert 0 < rank["weights"] <= 0.51 * one["weights"]
     for rank in parts:
@@ -175,7 +175,7 @@ def test_4_bit_model_is_loaded_in_parts_and_saved_as_of_one_process(model: Path)
 @pytest.mark.thorough
 def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Run, Run], model: Path) -> None:
     one, folder = runs[0], model.parent / "sharded"
-    with start_script("gpu_path_sft.py", model, folder, UNSLOTH_MULTIGPU_SHARD="on") as process:
+    with start_script("sft", model, folder, UNSLOTH_MULTIGPU_SHARD="on") as process:
         run = finish_script(process, folder, num_ranks=2)
     assert "sharded by FSDP2 of Unsloth: a rank holds 50." in run.err
     for rank in run.ranks:
@@ -200,8 +200,8 @@ SHAPES = ("1,1,6", *sorted(GRPO_SHAPES - {"1,1,6"}))
 def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(model: Path) -> None:
     one, two = model.parent / "grpo_one", model.parent / "grpo_two"
     with (
-        start_script("gpu_path_grpo.py", model, one, "--shapes", *SHAPES, "--plain") as one_process,
-        start_script("gpu_path_grpo.py", model, two, "--shapes", *SHAPES) as two_ranks,
+        start_script("grpo", model, one, "--shapes", *SHAPES, "--plain") as one_process,
+        start_script("grpo", model, two, "--shapes", *SHAPES) as two_ranks,
     ):
         alone = finish_script(one_process, one, num_ranks=1).ranks[0]
         run = finish_script(two_ranks, two, num_ranks=2)
@@ -222,8 +222,8 @@ def test_vision_model_equals_one_process(model: Path) -> None:
     folder, one, two = (model.parent / name for name in ("llava", "vision_one", "vision_two"))
     run_well(["-m", "tests.helpers.tiny_vision", model, folder], ROOT)
     with (
-        start_script("gpu_path_vision.py", folder, one, "--plain") as one_process,
-        start_script("gpu_path_vision.py", folder, two) as two_ranks,
+        start_script("vision", folder, one, "--plain") as one_process,
+        start_script("vision", folder, two) as two_ranks,
     ):
         alone = finish_script(one_process, one, num_ranks=1)
         run = finish_script(two_ranks, two, num_ranks=2)
@@ -245,7 +245,7 @@ def test_vision_model_equals_one_process(model: Path) -> None:
 @pytest.mark.thorough
 def test_dpo_trains_on_two_ranks(model: Path) -> None:
     folder = model.parent / "dpo"
-    with start_script("gpu_path_dpo.py", model, folder) as process:
+    with start_script("dpo", model, folder) as process:
         run = finish_script(process, folder, num_ranks=2)
     assert "samples per step: 2 = 2 ranks x 1 samples x 1 accumulation, grouped by length" in run.err
     assert "equal gradient" in run.err

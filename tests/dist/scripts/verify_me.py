@@ -1,6 +1,6 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|one_rank|no_training]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--rows N] [--fault scaled|counter|one_rank|no_training|stream]
 """
 
 import argparse
@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 parser = argparse.ArgumentParser()
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--rows", type=int, default=19)
 parser.add_argument("--fault", default="")
 args = parser.parse_args()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -22,6 +23,11 @@ rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 def row(seed):
     ids = torch.randint(1, 64, (3 + 5 * seed % 17,), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids.tolist()}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return map(row, range(args.rows))
 
 
 class Fault(TrainerCallback):
@@ -47,7 +53,7 @@ class Scaled(Trainer):
 
 trainer = Scaled(
     model=tiny_llama(hidden_size=16, attention_dropout=args.dropout),
-    train_dataset=[row(seed) for seed in range(19)],
+    train_dataset=Stream() if args.fault == "stream" else list(Stream()),
     data_collator=collate,
     callbacks=[Fault()],
     args=TrainingArguments(
@@ -55,6 +61,7 @@ trainer = Scaled(
         per_device_train_batch_size=3,
         gradient_accumulation_steps=3,
         num_train_epochs=2,
+        max_steps=50 if args.fault == "stream" else -1,
         save_strategy="steps",
         save_steps=1,
         learning_rate=args.lr,
