@@ -211,7 +211,7 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
     elif step is not None and step.only_cards is not None:
         given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(step.only_cards))))
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(given.split(",")[: step.only_cards])
-    return {**variables, **(step.variables if step is not None else {})}
+    return variables
 
 
 def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict[str, Any]:

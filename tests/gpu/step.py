@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isfinite
 from statistics import median
 from typing import Any
@@ -33,6 +34,7 @@ FP32_BOUND, BF16_BOUND, FP16_BOUND = 1e-4, 3e-2, 1e-2
 MAX_OWN_WAITS = 2.0
 PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "")
 TESTS = (*PYTEST, "tests/gpu/test_nccl.py", "-k")
+_ASSERT, _MEMORY = ("device-side assert", "index out of range"), ("ran out of memory",)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,6 @@ class Step:
         num_ranks: Ranks, placed by `place_ranks`. Where there are fewer cards, they share one, over NCCL or gloo.
         only_nccl: It is left out where these ranks would share a card over gloo.
         needs_driver: It measures speed, asks the driver or compiles for a card: not for a device in host memory.
-        variables: Of its environment.
         prints: It prints its result in place of writing a file.
         judge: What is wrong with its result, in words.
     """
@@ -65,7 +66,6 @@ class Step:
     num_ranks: int = 1
     only_nccl: bool = False
     needs_driver: bool = False
-    variables: dict[str, str] = field(default_factory=dict)
     prints: bool = False
     judge: Judge = lambda result: []
 
@@ -77,214 +77,117 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
         device: "cuda"; "cpu" in a rehearsal.
         is_tiny: Sizes with which everything ends within minutes on two cores, and shows nothing but that it runs.
     """
-    bench = _Bench(device, is_tiny)
-    steps = (*_basic_steps(bench), *_bench_steps(bench), *_test_steps(), *_small_steps(bench))
+    doctor = ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if is_tiny else "70")
+    tools = (*PYTEST, "tests/gpu/test_device_tools.py")
+    is_cuda = device == "cuda"
+    steps = (
+        _fact("device", 1, "a supervised rank: its group of one, its allocator", 80, partial(judge_device, is_cuda), 1),
+        Step("doctor", 1, "what the doctor says", 80, doctor, prints=True),
+        *_bench_steps(device, is_tiny),
+        *_nccl_steps(),
+        Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
+        # Trainings of a minute.
+        _fact(
+            "waits", 2, "where the host waits in a step, without and with the line", 60, partial(judge_waits, is_cuda)
+        ),
+        _fact("fp16", 2, "two ranks skip the steps of one process", 60, judge_fp16),
+        _fact(
+            "beyond_vocabulary", 3, "what the user sees of a device-side assert", 45, partial(judge_failure, _ASSERT)
+        ),
+        _fact("out_of_memory", 3, "what the user sees of a rank out of memory", 45, partial(judge_failure, _MEMORY)),
+        replace(
+            _fact("recompiled", 4, "what torch compiles again for another number of rows", 50, judge_recompiled, 1),
+            needs_driver=True,
+        ),
+    )
     return tuple(sorted(steps, key=lambda step: step.part))
 
 
-def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
-    doctor = ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if bench.is_tiny else "70")
-    return (
-        Step(
-            "device",
-            1,
-            "a supervised rank: its group of one, its allocator",
-            80,
-            _fact("device"),
-            judge=judge_device(bench.device == "cuda"),
-        ),
-        Step("doctor", 1, "what the doctor says", 80, doctor, prints=True),
-        bench.step(
-            "line",
-            7,
-            "what the line costs in one process",
-            240,
-            "--ranks 1 --arms one_process,line_one,guarded_one",
-            warmup=6,
-            repeats=3,
-            judge=judge_line(bench.is_tiny),
-        ),
-    )
+def _fact(name: str, part: int, text: str, limit_s: int, judge: Judge, num_ranks: int = 2) -> Step:
+    """A fact of fact.py."""
+    command = ("-m", "tests.gpu.fact", name, "{json}")
+    return Step(name, part, text, limit_s, command, num_ranks=num_ranks, judge=judge)
 
 
-def _test_steps() -> tuple[Step, ...]:
-    """Those of test_nccl.py, each in one of these steps, and those of test_device_tools.py."""
-    rows = (
+def _nccl_steps() -> Iterator[Step]:
+    """The tests of test_nccl.py, each in one of these steps."""
+    for name, part, text, limit_s, chosen, num_ranks in (
         ("parity", 1, "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too", 230, "two_ranks", 2),
         ("shard", 2, "all weights, sharded by FSDP2", 80, "sharded", 2),
         ("faults", 3, "a rank is killed, hangs, finds NaN", 130, "killed or hung or nan", 2),
         ("ways", 3, "notebook, srun's cards", 130, "notebook or see_one", 2),
         ("parity_4", 3, "four ranks, uneven steps too", 100, "four_ranks", 4),
-    )
-    tools = (*PYTEST, "tests/gpu/test_device_tools.py")
-    return (
-        *(
-            Step(name, part, text, limit_s, (*TESTS, chosen), num_ranks=ranks, only_nccl=name == "shard")
-            for name, part, text, limit_s, chosen, ranks in rows
-        ),
-        Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
-    )
+    ):
+        yield Step(name, part, text, limit_s, (*TESTS, chosen), num_ranks=num_ranks, only_nccl=name == "shard")
 
 
-def _small_steps(bench: _Bench) -> tuple[Step, ...]:
-    """Trainings of a minute: see trained.py."""
-    rows: tuple[tuple[str, int, str, int, Judge], ...] = (
-        (
-            "waits",
-            2,
-            "where the host waits for the device in a step, without the line and in rank 0 of two",
-            60,
-            judge_waits(bench.device == "cuda"),
-        ),
-        ("fp16", 2, "two ranks skip the steps of one process", 60, judge_fp16),
-        (
-            "beyond_vocabulary",
-            3,
-            "what the user sees of a device-side assert",
-            45,
-            judge_failure("beyond_vocabulary", ("device-side assert", "index out of range")),
-        ),
-        (
-            "out_of_memory",
-            3,
-            "what the user sees where a rank is out of memory",
-            45,
-            judge_failure("out_of_memory", ("ran out of memory",)),
-        ),
-    )
-    recompiled = "what torch compiles again for another number of rows"
-    return (
-        *(
-            Step(name, part, text, limit_s, _fact(name), num_ranks=2, judge=judge)
-            for name, part, text, limit_s, judge in rows
-        ),
-        Step("recompiled", 4, recompiled, 50, _fact("recompiled"), needs_driver=True, judge=judge_recompiled),
-    )
-
-
-def _bench_steps(bench: _Bench) -> tuple[Step, ...]:
-    tiny, is_cpu = bench.is_tiny, bench.device == "cpu"
+def _bench_steps(device: str, is_tiny: bool) -> Iterator[Step]:
+    """Those that run `unsloth-multigpu bench`."""
     unsloth = "--library unsloth --gradient-checkpointing"
     # Unsloth's CPU backend, which a rehearsal has, always pads.
-    flat = f"{unsloth}{'' if is_cpu else ' --padding-free'}"
+    flat = f"{unsloth}{'' if device == 'cpu' else ' --padding-free'}"
     # Not torchrun: ranks of its own that share a card wait on cards that there are not.
     two = "--ranks 2 --arms one_process,ours,ours_off"
+    packed = f"{flat} {two} --four-bit --optim adamw_8bit"
+    line = f"{flat} --ranks 1 --arms one_process,line_one,ours_one"
     planned = "--ranks 1 --arms one_process,ours_one,rebalance"
     three = "--arms one_process,ours,torchrun"
     small = "two ranks on one card over gloo train as one process"
-    cards = "cards against one"
-    # Name, part, text, seconds, arguments, what is judged, against which arm it may not be slower.
-    rows: tuple[tuple[str, int, str, int, str, tuple[str, ...], str | None], ...] = (
+    cards, plan = "cards against one", "the planner against no plan and batch_rebalance"
+    # Name, part, text, seconds, arguments, which arms are judged, against which arm they may not be slower.
+    rows: tuple[tuple[str, int, str, int, str, str, str], ...] = (
+        ("shared_lora", 1, f"{small}, LoRA", 120, f"{two},torchrun", "ours", ""),
+        ("unsloth_lora", 2, "Unsloth, LoRA, two ranks, rows end to end", 142, f"{flat} {two}", "ours", "ours_off"),
+        ("unsloth_4bit", 2, "Unsloth, two ranks, 4-bit weights and adamw_8bit", 142, packed, "ours", "ours_off"),
+        ("shared_full", 4, f"{small}, full", 80, "--train full --ranks 2 --arms one_process,ours", "ours", ""),
+        ("planner_1", 4, plan, 130, planned, "ours_one", "one_process"),
+        ("planner_4", 4, f"{plan}, accumulation 4", 170, f"{planned} --accumulation 4", "ours_one", "one_process"),
+        ("unsloth_line", 5, "Unsloth in one process: the line, a plan", 142, line, "line_one ours_one", "one_process"),
+        ("unsloth_padded", 5, "Unsloth, LoRA, two ranks, padded rows", 142, f"{unsloth} {two}", "ours", "ours_off"),
+        ("speed_lora", 6, f"2 {cards}, LoRA", 115, f"--ranks 2 {three},rebalance", "ours", "torchrun"),
+        ("speed_full", 6, f"2 {cards}, all weights", 110, f"--ranks 2 --train full {three}", "ours", "torchrun"),
+        ("speed_unsloth", 6, f"2 {cards}, Unsloth's LoRA", 110, f"--ranks 2 {flat} {three}", "ours", "torchrun"),
+        ("speed_lora_4", 6, f"4 {cards}, LoRA", 90, f"--ranks 4 {three}", "ours", "torchrun"),
+        ("speed_lora_8", 6, f"8 {cards}, LoRA", 90, f"--ranks 8 {three}", "ours", "torchrun"),
         (
-            "shared_lora",
-            1,
-            f"{small}, LoRA",
-            120,
-            "--ranks 2 --arms one_process,ours,ours_off,torchrun",
-            ("ours",),
-            None,
+            "line",
+            7,
+            "what the line costs in one process",
+            240,
+            "--ranks 1 --arms one_process,line_one,guarded_one",
+            "",
+            "",
         ),
-        ("unsloth_lora", 2, "Unsloth, LoRA, two ranks, rows end to end", 142, f"{flat} {two}", ("ours",), "ours_off"),
-        (
-            "unsloth_4bit",
-            2,
-            "Unsloth, two ranks, 4-bit weights and adamw_8bit",
-            142,
-            f"{flat} {two} --four-bit --optim adamw_8bit",
-            ("ours",),
-            "ours_off",
-        ),
-        ("shared_full", 4, f"{small}, full", 80, "--train full --ranks 2 --arms one_process,ours", ("ours",), None),
-        ("planner_1", 4, "the planner against no plan and batch_rebalance", 130, planned, ("ours_one",), "one_process"),
-        (
-            "planner_4",
-            4,
-            "the planner against no plan and batch_rebalance, accumulation 4",
-            170,
-            f"{planned} --accumulation 4",
-            ("ours_one",),
-            "one_process",
-        ),
-        (
-            "unsloth_line",
-            5,
-            "Unsloth, LoRA, one process: with the line, and planned",
-            142,
-            f"{flat} --ranks 1 --arms one_process,line_one,ours_one",
-            ("line_one", "ours_one"),
-            "one_process",
-        ),
-        ("unsloth_padded", 5, "Unsloth, LoRA, two ranks, padded rows", 142, f"{unsloth} {two}", ("ours",), "ours_off"),
-        ("speed_lora", 6, f"2 {cards}, LoRA", 115, f"--ranks 2 {three},rebalance", ("ours",), "torchrun"),
-        ("speed_full", 6, f"2 {cards}, all weights", 110, f"--ranks 2 --train full {three}", ("ours",), "torchrun"),
-        ("speed_unsloth", 6, f"2 {cards}, Unsloth's LoRA", 110, f"--ranks 2 {flat} {three}", ("ours",), "torchrun"),
-        ("speed_lora_4", 6, f"4 {cards}, LoRA", 90, f"--ranks 4 {three}", ("ours",), "torchrun"),
-        ("speed_lora_8", 6, f"8 {cards}, LoRA", 90, f"--ranks 8 {three}", ("ours",), "torchrun"),
     )
-    steps = []
     for name, part, text, limit_s, arguments, arms, than in rows:
-        is_shared, is_unsloth = name.startswith("shared"), name.startswith("unsloth")
-        bound = FP32_BOUND if is_shared else BF16_BOUND
-        steps.append(
-            bench.step(
-                name,
-                part,
-                text,
-                limit_s,
-                arguments,
-                small=is_shared,
-                warmup=8 if is_unsloth else 20,
-                steps=12 if is_unsloth else 20,
-                num_cards=int(arguments.split()[1]) if name.startswith("speed") else 1,
-                only_cards=1 if is_shared else None,
-                judge=judge_arms(bound, arms, than=None if tiny else than),
-            )
-        )
-    return tuple(steps)
+        # A small fp32 model, whose gradients can be compared closely.
+        is_small = name.startswith("shared")
+        num_cards = int(arguments.split()[1]) if name.startswith("speed") else 1
+        seen = 1 if is_small else max(num_cards, 2 if "--ranks 2" in arguments else 1)
+        bound = FP32_BOUND if is_small else BF16_BOUND
+        judge = partial(judge_arms, bound, arms.split(), "" if is_tiny else than)
+        if name == "line":
+            judge = partial(judge_line, is_tiny)
+        command = _bench(device, is_tiny, name, arguments, limit_s)
+        yield Step(name, part, text, limit_s, command, num_cards, seen, prints=True, judge=judge)
 
 
-def _fact(group: str) -> tuple[str, ...]:
-    return ("-m", "tests.gpu.fact", group, "{json}")
-
-
-@dataclass(frozen=True)
-class _Bench:
-    """Makes steps that run `unsloth-multigpu bench`."""
-
-    device: str
-    is_tiny: bool
-
-    def step(
-        self,
-        name: str,
-        part: int,
-        text: str,
-        limit_s: int,
-        arguments: str,
-        *,
-        warmup: int = 20,
-        steps: int = 20,
-        repeats: int = 1,
-        small: bool = False,
-        num_cards: int = 1,
-        only_cards: int | None = None,
-        judge: Judge,
-    ) -> Step:
-        """A step; `small` = a small fp32 model, whose gradients can be compared closely."""
-        size = ["--model-size", "1b", "--dtype", "bf16"]
-        if small:
-            size, warmup, steps = ["--model-size", "small"], 2, 4
-        if self.is_tiny:
-            size = ["--model-size", "tiny", "--lengths", "lognormal:20:64", "--batch-size", "4"]
-            warmup, steps, repeats = 2, 2, 1
-        given = arguments.split()
-        counts = ["--warmup", str(warmup), "--steps", str(steps), "--repeats", str(repeats)]
-        train = [] if "--train" in given else ["--train", "lora"]
-        command = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", self.device, *size, *train, *given, *counts]
-        # A run that hangs is to be ended by the benchmark, which says more than the limit of the step.
-        command += ["--timeout-s", str(limit_s - 20), "--json"]
-        seen = only_cards or max(num_cards, 2 if "--ranks 2" in arguments else 1)
-        return Step(name, part, text, limit_s, tuple(command), num_cards, seen, prints=True, judge=judge)
+def _bench(device: str, is_tiny: bool, name: str, arguments: str, limit_s: int) -> tuple[str, ...]:
+    """The command of a benchmark."""
+    size, counts = "--model-size 1b --dtype bf16", (20, 20, 1)
+    if is_tiny:
+        size, counts = "--model-size tiny --lengths lognormal:20:64 --batch-size 4", (2, 2, 1)
+    elif name.startswith("shared"):
+        size, counts = "--model-size small", (2, 4, 1)
+    elif name.startswith("unsloth"):
+        counts = (8, 12, 1)
+    elif name == "line":
+        counts = (6, 20, 3)
+    train = "" if "--train" in arguments else "--train lora"
+    # A run that hangs is to be ended by the benchmark, which says more than the limit of the step.
+    last = "--warmup {} --steps {} --repeats {}".format(*counts) + f" --timeout-s {limit_s - 20} --json"
+    words = f"bench --device {device} {size} {train} {arguments} {last}".split()
+    return ("-m", "unsloth_multigpu.cli.main", *words)
 
 
 def short_result(outcome: Result) -> Result:
@@ -320,77 +223,57 @@ def step_ratio(rounds: list[Any], reference: list[Any], outcome: Result) -> floa
     )
 
 
-def judge_device(is_cuda: bool) -> Judge:
+def judge_device(is_cuda: bool, result: Result) -> list[str]:
     """A group of one over NCCL that adds up, segments that expand, and a collective that waits is named."""
-
-    def judge(result: Result) -> list[str]:
-        rank = result["rank"]
-        expected: Result = {"launcher": "unsloth_multigpu", "backend": "nccl" if is_cuda else "gloo", "sum": 8.0}
-        if is_cuda:
-            expected |= {"is_expandable": True, "pending": "all_reduce [1234]"}
-        return [
-            f"{name}: {rank.get(name)!r}, not {value!r}" for name, value in expected.items() if rank.get(name) != value
-        ]
-
-    return judge
+    rank = result["rank"]
+    expected: Result = {"launcher": "unsloth_multigpu", "backend": "nccl" if is_cuda else "gloo", "sum": 8.0}
+    if is_cuda:
+        expected |= {"is_expandable": True, "pending": "all_reduce [1234]"}
+    return [f"{name}: {rank.get(name)!r}, not {value!r}" for name, value in expected.items() if rank.get(name) != value]
 
 
-def judge_line(is_tiny: bool) -> Judge:
+def judge_line(is_tiny: bool, result: Result) -> list[str]:
     """The line costs no more than one step in a hundred."""
-
-    def judge(result: Result) -> list[str]:
-        if is_tiny:
-            return []
-        costs = {name: result["ratios"][name] - 1 for name in ("line_one", "guarded_one")}
-        return [f"{name} costs {cost:.1%} of a step" for name, cost in costs.items() if cost > MAX_LINE_COST]
-
-    return judge
+    if is_tiny:
+        return []
+    costs = {name: result["ratios"][name] - 1 for name in ("line_one", "guarded_one")}
+    return [f"{name} costs {cost:.1%} of a step" for name, cost in costs.items() if cost > MAX_LINE_COST]
 
 
-def judge_arms(bound: float, arms: Sequence[str], *, than: str | None = None) -> Judge:
+def judge_arms(bound: float, arms: Sequence[str], than: str, result: Result) -> list[str]:
     """These arms have the samples and gradients of one process.
 
     Args:
         bound: Of gradient norms, relative.
-        than: None of them takes clearly longer than this arm; None = times are not judged.
+        than: None of them takes clearly longer than this arm; "" = times are not judged.
     """
-
-    def judge(result: Result) -> list[str]:
-        found = {arm["name"]: arm for arm in result["results"]}
-        problems = [f"{name}: no result" for name in arms if name not in found]
-        for name in (name for name in arms if name in found):
-            arm = found[name]
-            if not arm["has_same_samples"]:
-                problems.append(f"{name}: other samples in a step than one process has")
-            elif not float(arm["norm_difference"]) < bound:
-                problems.append(f"{name}: gradient norms differ by {arm['norm_difference']}, bound {bound:g}")
-            if than is not None:
-                slowdown = found[than]["tokens_per_s"]["median"] / arm["tokens_per_s"]["median"]
-                problems += [f"{name}: {slowdown:.2f} times as long as {than}"] if slowdown > MAX_SLOWDOWN else []
-        return problems
-
-    return judge
+    found = {arm["name"]: arm for arm in result["results"]}
+    problems = [f"{name}: no result" for name in arms if name not in found]
+    for name in (name for name in arms if name in found):
+        arm = found[name]
+        if not arm["has_same_samples"]:
+            problems.append(f"{name}: other samples in a step than one process has")
+        elif not float(arm["norm_difference"]) < bound:
+            problems.append(f"{name}: gradient norms differ by {arm['norm_difference']}, bound {bound:g}")
+        if than:
+            slowdown = found[than]["tokens_per_s"]["median"] / arm["tokens_per_s"]["median"]
+            problems += [f"{name}: {slowdown:.2f} times as long as {than}"] if slowdown > MAX_SLOWDOWN else []
+    return problems
 
 
-def judge_waits(is_cuda: bool) -> Judge:
+def judge_waits(is_cuda: bool, result: Result) -> list[str]:
     """With the line the host waits for the device no more often than without it, and in lines of ours seldom."""
-
-    def judge(result: Result) -> list[str]:
-        found = result["host_waits"]
-        if not is_cuda:
-            return []
-        if not all(found[arm]["is_counted"] for arm in found):
-            return ["waits were not counted"]
-        without, ours = (found[arm]["per_step"] for arm in ("without", "ours"))
-        own = sum(count for line, count in ours.items() if "unsloth_multigpu/" in line)
-        problems = (
-            [] if own <= MAX_OWN_WAITS else [f"{own:g} waits in a step begin in our lines, bound {MAX_OWN_WAITS:g}"]
-        )
-        if sum(ours.values()) > sum(without.values()):
-            problems.append(f"{sum(ours.values()):g} waits in a step, {sum(without.values()):g} without the line")
-        return problems
-
-    return judge
+    found = result["host_waits"]
+    if not is_cuda:
+        return []
+    if not all(found[arm]["is_counted"] for arm in found):
+        return ["waits were not counted"]
+    without, ours = (found[arm]["per_step"] for arm in ("without", "ours"))
+    own = sum(count for line, count in ours.items() if "unsloth_multigpu/" in line)
+    problems = [] if own <= MAX_OWN_WAITS else [f"{own:g} waits in a step begin in our lines, bound {MAX_OWN_WAITS:g}"]
+    if sum(ours.values()) > sum(without.values()):
+        problems.append(f"{sum(ours.values()):g} waits in a step, {sum(without.values()):g} without the line")
+    return problems
 
 
 def judge_fp16(result: Result) -> list[str]:
@@ -406,18 +289,15 @@ def judge_fp16(result: Result) -> list[str]:
     return problems
 
 
-def judge_failure(name: str, reasons: Sequence[str]) -> Judge:
+def judge_failure(reasons: Sequence[str], result: Result) -> list[str]:
     """It ended with an error whose message has the rank, the step and one of these reasons."""
-
-    def judge(result: Result) -> list[str]:
-        code, message = result[name]["code"], result[name]["message"]
-        problems = [] if code else ["it ended well"]
-        problems += [f"its message lacks {word!r}" for word in ("rank 1 ", "after step 2") if word not in message]
-        if not any(reason in message for reason in reasons):
-            problems.append(f"its message lacks the reason: {' or '.join(map(repr, reasons))}")
-        return problems
-
-    return judge
+    (found,) = result.values()
+    code, message = found["code"], found["message"]
+    problems = [] if code else ["it ended well"]
+    problems += [f"its message lacks {word!r}" for word in ("rank 1 ", "after step 2") if word not in message]
+    if not any(reason in message for reason in reasons):
+        problems.append(f"its message lacks the reason: {' or '.join(map(repr, reasons))}")
+    return problems
 
 
 def judge_recompiled(result: Result) -> list[str]:

@@ -1,4 +1,4 @@
-"""A training for the facts of `trained.py`: something is counted in it, or one of its ranks meets a fault.
+"""A training for the facts of `fact.py`: something is counted in it, or one of its ranks meets a fault.
 
 Usage: training.py NUM_RANKS KIND OUT.json
 0 ranks: without the line. KIND is waits, beyond_vocabulary or out_of_memory.

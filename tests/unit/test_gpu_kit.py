@@ -5,6 +5,7 @@ import json
 import math
 import tarfile
 import time
+from functools import partial
 
 import pytest
 
@@ -83,7 +84,7 @@ def arm(name, **facts):
     ],
 )
 def test_result_has_to_show_what_the_step_is_for(facts, problem):
-    judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun")
+    judge = partial(judge_arms, FP32_BOUND, ("ours",), "torchrun")
     problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
     assert [problem in said for said in problems] == [True] if problem else problems == []
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
