@@ -69,7 +69,7 @@ def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("reads", ['plan_me.py", line 26', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
+        ("reads", ['plan_me.py", line 23', "print(float(model.lm_head.weight.sum()))", "shard='on'"]),
         pytest.param("no_training", ["ended with exit code 0 before train()"], marks=pytest.mark.thorough),
         pytest.param("killed", ["was ended by SIGKILL", "in this machine's memory"], marks=pytest.mark.thorough),
     ],

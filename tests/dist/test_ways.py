@@ -1,30 +1,91 @@
-"""Wrappers over `Trainer.train`, what callbacks read and change, loaders of a script's own."""
+"""Wrappers over `Trainer.train`, what callbacks read, change and decide, loaders of a script's own.
+
+What callbacks decide on one rank, or on ranks at different steps, counts on all of them, or it is said.
+"""
 
 import json
 from pathlib import Path
 
-from tests.helpers.run import BARE, finish, start
+import pytest
+
+from tests.helpers.run import BARE, finish, run_well, start
 from unsloth_multigpu.errors import DivergenceError
 
 SCRIPT = Path(__file__).parent / "scripts" / "ways.py"
+TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
+OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save after step 3, and none of rank 0 did"
+
+
+UPLOADS = """
+import os, time
+import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, timeout_s=20)
+import torch
+from transformers import Trainer, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+class Uploads(Trainer):
+    def _finish_current_push(self):
+        time.sleep(30 if os.environ["RANK"] == "0" else 0)
+rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 16
+Uploads(Model(), TrainingArguments("out", report_to=[], max_steps=1, save_strategy="no"), train_dataset=rows).train()
+open(f"after_{os.environ['RANK']}", "w").close()
+"""
 
 
 def found(folder, rank=0):
     return json.loads((folder / f"found_{rank}.json").read_text())
 
 
-def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    alone = start([SCRIPT], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
-    run = finish(start([SCRIPT], two, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2"}))
-    # The last training was refused, and the script continued without it.
+def events(of):
+    return {name: [*case["events"], case["steps"]] for name, case in of.items() if "events" in case}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folders of one process and of two ranks, and what these said."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    alone = start([SCRIPT, "together"], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
+    run = finish(start([SCRIPT, "together"], two, TWO_RANKS))
     assert run.code == DivergenceError.exit_code, run.err
-    (line,) = [line for line in run.err.splitlines() if "train() was ended" in line]
+    assert finish(alone).code == 0
+    return one, two, run.err
+
+
+def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(trained):
+    one, two, _ = trained
+    alone = found(one)
+    for rank in range(2):
+        ours = found(two, rank)
+        assert {name: ours[name] for name in events(ours)} == {name: alone[name] for name in events(ours)}
+    assert events(found(two)) == {
+        "clock-stop": [4],
+        "clock-save": [["save", 4], ["save", 8], 8],
+        "clock-evaluate": [["evaluate", 4], 8],
+        "clock-late": [["save", 3], 8],
+        "epoch-stop": [3],
+        "log": [["log", 3], 8],
+        "evaluate": [["evaluate", 3], 8],
+        "drawn": [["evaluate", 3, 0], 8],
+        "before-the-end": [["save", 3], 8],
+        "chain": [["log", 2], ["evaluate", 2], ["save", 2], 2],
+        "epoch-end": [["save", 8], 10],
+        "added": [["evaluate", 3], 8],
+        "rank-1": [8],
+    }
+    log = (two / "logs" / "rank_1.log").read_text()
+    # The clocks are no reason to warn: rank 0 decided the same, a step later or before.
+    assert log.count("none of rank 0 did") == log.count(OVERRULED) == 1
+
+
+def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(trained):
+    one, two, err = trained
+    (line,) = [line for line in err.splitlines() if "train() was ended" in line]
     assert line.startswith("unsloth_multigpu: train() was ended after step 1: DivergenceError: ")
     assert line.endswith("; the script continued without it (exit code 77)")
-    assert finish(alone).code == 0
     ours, wanted = found(two), found(one)
     assert ours == found(two, 1)
     for name in ("plain", "closure"):
@@ -37,7 +98,7 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     assert ours["replaced"]["error"] == "PatchError"
     assert "scripts/ways.py" in ours["replaced"]["text"]
     assert "Let it call the function that it replaces" in ours["replaced"]["text"]
-    assert "begins without a call of Trainer.train and is not distributed" in run.err
+    assert "begins without a call of Trainer.train and is not distributed" in err
     # Such a loop has the batches of one process on each rank.
     assert wanted["own"] == ours["own"] == {"aside": 7, "in its loop": 7}
     changed = "A callback has set gradient_accumulation_steps from 2 to 1 in on_epoch_end"
@@ -45,3 +106,27 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     assert "prepared 2 data loaders; expected one.\nHint: Return one DataLoader" in ours["two loaders"]["text"]
     assert ours["past DDP"]["error"] == "DivergenceError"
     assert "The ranks' replicas differ after step 1" in ours["past DDP"]["text"]
+
+
+@pytest.mark.thorough
+def test_ranks_that_step_by_themselves_act_on_rank_0s_decision_when_they_synchronize(tmp_path):
+    options = {"UNSLOTH_MULTIGPU_STRATEGY": "local_sgd:every_steps=4"}
+    run = run_well([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options})
+    assert found(tmp_path, 0) == found(tmp_path, 1)
+    assert events(found(tmp_path)) == {
+        # What callbacks decide counts at the next synchronization; the schedule of the arguments is not moved.
+        "alike": [["evaluate", 4], ["save", 4], ["save", 8], 8],
+        "rank-1": [8],
+        "clock": [8],
+        "behind": [["save", 4], 8],
+    }
+    assert "should_save after step 2 waits for the next synchronization of the ranks" in run.err
+    assert OVERRULED in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.thorough
+def test_ranks_wait_for_rank_0s_upload_longer_than_for_a_collective(tmp_path):
+    (tmp_path / "train.py").write_text(UPLOADS)
+    # Nor does the watchdog take the others for hung.
+    run_well(["train.py"], tmp_path, {**BARE, "UNSLOTH_MULTIGPU_HANG_TIMEOUT_S": "5"})
+    assert all((tmp_path / f"after_{rank}").exists() for rank in range(2))

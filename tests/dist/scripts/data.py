@@ -17,7 +17,7 @@ ump.enable_multi_gpu(num_gpus=num_ranks)
 import datasets
 import torch
 from common import Comparing, MeanLoss, arguments, logged
-from tiny_llama import collate, tiny_llama
+from tiny_llama import collate, collate_end_to_end, tiny_llama
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -231,13 +231,6 @@ def bert():
     """It takes loss arguments and averages its loss all the same."""
     torch.manual_seed(0)
     return BertForMaskedLM(BertConfig(**BERT))
-
-
-def collate_end_to_end(rows):
-    """Rows without padding, one after the other."""
-    ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
-    position = torch.tensor([[i for row in rows for i in range(len(row["input_ids"]))]])
-    return {"input_ids": ids, "position_ids": position, "labels": ids.masked_fill(position == 0, -100)}
 
 
 def collate_to_32(rows):

@@ -18,7 +18,7 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]), check_first_step="off", **json.l
 
 import torch
 from common import arguments
-from tiny_llama import RaggedRows, collate, tiny_llama
+from tiny_llama import RaggedRows, collate, collate_end_to_end, tiny_llama
 from transformers import Trainer, TrainerCallback
 
 from unsloth_multigpu.wire.heartbeat import read_beats
@@ -55,13 +55,6 @@ class Slow(TrainerCallback):
             self.pages = {rank: dataclasses.asdict(beat) for rank, beat in read_beats(folder).items()}
 
 
-def end_to_end(rows):
-    """Rows in one line, without a mask."""
-    ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
-    positions = torch.tensor([[i for row in rows for i in range(len(row["input_ids"]))]])
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
-
-
 def train(job):
     torch.manual_seed(0)
     callback = Slow(job.get("slow", 0.0))
@@ -70,7 +63,7 @@ def train(job):
         torch.manual_seed(0)
         data = {"train_dataset": [{"pixel_values": torch.randn(4), "labels": i % 2} for i in range(24)]}
     elif job.get("kind") == "end to end":
-        data["data_collator"] = end_to_end
+        data["data_collator"] = collate_end_to_end
     trainer = Trainer(
         model=Images() if job.get("kind") == "images" else tiny_llama(),
         args=arguments(out / job["name"], 4, 2, **{"num_train_epochs": 1, **job.get("arguments", {})}),

@@ -12,11 +12,8 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from tiny_llama import collate
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 path, what = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cpu")
@@ -30,16 +27,9 @@ if what == "lora":
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def padded(samples):
-    """A batch in which the shorter samples are padded."""
-    longest = max(len(sample["labels"]) for sample in samples)
-    ids = torch.tensor([sample["input_ids"] + [0] * (longest - len(sample["labels"])) for sample in samples])
-    return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
-
-
-rows = [{"input_ids": [1] * (20 + i), "labels": [1] * (20 + i)} for i in range(8)]
+rows = [{"input_ids": [1] * (20 + i)} for i in range(8)]
 arguments = TrainingArguments("out", per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True)
-trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded)
+trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
 if what != "no_training":
     trainer.train()
 print("the script has gone on")

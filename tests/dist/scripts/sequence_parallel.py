@@ -16,6 +16,7 @@ ump.enable_multi_gpu(**{k: int(v) if v.isdigit() else v for k, v in (each.split(
 import torch
 from common import SGD, logged, move_off_zero, write_outcome
 from packaging.version import Version
+from tiny_llama import collate, collate_end_to_end
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -45,25 +46,11 @@ def ragged(num_rows=10):
     return [{"input_ids": [draws.randint(1, 63) for _ in range(length)]} for length in lengths]
 
 
-def padded(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
-    mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
-    ids, mask = torch.tensor(ids), torch.tensor(mask)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def end_to_end(rows):
-    ids = torch.tensor([token for row in rows for token in row["input_ids"]])[None]
-    places = torch.tensor([i for row in rows for i in range(len(row["input_ids"]))])[None]
-    return {"input_ids": ids, "position_ids": places, "labels": ids.masked_fill(places == 0, -100)}
-
-
 def llama(num_kv=2, attention="sdpa", **more):
     return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=num_kv, attn_implementation=attention, **more))
 
 
-def of_transformers(model, collate=padded, cls=Trainer, **more):
+def of_transformers(model, collate=collate, cls=Trainer, **more):
     common = TrainingArguments(folder, **{**COMMON, **more})
     return cls(model=model, args=common, train_dataset=ragged(), data_collator=collate)
 
@@ -77,7 +64,7 @@ def one_kv_head():
 
 
 def packed():
-    return of_transformers(llama(), end_to_end)
+    return of_transformers(llama(), collate_end_to_end)
 
 
 def window():

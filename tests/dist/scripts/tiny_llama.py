@@ -40,3 +40,10 @@ def collate(rows):
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def collate_end_to_end(rows):
+    """Rows without padding, one after the other; none has a label where it begins."""
+    ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
+    position = torch.tensor([[i for row in rows for i in range(len(row["input_ids"]))]])
+    return {"input_ids": ids, "position_ids": position, "labels": ids.masked_fill(position == 0, -100)}

@@ -1,12 +1,16 @@
-"""Scripts reach a training, and look into it, in ways of their own. Each rank writes what came of each."""
+"""Scripts reach a training, look into it and decide in it, in ways of their own. Each rank writes what came of each.
+
+Usage: ways.py together|apart; "apart" are decisions of ranks that step by themselves.
+"""
 
 import functools
 import json
 import os
+import sys
 
 import unsloth_multigpu as ump
 
-ump.enable_multi_gpu()
+ump.enable_multi_gpu(timeout_s=60, hang_timeout_s=30)
 
 import torch
 from common import Line, arguments, points
@@ -14,7 +18,123 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import Trainer as Defining
 
 RANK = int(os.environ.get("RANK", "0"))
-ROWS = points(13)
+DECIDED, ROWS = points(32), points(13)
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.events = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.events.append(["step", state.global_step])
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.events.append(["log", state.global_step])
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.events.append(["evaluate", state.global_step, *(v for k, v in metrics.items() if k == "eval_drawn")])
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append(["save", state.global_step])
+
+
+class Sets(TrainerCallback):
+    """Sets `flag` at `event` of the step that `step_of` gives for the rank, None = never."""
+
+    def __init__(self, flag, step_of, event="on_step_end", lasts=False):
+        self.flag, self.step, self.lasts = flag, step_of(RANK), lasts
+        setattr(self, event, self.decide)
+
+    def decide(self, args, state, control, **kwargs):
+        if self.step is None or state.global_step < self.step:
+            return
+        if state.global_step == self.step or self.lasts:
+            setattr(control, self.flag, True)
+
+
+class Draws(Trainer):
+    """Adds a number of its own to an evaluation's, as transformers' example of question answering does."""
+
+    def evaluate(self, *args, **kwargs):
+        output = self.evaluation_loop(self.get_eval_dataloader(), "Evaluation", prediction_loss_only=True)
+        metrics = {**output.metrics, "eval_drawn": RANK}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class AddsLate(TrainerCallback):
+    """A library may add a callback when the training has begun."""
+
+    def __init__(self, added):
+        self.added = added
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.add_callback(self.added)
+
+
+def only(rank, step):
+    return lambda mine: step if mine == rank else None
+
+
+def decided(name, *callbacks, trainer_class=Trainer, **given):
+    recorder = Recorder()
+    settings = {"learning_rate": 0.1, "optim": "sgd", "logging_steps": 100, "max_steps": 8, **given}
+    args = arguments(name, 4, **settings)
+    callbacks = [recorder, *callbacks]
+    trainer = trainer_class(Line(), args, train_dataset=DECIDED, eval_dataset=DECIDED[:4], callbacks=callbacks)
+    for callback in callbacks:
+        callback.trainer = trainer
+    trainer.train()
+    events = [e for e in recorder.events if e[0] != "step"]
+    saved = sorted(p for p in os.listdir(name) if p.startswith("checkpoint-")) if os.path.isdir(name) else []
+    weights = [round(w, 6) for w in trainer.model.layer.weight.flatten().tolist()]
+    return {"steps": trainer.state.global_step, "events": events, "saved": saved, "weights": weights}
+
+
+class Follows(TrainerCallback):
+    """Rank 0 comes to the callbacks of step 2 when rank 1 has begun step 4."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if RANK == 1 and state.global_step == 3:
+            open(self.path, "w").close()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        while RANK == 0 and state.global_step == 2 and not os.path.exists(self.path):
+            pass
+
+
+def decisions():
+    # The clock: rank 1 sees the limit a step before rank 0, or behind it.
+    yield "clock-stop", [Sets("should_training_stop", lambda rank: 4 - rank, lasts=True)], {"save_strategy": "steps"}
+    yield "clock-save", [Sets("should_save", lambda rank: 4 - rank)], {"save_strategy": "steps"}
+    yield "clock-evaluate", [Sets("should_evaluate", lambda rank: 4 - rank)], {}
+    yield "clock-late", [Sets("should_save", lambda rank: 3 + rank)], {}
+    yield "epoch-stop", [Sets("should_epoch_stop", only(0, 3))], {}
+    yield "log", [Sets("should_log", only(0, 3))], {}
+    yield "evaluate", [Sets("should_evaluate", only(0, 3))], {}
+    yield "drawn", [Sets("should_evaluate", only(0, 3))], {"trainer_class": Draws}
+    yield "before-the-end", [Sets("should_save", only(0, 2), "on_optimizer_step")], {}
+    # The loop reads the flags one after the other, and callbacks are asked in between.
+    chain = [
+        Sets("should_evaluate", only(0, 2), "on_log"),
+        Sets("should_save", only(0, 2), "on_evaluate"),
+        Sets("should_training_stop", only(0, 2), "on_save"),
+    ]
+    yield "chain", chain, {"logging_steps": 2}
+    yield "epoch-end", [Sets("should_save", only(0, 8), "on_epoch_end")], {"max_steps": 10}
+    yield "added", [AddsLate(Sets("should_evaluate", only(0, 3)))], {}
+    yield "rank-1", [Sets("should_save", only(1, 3))], {}
+
+
+def decisions_apart():
+    yield "alike", [Sets("should_evaluate", lambda rank: 3)], {"save_steps": 4, "save_strategy": "steps"}
+    yield "rank-1", [Sets("should_save", only(1, 3))], {}
+    yield "clock", [Sets("should_training_stop", lambda rank: 6 - rank, lasts=True)], {"max_steps": 24}
+    yield "behind", [Follows("rank_1_is_ahead"), Sets("should_save", only(0, 2))], {}
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -119,7 +239,7 @@ class Chained:
         return sum(len(loader) for loader in self.loaders)
 
 
-def cases():
+def ways():
     yield "plain", train
     yield "closure", functools.partial(wrapped, closure)
     yield "replaced", functools.partial(wrapped, replaced)
@@ -132,10 +252,12 @@ def cases():
 
 
 if __name__ == "__main__":
-    found = {}
-    for name, case in cases():
+    is_apart = sys.argv[1] == "apart"
+    for_each = decisions_apart() if is_apart else decisions()
+    found = {name: decided(name, *callbacks, **given) for name, callbacks, given in for_each}
+    for name, way in () if is_apart else ways():
         try:
-            found[name] = case()
+            found[name] = way()
         except ump.MultiGPUError as error:
             found[name] = {"error": type(error).__name__, "text": str(error)}
     with open(f"found_{RANK}.json", "w") as file:
