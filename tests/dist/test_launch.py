@@ -10,6 +10,7 @@ from tests.helpers.run import BARE, finish, free_port, run_python, run_well, sta
 from unsloth_multigpu.launch.allocator import allocator_variables
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
+LEAVES = SCRIPT.with_name("leaves.py")
 # As `import unsloth` sets it, where it is installed; that comes too late in a rank.
 UNSLOTHS_ALLOCATOR = allocator_variables({})
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
@@ -61,12 +62,39 @@ def slurm(rank, port):
     }
 
 
-def test_ranks_of_srun_are_joined(tmp_path):
+def run_as_srun(folder, *command):
     port = free_port()
-    processes = [start([SCRIPT, tmp_path], tmp_path, slurm(rank, port)) for rank in (0, 1)]
-    runs = [finish(p) for p in processes]
+    processes = [start(command, folder, {**BARE, **slurm(rank, port)}) for rank in (0, 1)]
+    return [finish(p) for p in processes]
+
+
+def test_ranks_of_srun_are_joined(tmp_path):
+    runs = run_as_srun(tmp_path, SCRIPT, tmp_path)
     assert [r.code for r in runs] == [0, 0], runs[0].err + runs[1].err
     assert {f["launcher"] for f in facts(tmp_path)} == {"slurm"}
+
+
+# The store of the ranks goes with rank 0.
+
+
+def test_rank_0_serves_the_store_until_the_others_have_left(tmp_path):
+    first, second = run_as_srun(tmp_path, LEAVES, "late")
+    assert [first.code, second.code] == [0, 0], second.err
+    assert "saved on rank 1" in second.out
+
+
+@pytest.mark.thorough
+def test_rank_0_does_not_stay_for_a_rank_that_is_dead(tmp_path):
+    first, second = run_as_srun(tmp_path, LEAVES, "killed")
+    assert [first.code, second.code] == [0, -9], first.err
+
+
+@pytest.mark.thorough
+def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(tmp_path):
+    first, second = run_as_srun(tmp_path, LEAVES, "failed")
+    assert [first.code, second.code] == [1, 1]
+    assert "ValueError: of rank 0" in first.err
+    assert "rank 0 leaves, and with it" not in first.err
 
 
 def test_batch_options_change_the_number_of_steps(tmp_path):

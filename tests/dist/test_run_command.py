@@ -120,6 +120,29 @@ def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
     assert run.out == "steered 2 waiting for import\n"
 
 
+def test_files_of_options_reach_every_rank(tmp_path):
+    """Those of a script with the line, too."""
+    folder, table = tmp_path / "scripts", "num_gpus = 3\ntimeout_s = 50\ngrace_s = 7\nmax_restarts = 4\n"
+    folder.mkdir()
+    (tmp_path / "pyproject.toml").write_text(f"[tool.unsloth_multigpu]\n{table}")
+    (folder / "multigpu.yaml").write_text("num_gpus: 2\ntimeout_s: 60\ngrace_s: 8\nlog_dir: records\n")
+    (folder / "train.py").write_text(
+        textwrap.dedent("""
+        import unsloth_multigpu as ump
+        ump.enable_multi_gpu()
+        status, config = ump.get_multi_gpu_status(), ump.get_active_config()
+        with open(f"facts_{status.rank}.json", "w") as file:
+            print([status.world_size, config.num_gpus, config.timeout_s, config.grace_s, config.max_restarts], file=file)
+        """)
+    )
+    command = [*RUN, "--config", "multigpu.yaml", "--grace-s", "9", "train.py"]
+    run_well(command, folder, {**BARE, "UNSLOTH_MULTIGPU_TIMEOUT_S": "70"})
+    # The file over the table, the variable over the file, the flag over both, and the table where nothing else is.
+    assert [facts_of(folder, rank) for rank in range(2)] == [[2, 2, 70.0, 9.0, 4]] * 2
+    assert not (folder / "facts_2.json").exists()
+    assert (folder / "records" / "rank_1.log").exists()
+
+
 @pytest.mark.parametrize(
     "form", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.thorough)], ids=["script", "module"]
 )

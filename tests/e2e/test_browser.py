@@ -74,7 +74,7 @@ def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) ->
         notebook.run(cells["compare"])
         assert "2 of 2 ranks have rank 0's weights" in notebook.wait_for(cells["compare"], 20.0)
 
-        notebook.run_from(cells["disable"])
+        notebook.run(cells["disable"], and_all_below=True)
         assert "reloaded: " in notebook.wait_for(cells["generate"], 60.0)
 
 

@@ -1,4 +1,4 @@
-"""JupyterLab in headless Chromium, driven as a user does: by the mouse, by keys, and by what the page shows.
+"""JupyterLab in headless Chromium, driven by the commands of its menu and buttons, and by what the page shows.
 
 Chromium is steered over a pipe by its DevTools protocol (https://chromedevtools.github.io/devtools-protocol), so that
 no driver program is needed and no port is opened.
@@ -71,6 +71,7 @@ def serve_lab(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Ca
     places = {f"{name}_DIR": str(home / name.rpartition("_")[2].lower()) for name in names}
     environment = {**kernel_environment(home, env), **places, "JUPYTER_TOKEN": token}
     options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
+    options += ["--LabApp.expose_app_in_browser=True"]
     with (home / "lab.log").open("w") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
@@ -150,23 +151,10 @@ class Page:
         """Waits until an expression holds, and returns its value."""
         return _wait(lambda: self.read(expression), limit_s, expression)
 
-    def click(self, element: str) -> None:
-        """Clicks into the middle of what an expression finds, once it can be seen."""
-        box = self.wait(_box(element), 20.0)
-        place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-        self._call("Input.dispatchMouseEvent", type="mouseMoved", **place)
-        for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
-
-    def press_shift_enter(self) -> None:
-        """Presses the keys that run a cell."""
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "modifiers": 8}
-        for kind in ("rawKeyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, **key)
-
     def take_picture(self, element: str, path: Path) -> None:
         """Saves what an element shows as PNG."""
-        clip = {**self.wait(_box(element), 5.0), "scale": 1}
+        self.read(f"{element}.scrollIntoView({{block: 'nearest'}})")
+        clip = {**self.wait(f"{element}.getBoundingClientRect().toJSON()", 5.0), "scale": 1}
         picture = self._call("Page.captureScreenshot", format="png", clip=clip)
         path.write_bytes(base64.b64decode(picture["data"]))
 
@@ -206,26 +194,20 @@ class LabNotebook:
         page.wait("document.querySelector('.jp-Notebook-ExecutionIndicator').dataset.status == 'idle'", 60.0)
 
     def run_all(self) -> None:
-        """Chooses Run All Cells in the menu."""
-        self._choose("runmenu:run-all")
+        """Run All Cells of the menu."""
+        self._choose("notebook:run-all-cells")
         prompts = "[...document.querySelectorAll('.jp-Notebook .jp-InputPrompt')]"
         self.page.wait(f"{prompts}.some(prompt => prompt.textContent == '[*]:')", 10.0)
 
-    def run_from(self, cell: int) -> None:
-        """Chooses Run Selected Cell and All Below."""
-        self._select(cell)
-        self._choose("notebook:run-all-below")
-        _wait(lambda: self.is_run(cell), 10.0, f"begin of cell {cell}")
-
-    def run(self, cell: int) -> None:
-        """Selects a cell and presses Shift+Enter."""
-        self._select(cell)
-        self.page.press_shift_enter()
+    def run(self, cell: int, *, and_all_below: bool = False) -> None:
+        """Run Selected Cell of the menu, or Run Selected Cell and All Below."""
+        self.page.read(f"jupyterapp.shell.currentWidget.content.activeCellIndex = {cell}")
+        self._choose("notebook:run-all-below" if and_all_below else "notebook:run-cell")
         _wait(lambda: self.is_run(cell), 10.0, f"begin of cell {cell}")
 
     def stop(self) -> None:
-        """Presses the Stop button."""
-        self.page.click("document.querySelector('[data-command=\"notebook:interrupt-kernel\"]')")
+        """The Stop button."""
+        self._choose("notebook:interrupt-kernel")
 
     def wait_for(self, cell: int, limit_s: float) -> str:
         """Waits until a cell has ended, and returns what stands below it."""
@@ -257,13 +239,8 @@ class LabNotebook:
         """Saves a cell with what stands below it as PNG."""
         self.page.take_picture(_cell(cell), path)
 
-    def _select(self, cell: int) -> None:
-        self.page.click(f"{_cell(cell)}.querySelector('.jp-InputPrompt')")
-
     def _choose(self, command: str) -> None:
-        menu = "[...document.querySelectorAll('.lm-MenuBar-item')].find(item => item.textContent == 'Run')"
-        self.page.click(menu)
-        self.page.click(f"document.querySelector('.lm-Menu [data-command=\"{command}\"]')")
+        self.page.read(f"void jupyterapp.commands.execute('{command}')")
 
 
 def _cell(number: int) -> str:
@@ -273,17 +250,6 @@ def _cell(number: int) -> str:
 def _prompt(number: int) -> str:
     """What stands left of a cell of code: "[ ]:", "[*]:" while it waits or runs, "[1]:" afterwards."""
     return f"{_cell(number)}.querySelector('.jp-InputPrompt').textContent"
-
-
-def _box(element: str) -> str:
-    """Where an element stands, in CSS pixels; false while it cannot be seen."""
-    return f"""(() => {{
-        const element = {element};
-        if (!element) return false;
-        element.scrollIntoView({{block: "nearest"}});
-        const box = element.getBoundingClientRect();
-        return box.width > 0 && box.height > 0 && {{x: box.x, y: box.y, width: box.width, height: box.height}};
-    }})()"""
 
 
 def _wait(condition: Callable[[], Any], limit_s: float, what: str) -> Any:

@@ -115,17 +115,5 @@ def start_others_and_hang(is_again: bool) -> int:
 
 DO = {
     f.__name__: f
-    for f in (
-        *(
-            echo,
-            large,
-            kill_once,
-            kill,
-            lose_device_once,
-            fail,
-            leave,
-            hang,
-        ),
-        *(start_others, start_others_and_hang),
-    )
+    for f in (echo, large, kill_once, kill, lose_device_once, fail, leave, hang, start_others, start_others_and_hang)
 }

@@ -72,6 +72,13 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+class OwnOrder(Trainer):
+    """One whose sampler draws from torch's global random state."""
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SubsetRandomSampler(range(len(self.train_dataset)))
+
+
 class GradientNorms(TrainerCallback):
     """Notes the gradient norm of each step of this training, and of none that it goes on from."""
 

@@ -16,7 +16,7 @@ ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import datasets
 import torch
-from common import Comparing, MeanLoss, arguments, logged
+from common import Comparing, MeanLoss, OwnOrder, arguments, logged
 from tiny_llama import collate, collate_end_to_end, tiny_llama
 from transformers import (
     BertConfig,
@@ -63,13 +63,6 @@ class Silent(Rows):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(ROWS)
-
-
-class OwnLoader(Trainer):
-    """A user's trainer with a sampler of its own that draws from the global random state."""
-
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
 
 
 class OwnGenerator(Trainer):
@@ -360,7 +353,7 @@ if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
 else:
     train("grouped", build("grouped", group_by_length=True, **evaluated_between))
 train("drop_last", build("drop_last", dataloader_drop_last=True))
-train("own_sampler", build("own_sampler", OwnLoader))
+train("own_sampler", build("own_sampler", OwnOrder))
 train("mean_loss", build("mean_loss", MeanLoss))
 train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))

@@ -20,7 +20,7 @@ ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 
 import numpy
 import torch
-from common import Comparing, arguments
+from common import Comparing, OwnOrder, arguments
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 from transformers import Trainer, TrainerCallback
@@ -46,21 +46,6 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         rows = Rows()
         return (rows[i] for i in range(len(rows)))
-
-
-class GlobalOrder(torch.utils.data.Sampler):
-    """Draws from torch's global random state."""
-
-    def __iter__(self):
-        return iter(torch.randperm(40).tolist())
-
-    def __len__(self):
-        return 40
-
-
-class OwnOrderTrainer(Trainer):
-    def _get_train_sampler(self, *_, **__):
-        return GlobalOrder()
 
 
 class Collator:
@@ -131,7 +116,7 @@ def train(name, line):
         "label_names": ["labels"],
         **line.get("args", {}),
     }
-    kind = OwnOrderTrainer if line.get("own_order") else Trainer
+    kind = OwnOrder if line.get("own_order") else Trainer
     trainer = kind(
         model=model,
         args=arguments(folder, 4, **given),

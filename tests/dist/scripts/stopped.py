@@ -15,8 +15,9 @@ place, step = sys.argv[1].split(":")
 ump.enable_multi_gpu(num_gpus=2, resume="auto", balance="off")
 
 import torch
+from common import OwnOrder
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu.wire.context import RunContext
 
@@ -39,21 +40,6 @@ class Stop(TrainerCallback):
 def masked(rows):
     batch = collate(rows)
     return {**batch, "labels": batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)}
-
-
-class GlobalOrder(torch.utils.data.Sampler):
-    """Draws from torch's global random state."""
-
-    def __iter__(self):
-        return iter(torch.randperm(20).tolist())
-
-    def __len__(self):
-        return 20
-
-
-class OwnOrder(Trainer):
-    def _get_train_sampler(self, *args, **kwargs):
-        return GlobalOrder()
 
 
 torch.manual_seed(0)
