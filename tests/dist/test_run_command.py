@@ -131,8 +131,9 @@ def test_files_of_options_reach_every_rank(tmp_path):
         import unsloth_multigpu as ump
         ump.enable_multi_gpu()
         status, config = ump.get_multi_gpu_status(), ump.get_active_config()
+        facts = [status.world_size, config.num_gpus, config.timeout_s, config.grace_s, config.max_restarts]
         with open(f"facts_{status.rank}.json", "w") as file:
-            print([status.world_size, config.num_gpus, config.timeout_s, config.grace_s, config.max_restarts], file=file)
+            print(facts, file=file)
         """)
     )
     command = [*RUN, "--config", "multigpu.yaml", "--grace-s", "9", "train.py"]
