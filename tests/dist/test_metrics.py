@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "metrics.py"
 # Times, and what is made from them; and what counts padding, of which ranks that share a micro-batch have less.
 LEFT_OUT = ("multigpu/", "runtime", "per_second", "preparation_time", "step_time", "total_flos", "tokens_seen")
 JOBS = [
-    *("sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"),
+    *("sft:17x8x1:end+eval", "kto:26x3x3:1+eval"),
     "sft:17x8x1:1+resume",
     "dpo:15x8x1:1+eval",
     "classifier:17x8x1:1+eval",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.outcome import distance, outcome
+from tests.helpers.outcome import assert_trained_as_one, outcome
 from tests.helpers.run import LIGHT, PLAIN, run_python
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
@@ -38,18 +38,10 @@ def train(folder, out, jobs, *options, env=PLAIN):
     return (folder / f"{out}.txt").read_text()
 
 
-def largest_difference(first, second):
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(first, second, strict=True))
-
-
 def check_alike(folder, one, many, num_ranks, jobs):
     for job in jobs:
-        expected, weights = outcome(folder / one, job)
-        for rank in range(num_ranks):
-            found, others = outcome(folder / many, job, rank)
-            assert largest_difference(expected["grad_norm"], found["grad_norm"]) < 1e-5, job
-            assert largest_difference(expected["loss"], found["loss"]) < 1e-5, job
-            assert distance(weights, others) < 1e-5, job
+        expected, *ranks = assert_trained_as_one(folder / one, folder / many, job, num_ranks, weights=1e-5)
+        assert all(found["loss"] == pytest.approx(expected["loss"], rel=1e-5) for found in ranks), job
 
 
 def test_two_ranks_share_each_sample_and_train_as_one_process(folder):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -21,6 +22,24 @@ def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tenso
     """Euclidean, between all weights of two models, relative to the norm of the first one's."""
     difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
     return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
+
+
+def assert_trained_as_one(
+    one: Path, many: Path, job: str, num_ranks: int = 2, *, norms: float = 1e-5, weights: float = 1e-6
+) -> list[dict[str, Any]]:
+    """Ranks have the gradient norms and weights of one process, to these bounds, and end with equal weights.
+
+    Returns:
+        Facts of one process, and those of each rank.
+    """
+    expected, model = outcome(one, job)
+    ranks, replicas = zip(*(outcome(many, job, rank) for rank in range(num_ranks)), strict=True)
+    for found in ranks:
+        assert len(found["grad_norm"]) > 0
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=norms), job
+    assert distance(model, replicas[0]) < weights, job
+    assert all(distance(replicas[0], replica) == 0 for replica in replicas), job
+    return [expected, *ranks]
 
 
 def largest_difference(first: Path, second: Path) -> float:
