@@ -21,24 +21,12 @@ import unsloth_multigpu as ump
 num_ranks, model_folder, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
 ump.enable_multi_gpu(num_gpus=num_ranks)
 
-# Older ones ask for a GPU.
-HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
-if HAS_UNSLOTH:
-    import unsloth  # noqa: F401  (first, as in a user's script)
+if importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9"):
+    import unsloth  # noqa: F401  (first, as in a user's script; older ones ask for a GPU)
 import torch
 import trl.trainer.utils
-from common import Comparing, logged, move_off_zero, new_classifier, write_outcome
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-)
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from common import Comparing, logged, write_outcome
+from texts import HAS_UNSLOTH, Texts
 
 from unsloth_multigpu.step.feed import StepFeed
 
@@ -52,8 +40,9 @@ if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
     trl.trainer.utils._ChunkedLogProbFunction = LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
-tokenizer = AutoTokenizer.from_pretrained(model_folder)
+texts = Texts(model_folder)
 COMMON = {
+    "output_dir": str(out / "checkpoints"),
     "num_train_epochs": 2,
     "learning_rate": 2e-3,
     "logging_steps": 1,
@@ -67,92 +56,22 @@ COMMON = {
     # Else one weight whose gradient is rounding alone differs by more than all others together.
     "adam_epsilon": 1e-6,
 }
-LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-folder = str(out / "checkpoints")
-
-
-def causal_lm():
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-
-
-def unsloth_lm(**options):
-    from unsloth import FastLanguageModel
-
-    options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
-    return FastLanguageModel.from_pretrained(model_folder, **options)[0]
-
-
-def fast_lora(checkpointing=False):
-    if not HAS_UNSLOTH:
-        # As in some of the environments that this package is tested in. The same adapter, by PEFT.
-        model = get_peft_model(causal_lm(), LoraConfig(task_type="CAUSAL_LM", **LORA))
-        if checkpointing:
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-    from unsloth import FastLanguageModel
-
-    model = unsloth_lm()
-    return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
-
-
-def tokenized(texts):
-    rows = Dataset.from_dict({"text": texts})
-    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
-
-
-def trainer_peft(texts, common):
-    model = move_off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA)))
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    return Trainer(
-        model=model, args=TrainingArguments(folder, **common), train_dataset=tokenized(texts), data_collator=collator
-    )
-
-
-def sft_lora(texts, common):
-    rows = Dataset.from_dict({"text": texts})
-    config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
-    return SFTTrainer(model=move_off_zero(fast_lora(True)), args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-def sft_full(texts, common):
-    model = unsloth_lm(full_finetuning=True) if HAS_UNSLOTH else causal_lm()
-    rows = Dataset.from_dict({"text": texts})
-    config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
-    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-def sft_laid_out(texts, common, **layout):
-    rows = Dataset.from_dict({"text": texts})
+KINDS = {
+    "trainer_peft": lambda rows, args: texts.plain(texts.lora(), rows, args),
+    "sft_lora": lambda rows, args: texts.sft(texts.fast_lora(), rows, args),
+    "sft_full": lambda rows, args: texts.sft(
+        texts.unsloth_lm(full_finetuning=True) if HAS_UNSLOTH else texts.causal_lm(), rows, args
+    ),
     # TRL's default loss is a Triton kernel.
-    config = SFTConfig(folder, dataset_text_field="text", loss_type="nll", **layout, **common)
-    return SFTTrainer(model=causal_lm(), args=config, train_dataset=rows, processing_class=tokenizer)
-
-
-def sft_padding_free(texts, common):
-    return sft_laid_out(texts, common, padding_free=True, max_length=None)
-
-
-def sft_packing(texts, common):
-    return sft_laid_out(texts, common, packing=True, max_length=96)
-
-
-def preference_rows(texts):
-    return Dataset.from_dict({"prompt": texts, "chosen": [t[::-1] for t in texts], "rejected": texts[::-1]})
-
-
-def dpo(texts, common):
-    config = DPOConfig(folder, max_length=96, **common)
-    model = move_off_zero(fast_lora(True))
-    return DPOTrainer(model=model, args=config, train_dataset=preference_rows(texts), processing_class=tokenizer)
-
-
-def classifier(texts, common):
-    # Its loss is a mean over rows although the model takes loss arguments.
-    model = new_classifier(model_folder, 3, tokenizer)
-    rows = tokenized(texts).add_column("labels", [len(t) % 3 for t in texts])
-    collator = DataCollatorWithPadding(tokenizer)
-    return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
+    "sft_padding_free": lambda rows, args: texts.sft(
+        texts.causal_lm(), rows, {"padding_free": True, "max_length": None, "loss_type": "nll", **args}
+    ),
+    "sft_packing": lambda rows, args: texts.sft(
+        texts.causal_lm(), rows, {"packing": True, "max_length": 96, "loss_type": "nll", **args}
+    ),
+    "dpo": lambda rows, args: texts.dpo(texts.fast_lora(), rows, args),
+    "classifier": texts.classifier,
+}
 
 
 def fingerprint(tokens):
@@ -213,7 +132,7 @@ def run(job):
     rows, batch_size, accumulation = map(int, shape.split("x"))
     common = {**COMMON, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     torch.manual_seed(3)
-    trainer = globals()[kind.removeprefix("broken_")](topics(rows, max_words=40), common)
+    trainer = KINDS[kind.removeprefix("broken_")](topics(rows, max_words=40), common)
     seen = record_samples(trainer)
     with own_tokens_only() if kind.startswith("broken_") else nullcontext():
         trainer.train()

@@ -29,19 +29,8 @@ enable()  # First, as in a user's script.
 
 import torch
 import unsloth  # noqa: F401
-from common import logged, move_off_zero, new_classifier
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    Trainer,
-    TrainingArguments,
-)
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from unsloth import FastLanguageModel
+from common import logged
+from texts import Texts
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.legacy import serial
@@ -49,7 +38,7 @@ from unsloth_multigpu.legacy import serial
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from tiny_model import topics
 
-tokenizer = AutoTokenizer.from_pretrained(model_folder)
+texts = Texts(model_folder)
 TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.
 COMMON = {
     "output_dir": str(out / "checkpoints"),
@@ -69,48 +58,22 @@ COMMON = {
     "fp16": False,
     "use_cpu": True,
 }
-LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
-
-
-def causal_lm():
-    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-
-
-def fast_lora():
-    model, _ = FastLanguageModel.from_pretrained(
-        model_folder, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
-    )
-    model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=True, random_state=7, **LORA)
-    return move_off_zero(model)
-
-
-def tokenized():
-    rows = Dataset.from_dict({"text": TEXTS})
-    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
 
 
 def full(model=None, **options):
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    args = TrainingArguments(**{**COMMON, **options})
-    return Trainer(model=model or causal_lm(), args=args, train_dataset=tokenized(), data_collator=collator)
+    return texts.plain(model or texts.causal_lm(), TEXTS, {**COMMON, **options})
 
 
 def lora(**options):
-    return full(move_off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA))), **options)
+    return full(texts.lora(), **options)
 
 
-def sft_lora(**options):
-    rows = Dataset.from_dict({"text": TEXTS})
-    config = SFTConfig(max_length=64, dataset_text_field="text", **{**COMMON, **options})
-    return SFTTrainer(model=fast_lora(), args=config, train_dataset=rows, processing_class=tokenizer)
+def sft_lora():
+    return texts.sft(texts.fast_lora(), TEXTS, COMMON)
 
 
-def classifier(**options):
-    # Its loss is a mean over rows although the model takes loss arguments.
-    model = new_classifier(model_folder, 3, tokenizer)
-    rows = tokenized().add_column("labels", [len(t) % 3 for t in TEXTS])
-    args = TrainingArguments(**{**COMMON, **options})
-    return Trainer(model=model, args=args, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))
+def classifier():
+    return texts.classifier(TEXTS, COMMON)
 
 
 class Swapping(torch.optim.SGD):
@@ -141,13 +104,12 @@ def swapped(**options):
 
 
 def dpo():
-    rows = Dataset.from_dict({"prompt": TEXTS, "chosen": TEXTS[::-1], "rejected": [t[::-1] for t in TEXTS]})
-    return DPOTrainer(model=lora().model, args=DPOConfig(**COMMON), train_dataset=rows, processing_class=tokenizer)
+    return texts.dpo(texts.lora(), TEXTS, COMMON)
 
 
 def bound():
     """Its forward is bound to this very model, where no copy of the model can reach it."""
-    model = causal_lm()
+    model = texts.causal_lm()
     forward = model.forward
     model.forward = functools.partial(lambda *args, **inputs: forward(*args, **inputs))
     return full(model, remove_unused_columns=False)  # Its signature is hidden.
