@@ -17,7 +17,9 @@ def forecast(folder: Path, fault: str, *options: str) -> Finished:
     scratch = folder / "scratch"
     scratch.mkdir()
     script = [SCRIPT, "--rows", "225", "--fault", fault]
-    run = run_python([*FORECAST, *options, "--", *script], folder, {**BARE, "TMPDIR": str(scratch)})
+    # Its loss, which is a script's own, hands on to transformers'.
+    env = {**BARE, "TMPDIR": str(scratch), "UNSLOTH_MULTIGPU_LOSS_REDUCTION": "token_sum"}
+    run = run_python([*FORECAST, *options, "--", *script], folder, env)
     assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
     assert orphans(str(scratch)) == []
     assert not (folder / "saved").exists()
