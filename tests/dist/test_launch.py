@@ -97,16 +97,6 @@ def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(tmp_path):
     assert "rank 0 leaves, and with it" not in first.err
 
 
-def test_batch_options_change_the_number_of_steps(tmp_path):
-    # 24 rows in batches of 4: six steps of one process.
-    expected = {
-        "UNSLOTH_MULTIGPU_GLOBAL_BATCH=scale": 3,
-        "UNSLOTH_MULTIGPU_BATCH_SIZE_PER_GPU=3": 4,
-    }
-    run_well([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=BARE)
-    assert json.loads((tmp_path / "steps.json").read_text()) == expected
-
-
 def test_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(tmp_path):
     script = tmp_path / "spawns.py"
     script.write_text(

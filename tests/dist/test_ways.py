@@ -41,7 +41,8 @@ def found(folder, rank=0):
 
 
 def events(of):
-    return {name: [*case["events"], case["steps"]] for name, case in of.items() if "events" in case}
+    cases = {name: case for name, case in of.items() if isinstance(case, dict) and "events" in case}
+    return {name: [*case["events"], case["steps"]] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,11 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(trained)
     log = (two / "logs" / "rank_1.log").read_text()
     # The clocks are no reason to warn: rank 0 decided the same, a step later or before.
     assert log.count("none of rank 0 did") == log.count(OVERRULED) == 1
+
+
+def test_batch_options_change_the_number_of_steps(trained):
+    ours = found(trained[1])
+    assert (ours["scaled"], ours["by 3"]) == (3, 4)  # Six in one process.
 
 
 def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(trained):

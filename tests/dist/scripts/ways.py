@@ -10,7 +10,8 @@ import sys
 
 import unsloth_multigpu as ump
 
-ump.enable_multi_gpu(timeout_s=60, hang_timeout_s=30)
+LIMITS = {"timeout_s": 60, "hang_timeout_s": 30}
+ump.enable_multi_gpu(**LIMITS)
 
 import torch
 from common import Line, arguments, points
@@ -239,6 +240,17 @@ class Chained:
         return sum(len(loader) for loader in self.loaders)
 
 
+def with_options(**options):
+    """Steps of an epoch of 24 rows in batches of 4."""
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(**LIMITS, **options)
+    trainer = Trainer(Line(), arguments("out", 4, num_train_epochs=1), train_dataset=points(24))
+    trainer.train()
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(**LIMITS)
+    return trainer.state.global_step
+
+
 def ways():
     yield "plain", train
     yield "closure", functools.partial(wrapped, closure)
@@ -248,6 +260,8 @@ def ways():
     yield "look at a stream", functools.partial(looks, Stream())
     yield "changed", functools.partial(train, Changes(), max_steps=9)
     yield "two loaders", functools.partial(train, cls=TwoLoaders)
+    yield "scaled", functools.partial(with_options, global_batch="scale")
+    yield "by 3", functools.partial(with_options, batch_size_per_gpu=3)
     yield "past DDP", functools.partial(train, cls=PastDDP)
 
 
