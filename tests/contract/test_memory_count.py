@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,12 +157,6 @@ def test_count_is_that_of_a_real_step(kind: str, tmp_path: Path) -> None:
     assert found.peak == pytest.approx(real.peak, rel=1e-3)
 
 
-@contextlib.contextmanager
-def real_memory(device: torch.device) -> Iterator[ByteCounter]:
-    with ByteCounter(device) as counter:
-        yield counter
-
-
 @pytest.mark.parametrize("kind", ["full padded", pytest.param("lora checkpointing", marks=pytest.mark.thorough)])
 def test_count_of_a_shared_sample_is_that_of_a_real_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +166,7 @@ def test_count_of_a_shared_sample_is_that_of_a_real_one(
 
     whole, found = counted(trainer()), counted(trainer(), num_sharing=2)
     # As in the test of parts: what other ranks would send is what memory held.
-    monkeypatch.setattr(count, "fake_memory", real_memory)
+    monkeypatch.setattr(count, "fake_memory", ByteCounter)
     real = counted(trainer(), num_sharing=2)
 
     assert (found.weights, found.gradients, found.optimizer) == (whole.weights, whole.gradients, whole.optimizer)
@@ -187,7 +180,7 @@ def test_count_of_a_part_is_that_of_a_real_part(kind: str, tmp_path: Path, monke
     found = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
 
     # The same with values: the group sends nothing, and what is received is what memory held.
-    monkeypatch.setattr(count, "fake_memory", real_memory)
+    monkeypatch.setattr(count, "fake_memory", ByteCounter)
     real = counted(trainer_of(build(tmp_path, kind, is_meta=True), tmp_path, kind), num_ranks=2, num_passes=2)
 
     assert found.weights == pytest.approx(whole.weights / 2, rel=0.01)

@@ -50,9 +50,6 @@ class Peaks(TrainerCallback):
             facts["peak_prepared"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        facts["host_trained"] = host_bytes() - before
-
 
 # It leaves 1.2 GiB of a card free, which this one does not have.
 transformers.modeling_utils.caching_allocator_warmup = lambda *_: None

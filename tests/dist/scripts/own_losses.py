@@ -140,10 +140,6 @@ def class_losses(model, inputs):
     return functional.cross_entropy(scores(model, inputs), inputs["labels"], reduction="none")
 
 
-def token_losses(model, inputs, name="labels"):
-    return functional.cross_entropy(scores(model, inputs).transpose(1, 2), inputs[name], reduction="none")
-
-
 class OwnLoss(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return class_losses(model, inputs).mean() * self.factor()
