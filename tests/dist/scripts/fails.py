@@ -23,8 +23,6 @@ class Fault(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if rank == 1 and state.global_step == 2 and attempt == 0:
             raise ValueError("planted in step 2")
-        if rank == 1 and state.global_step == 2 and attempt == 1:
-            sys.exit(0)
 
 
 class Model(torch.nn.Module):
@@ -44,18 +42,18 @@ def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
         folder,
         batch_size,
         num_train_epochs=1,
-        save_strategy="steps" if attempt == 2 else "no",
+        save_strategy="steps" if attempt == 1 else "no",
         save_steps=1,
-        eval_strategy="epoch" if attempt > 2 else "no",
+        eval_strategy="epoch" if attempt > 1 else "no",
         remove_unused_columns=False,
     )
     data = {"train_dataset": rows, "eval_dataset": rows[4:9]}
     Trainer(model=Model().to(dtype), args=args, callbacks=[Fault()], **data).train()
 
 
-if attempt < 2:
+if attempt == 0:
     train("out")
-elif attempt == 2:
+elif attempt == 1:
     train(sys.argv[1])
 else:
     try:
