@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu.place import Place, place_ranks
+from tests.gpu.step import Place, place_ranks
 from tests.helpers import fake_cuda
 from tests.helpers.fake_cuda.build import why_not
 

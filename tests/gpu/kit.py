@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.place import place_ranks
-from tests.gpu.step import PART_LIMIT_S, PARTS, Step, short_result, steps_of
+from tests.gpu.step import PART_LIMIT_S, PARTS, Step, place_ranks, short_result, steps_of
 from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).resolve().parents[2]

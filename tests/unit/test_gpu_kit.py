@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 
 from tests.gpu import kit
-from tests.gpu.place import place_ranks
-from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, steps_of
+from tests.gpu.step import FP32_BOUND, PART_LIMIT_S, PARTS, TESTS, Step, judge_arms, place_ranks, steps_of
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.tools.bench.arm import BenchOptions
 
