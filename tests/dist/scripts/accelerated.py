@@ -223,18 +223,7 @@ def trainer():
     return {"steps": norms, "weights": own.model.layer.weight.tolist()[0], "kept": kept}
 
 
-LOOPS = {
-    "uneven": uneven,
-    "accumulated": accumulated,
-    "resumed": resumed,
-    "by_tokens": by_tokens,
-    "stream": stream,
-    "diffusion": diffusion,
-    "local_sgd": local_sgd,
-    "trainer": trainer,
-}
-
 if __name__ == "__main__":
-    found = {name: LOOPS[name]() for name in sys.argv[2:]}
+    found = {name: globals()[name]() for name in sys.argv[2:]}
     if Accelerator().is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -55,22 +55,9 @@ def of_transformers(model, collate=collate, cls=Trainer, **more):
     return cls(model=model, args=common, train_dataset=ragged(), data_collator=collate)
 
 
-def full():
-    return of_transformers(llama())
-
-
-def one_kv_head():
-    return of_transformers(llama(num_kv=1), gradient_checkpointing=True)
-
-
-def packed():
-    return of_transformers(llama(), collate_end_to_end)
-
-
-def window():
+def qwen_with_window():
     shape = {**SHAPE, "num_hidden_layers": 3, "head_dim": 8, "num_key_value_heads": 2}
-    config = Qwen3Config(**shape, use_sliding_window=True, sliding_window=5, max_window_layers=1)
-    return of_transformers(Qwen3ForCausalLM(config))
+    return Qwen3ForCausalLM(Qwen3Config(**shape, use_sliding_window=True, sliding_window=5, max_window_layers=1))
 
 
 def lora():
@@ -96,10 +83,6 @@ def sft(**layout):
     return SFTTrainer(model=llama(), args=config, train_dataset=Dataset.from_list(ragged()), processing_class=tokenizer)
 
 
-def eager():
-    return of_transformers(llama(attention="eager"))
-
-
 class RowMean(Trainer):
     """A loss that needs the logits of whole rows."""
 
@@ -107,15 +90,21 @@ class RowMean(Trainer):
         return model(**inputs).logits.float().logsumexp(-1).mean(1).mean()
 
 
-def row_mean():
-    return of_transformers(llama(), cls=RowMean)
-
-
+JOBS = {
+    "full": lambda: of_transformers(llama()),
+    "one_kv_head": lambda: of_transformers(llama(num_kv=1), gradient_checkpointing=True),
+    "packed": lambda: of_transformers(llama(), collate_end_to_end),
+    "window": lambda: of_transformers(qwen_with_window()),
+    "lora": lora,
+    "sft": sft,
+    "eager": lambda: of_transformers(llama(attention="eager")),
+    "row_mean": lambda: of_transformers(llama(), cls=RowMean),
+}
 out = Path(out)
 out.mkdir(parents=True, exist_ok=True)
 for job in jobs.split(","):
     torch.manual_seed(3)
-    trainer = globals()[job]()
+    trainer = JOBS[job]()
     trainer.train()
     facts = {"log": trainer.state.log_history, **logged(trainer, "loss", "grad_norm")}
     facts["total_tokens"] = getattr(trainer, "_total_train_tokens", 0)
