@@ -20,25 +20,11 @@ def ranks(tmp_path_factory):
     return [json.loads((path / f"once_{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize(
-    "fact",
-    [
-        "tokenizer_files",
-        "tokenizer_reads_back",
-        "adapter_files",
-        "adapter_config",
-        "final_files",
-        "reloaded",
-        "merged_parameters",
-        "plot_bytes",
-        "written_bytes",
-        "written_rows",
-        "in_memory_lengths",
-        "filtered",
-        "own_folder_files",
-        "weights",
-    ],
-)
+READ = """tokenizer_files tokenizer_reads_back adapter_files adapter_config final_files reloaded merged_parameters
+plot_bytes written_bytes written_rows in_memory_lengths filtered own_folder_files weights"""
+
+
+@pytest.mark.parametrize("fact", READ.split())
 def test_every_rank_reads_what_rank_0_wrote(ranks, fact):
     assert ranks[0][fact]
     assert ranks[1][fact] == ranks[0][fact]

@@ -19,7 +19,7 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import torch
 import trl.trainer.utils
-from common import new_classifier
+from common import QUIET, new_classifier
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -147,6 +147,7 @@ def settings_of(shape, options, folder):
     logging = options[0]
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     return {
+        **QUIET,
         "output_dir": str(folder),
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -155,10 +156,7 @@ def settings_of(shape, options, folder):
         "optim": "sgd",
         "logging_strategy": "no" if logging == "end" else "steps",
         "logging_steps": 1 if logging == "end" else int(logging),
-        "save_strategy": "no",
-        "report_to": [],
         "seed": 7,
-        "disable_tqdm": True,
         "bf16": False,
         "gradient_checkpointing": False,
         "use_cpu": True,

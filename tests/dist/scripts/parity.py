@@ -25,7 +25,7 @@ if importlib.util.find_spec("unsloth") is not None and Version(version("unsloth"
     import unsloth  # noqa: F401  (first, as in a user's script; older ones ask for a GPU)
 import torch
 import trl.trainer.utils
-from common import Comparing, logged, write_outcome
+from common import QUIET, Comparing, logged, write_outcome
 from texts import HAS_UNSLOTH, Texts
 
 from unsloth_multigpu.step.feed import StepFeed
@@ -42,14 +42,11 @@ if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
 rank = int(os.environ.get("RANK", "0"))
 texts = Texts(model_folder)
 COMMON = {
+    **QUIET,
     "output_dir": str(out / "checkpoints"),
     "num_train_epochs": 2,
     "learning_rate": 2e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
     "seed": 7,
-    "disable_tqdm": True,
     "bf16": False,
     "fp16": False,
     "optim": "adamw_torch",

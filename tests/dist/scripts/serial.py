@@ -29,7 +29,7 @@ enable()  # First, as in a user's script.
 
 import torch
 import unsloth  # noqa: F401
-from common import logged
+from common import QUIET, logged
 from texts import Texts
 
 from unsloth_multigpu.errors import SetupError
@@ -41,17 +41,14 @@ from tiny_model import topics
 texts = Texts(model_folder)
 TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.
 COMMON = {
+    **QUIET,
     "output_dir": str(out / "checkpoints"),
     "num_train_epochs": 2,
     "per_device_train_batch_size": 5,
     "gradient_accumulation_steps": 2,
     "max_grad_norm": 0.5,
     "learning_rate": 2e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
     "seed": 7,
-    "disable_tqdm": True,
     "optim": "adamw_torch",
     "adam_epsilon": 1e-5,  # Adam makes a step of the rounding of gradients that are almost zero.
     "bf16": False,

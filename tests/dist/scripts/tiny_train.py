@@ -17,21 +17,14 @@ args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus or None)
 
 import torch
+from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 torch.manual_seed(0)
 trainer = Trainer(
     model=tiny_llama(),
-    args=TrainingArguments(
-        "checkpoints",
-        per_device_train_batch_size=args.batch_size,
-        num_train_epochs=1,
-        logging_steps=1,
-        save_strategy="no",
-        learning_rate=1e-3,
-        report_to=[],
-    ),
+    args=arguments("checkpoints", args.batch_size, num_train_epochs=1, learning_rate=1e-3),
     train_dataset=RaggedRows(args.rows),
     data_collator=collate,
 )
