@@ -72,7 +72,7 @@ def test_bench_compares_the_other_arms(tmp_path):
     outcome = json.loads(run.out)
     results = {r["name"]: r for r in outcome["results"]}
     assert list(results) == arms.split(",")
-    assert [len(outcome["runs"][name][0]) for name in results] == [1, 2, 1, 1, 1, 1, 2, 2]
+    assert [len(outcome["runs"][name][0]) for name in results] == [1, 2, 2, 1, 1, 1, 2, 2]
     for name, result in results.items():
         assert result["has_same_samples"], name
         assert name == "local_sgd" or result["norm_difference"] < 1e-5, name
