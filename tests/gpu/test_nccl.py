@@ -118,6 +118,7 @@ def test_hung_rank_is_named_and_the_run_ends(tmp_path):
     wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
 
 
+@pytest.mark.thorough
 def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     run = run_well([SCRIPTS / "messages.py", "skip", "without"], tmp_path, {**PLAIN, **of_ranks(2)})
     line = "step 3: gradient norm is nan; loss of rank 1, micro-batch 0, was nan: left out on all ranks (1 so far)"
