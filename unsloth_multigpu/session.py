@@ -217,10 +217,10 @@ class Session:
             RankTimeoutError: Another rank did not begin this training in time.
         """
         manager = self.manager()
-        manager.publish(f"begun/{self.identity.rank}", str(train_index))
+        manager.publish(f"begun/{self.identity.rank}/{train_index}")
         for rank in range(self.identity.world_size) if self.has_failed else ():
             what = f"rank {rank} to leave the training that has failed on this rank"
-            manager.wait_for_number(f"begun/{rank}", train_index, what, timeout_s=self.config.timeout_s)
+            manager.wait_for(f"begun/{rank}/{train_index}", what, timeout_s=self.config.timeout_s)
 
     def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
         from unsloth_multigpu.train.figures import Meter

@@ -12,22 +12,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.checkpoint.choice import Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
     Manifest,
     check,
     clear_parts,
-    lock_of,
     put_in_place,
     read_manifest,
+    saving_in,
     seal,
-    take,
 )
-from unsloth_multigpu.checkpoint.resume import Resume
+from unsloth_multigpu.checkpoint.resume import Resume, check_asked, find_newest
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
+from unsloth_multigpu.errors import ResumeError, SaveError, SetupError
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange
@@ -116,15 +114,11 @@ def test_killed_saves_are_cleared_or_finished(tmp_path):
         "checkpoint-1": "run",
         "checkpoint-2": "older",
     }
-    assert clear_parts(tmp_path / "not there") == []
+    assert clear_parts(tmp_path / "not there")
 
 
 def sealed(folder):
     return read_manifest(folder) or pytest.fail(f"{folder} has no manifest")
-
-
-def inodes(folder):
-    return {str(path.relative_to(folder)): path.stat().st_ino for path in folder.rglob("*")}
 
 
 def test_what_a_living_process_saves_is_left_alone(tmp_path):
@@ -132,25 +126,14 @@ def test_what_a_living_process_saves_is_left_alone(tmp_path):
     (make(parts, 1) / MANIFEST).unlink()
     make(parts, 2)  # It lacks its last rename only, which its process is about to make,
     make(tmp_path, 2, run_id="older").rename(parts / "replaced-checkpoint-2")  # having moved the older one.
-    for step in (3, 4):  # Of a process that was killed; the file of its lock is there.
-        make(parts, step)
-        lock_of(parts / f"checkpoint-{step}").touch()
-    (parts / "checkpoint-4" / MANIFEST).unlink()
-    claims = [take(parts / f"checkpoint-{step}") for step in (1, 2)]
-    before = inodes(parts)
-    assert clear_parts(tmp_path) == ["checkpoint-1", "checkpoint-2"]
-    left = inodes(parts)
-    assert left == {name: inode for name, inode in before.items() if "checkpoint-1" in name or "checkpoint-2" in name}
-    assert sorted(p.name for p in tmp_path.iterdir()) == [PART_FOLDER, "checkpoint-3"]
-    for claim in claims:
-        claim()
-    assert clear_parts(tmp_path) == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    before = sorted(tmp_path.rglob("*"))
+    with saving_in(tmp_path) as is_alone:
+        assert is_alone
+        assert not clear_parts(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert clear_parts(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
     assert sealed(tmp_path / "checkpoint-2").run_id == "run"
-
-
-WANTED = Wanted(2, grows_with_ranks=False)
-OURS = Wanted(2, grows_with_ranks=False, facts=FACTS)
 
 
 def test_newest_complete_checkpoint_is_found(tmp_path, caplog):
@@ -158,12 +141,12 @@ def test_newest_complete_checkpoint_is_found(tmp_path, caplog):
         make(tmp_path, step)
     flip(tmp_path / "checkpoint-11" / "adapter" / "weights.bin")
     (tmp_path / "checkpoint-10" / MANIFEST).write_text("{")
-    assert find_newest(tmp_path, OURS) == tmp_path / "checkpoint-9"
+    assert find_newest(tmp_path, FACTS) == tmp_path / "checkpoint-9"
     assert [line.removeprefix(f"{tmp_path}/") for line in caplog.messages] == [
         "checkpoint-11 is skipped: adapter/weights.bin was changed after it was written",
         "checkpoint-10 is skipped: unsloth_multigpu.json cannot be read",
     ]
-    assert find_newest(tmp_path / "nothing", OURS) is None
+    assert find_newest(tmp_path / "nothing", FACTS) is None
 
 
 def test_checkpoint_of_another_training_is_passed_over(tmp_path, caplog):
@@ -171,26 +154,26 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path, caplog):
     make(tmp_path, 3, is_resumable=False)
     make(tmp_path, 2, run_id="other")
     (make(tmp_path, 1) / MANIFEST).unlink()
-    assert find_newest(tmp_path, OURS) == tmp_path / "checkpoint-2"
+    assert find_newest(tmp_path, FACTS) == tmp_path / "checkpoint-2"
     assert [line.partition(": ")[2] for line in caplog.messages] == [
         "max_steps was 5, now it is 10",
         "it has no optimizer (save_only_model=True)",
     ]
-    assert find_newest(tmp_path, Wanted(2, grows_with_ranks=False, facts=FACTS, run_id="run")) is None
+    assert find_newest(tmp_path, FACTS, "run") is None
     assert "it has no unsloth_multigpu.json" in caplog.messages[-1]
     # What the script asks for by resume_from_checkpoint=True is whatever is there.
-    assert find_newest(tmp_path, WANTED) == tmp_path / "checkpoint-4"
+    assert find_newest(tmp_path) == tmp_path / "checkpoint-4"
     make(tmp_path, 5, facts={**FACTS, "samples": 7})
     caplog.clear()
-    find_newest(tmp_path, OURS)
+    find_newest(tmp_path, FACTS)
     assert caplog.messages[0].endswith("samples was 7, now it is None")
 
 
 def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path, caplog):
     (make(tmp_path, 7) / MANIFEST).unlink()
-    assert find_newest(tmp_path, WANTED) == tmp_path / "checkpoint-7"
+    assert find_newest(tmp_path) == tmp_path / "checkpoint-7"
     for step in (7, 8):  # There is no checkpoint 8, which Hugging Face tells.
-        check_asked(tmp_path / f"checkpoint-{step}", WANTED)
+        check_asked(tmp_path / f"checkpoint-{step}")
     said = [line.partition(", ")[2] for line in caplog.messages]
     assert said == ["so it cannot be checked for completeness"] * 2
 
@@ -202,43 +185,30 @@ def test_incomplete_checkpoint_that_is_asked_for_is_an_error(tmp_path):
     with pytest.raises(
         ResumeError, match=r"cannot resume from .*checkpoint-6: optimizer.pt has 0 bytes of 63"
     ) as caught:
-        check_asked(folder, WANTED)
+        check_asked(folder)
     assert "Use " in caught.value.hint
     assert "checkpoint-5" in caught.value.hint
     with pytest.raises(ResumeError, match="has no optimizer"):
-        check_asked(make(tmp_path, 8, is_resumable=False), WANTED)
-
-
-def test_larger_steps_need_the_same_number_of_ranks(tmp_path):
-    folder = make(tmp_path, 5)
-    wanted = Wanted(3, grows_with_ranks=True, facts=FACTS)
-    with pytest.raises(ResumeError, match=r"written by 2 rank\(s\), now there are 3") as caught:
-        find_newest(tmp_path, wanted)
-    assert "num_gpus=2" in caught.value.hint
-    with pytest.raises(ResumeError, match="now there are 3"):
-        check_asked(folder, wanted)
-    assert find_newest(tmp_path, Wanted(3, grows_with_ranks=False, facts=FACTS)) == folder
+        check_asked(make(tmp_path, 8, is_resumable=False))
 
 
 class Rank:
     """The manager of one of two ranks, whose exchanges are what a test says."""
 
-    def __init__(self, rank=0, said=None, **options):
-        self.identity = SimpleNamespace(rank=rank, world_size=2, local_world_size=2)
+    def __init__(self, rank=0, **options):
+        self.identity = SimpleNamespace(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
         self.config = MultiGPUConfig(**options)
-        self.said = {} if said is None else said
         self.attempts = [0, 0]
         self.check_same = lambda facts: None
-        self.publish, self.read = self.said.__setitem__, self.said.get
 
     def gather_json(self, value):
-        return self.attempts
+        return [[attempt, "key"] for attempt in self.attempts]
 
     def broadcast_json(self, value):
         return value
 
-    def wait(self, read, what, *, timeout_s):
-        return read() or pytest.fail(what)
+    def lead(self, key, what, work, *, timeout_s):
+        return work()
 
 
 def resume_of(**options):
@@ -265,22 +235,36 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(tmp_path, attempts, 
     assert ours.arguments.get("resume_from_checkpoint") == found
 
 
+def asking(how, folder, *, is_sharded=False, **options):
+    """A training that looks for a checkpoint, in one of the ways to ask for one."""
+    ours, _ = resume_of(resume="auto" if how == "auto" else "off", **options)
+    if how != "auto":
+        ours.arguments["resume_from_checkpoint"] = True if how == "newest" else folder
+    ours.is_sharded = is_sharded
+    return ours
+
+
 @pytest.mark.parametrize("how", ["auto", "newest", "named"])
-@pytest.mark.parametrize("was", [True, False])
-def test_training_does_not_resume_in_the_other_mode(tmp_path, was, how):
-    make(tmp_path, 2, is_sharded=not was)
-    folder = make(tmp_path, 3, is_sharded=was)
-    arguments = {"auto": {}, "newest": {"resume_from_checkpoint": True}, "named": {"resume_from_checkpoint": folder}}
-    ours, _ = resume_of(resume="auto" if how == "auto" else "off")
-    ours.arguments, ours.is_sharded = dict(arguments[how]), not was
+@pytest.mark.parametrize(
+    ("stored", "theirs", "ours", "refused", "hint"),
+    [
+        ({"is_sharded": True}, {"is_sharded": True}, {}, SetupError, "shard='on'"),
+        ({"is_sharded": False}, {}, {"is_sharded": True}, SetupError, "shard='off'"),
+        ({"world_size": 3}, {}, {"global_batch": "scale"}, ResumeError, "Set num_gpus=3"),
+    ],
+)
+def test_training_does_not_resume_in_another_mode(tmp_path, how, stored, theirs, ours, refused, hint):
+    make(tmp_path, 2, is_sharded=not stored.get("is_sharded", True))
+    folder = make(tmp_path, 3, **stored)
     # Not passed over for an older one, either.
-    with pytest.raises(SetupError, match=r"checkpoint-3 was written by .*\(sharded\).*") as refused:
-        ours.choose(str(tmp_path))
-    assert f"shard='{'on' if was else 'off'}'" in refused.value.hint
-    assert "load the model from that folder" in refused.value.hint
-    ours.arguments, ours.is_sharded = dict(arguments[how]), was
-    ours.choose(str(tmp_path))
-    assert str(ours.arguments["resume_from_checkpoint"]) == str(folder)
+    with pytest.raises(
+        refused, match=r"checkpoint-3 was written by (ranks that each held .*\(sharded\)|3 rank)"
+    ) as told:
+        asking(how, folder, **ours).choose(str(tmp_path))
+    assert hint in told.value.hint
+    same = asking(how, folder, **theirs)
+    same.choose(str(tmp_path))
+    assert str(same.arguments["resume_from_checkpoint"]) == str(folder)
 
 
 def test_rank_that_the_checkpoint_does_not_know_draws_by_itself(tmp_path):
@@ -379,7 +363,7 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
             assert (trainer.saved_draws if saves else draws()) == expected
 
 
-def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path, monkeypatch):
+def test_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
     trainer = Saving(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1024 * (folder == tmp_path)))
     told = (
@@ -388,11 +372,6 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path,
     with pytest.raises(OSError, match=told):
         checkpoints(trainer, Rank())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())
-
-    said = {}
-    for rank, error, text in ((0, OSError, "No such file"), (1, DistributedError, "rank 0 failed to save")):
-        with pytest.raises(error, match=text):
-            checkpoints(trainer, Rank(rank, said))._complete_on_rank_0("name", tmp_path / "none", tmp_path, {})
 
 
 def test_two_runs_do_not_write_one_checkpoint(tmp_path):

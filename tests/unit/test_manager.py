@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
+from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError, ResumeError
 from unsloth_multigpu.group import manager as module
 from unsloth_multigpu.group.manager import DDPManager, find_accelerator
 from unsloth_multigpu.logs import Console
@@ -60,6 +60,24 @@ def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(stor
         second._wait_for_ranks_after_failure(1)
     first._wait_for_ranks_after_failure(1)  # It waits for nobody: its own training has ended well.
     second._wait_for_ranks_after_failure(1)
+
+
+def test_other_ranks_get_what_rank_0_returns_or_its_error(store):
+    ranks = [DDPManager(dataclasses.replace(ONE_OF_TWO, rank=rank), MultiGPUConfig()) for rank in range(2)]
+    for rank, work in ((0, lambda: [1, "a"]), (1, pytest.fail)):
+        assert ranks[rank].lead("first", "counting", work, timeout_s=5.0) == [1, "a"]
+
+    def fail():
+        raise ResumeError("It cannot.", hint="Do.")
+
+    with pytest.raises(ResumeError, match=r"^It cannot\."):
+        ranks[0].lead("second", "counting", fail, timeout_s=5.0)
+    with pytest.raises(ResumeError, match=r"^rank 0 failed in counting: ResumeError: It cannot\.") as told:
+        ranks[1].lead("second", "counting", pytest.fail, timeout_s=5.0)
+    assert isinstance(told.value, DistributedError)
+    assert told.value.exit_code == ResumeError.exit_code
+    with pytest.raises(RankTimeoutError, match=r"rank 1 waited 0\.05 seconds for rank 0 in counting"):
+        ranks[1].lead("third", "counting", pytest.fail, timeout_s=0.05)
 
 
 def test_group_of_another_size_is_refused(lone_group):

@@ -1,8 +1,6 @@
 """Rank 0, which serves the store, leaves last; but not for the dead, and not for ever."""
 
 import json
-import logging
-import os
 import platform
 import subprocess
 import sys
@@ -11,17 +9,16 @@ import time
 import pytest
 import torch.distributed as dist
 
-from unsloth_multigpu.group import board as module
 from unsloth_multigpu.group import manager as manager_module
-from unsloth_multigpu.group.board import Board, ShutdownBarrier
+from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
 
-def seconds_to_leave(barrier, limit_s):
+def seconds_to_leave(store, world_size, limit_s):
     begin_s = time.monotonic()
-    barrier.leave(limit_s)
+    Board(0, store).leave(world_size, limit_s)
     return time.monotonic() - begin_s
 
 
@@ -29,23 +26,21 @@ def test_dead_process_of_this_machine_is_not_waited_for():
     store = dist.HashStore()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    Board(1, store).publish("shutdown/1", json.dumps([platform.node(), child.pid]))
-    assert seconds_to_leave(ShutdownBarrier(Board(0, store), 2), 60.0) < 30.0
+    Board(1, store).publish("needs/1", json.dumps([platform.node(), child.pid]))
+    assert seconds_to_leave(store, 2, 60.0) < 30.0
     # The same number on another machine says nothing.
-    Board(1, store).publish("shutdown/1", json.dumps(["elsewhere", child.pid]))
-    assert seconds_to_leave(ShutdownBarrier(Board(0, store), 2), 0.2) >= 0.2
+    Board(1, store).publish("needs/1", json.dumps(["elsewhere", child.pid]))
+    assert seconds_to_leave(store, 2, 0.2) >= 0.2
 
 
-def test_stay_has_a_limit_and_says_for_whom(monkeypatch, caplog):
-    monkeypatch.setattr(module, "_QUIET_S", 0.05)
+def test_stay_has_a_limit_and_says_for_whom(caplog):
     store = dist.HashStore()
-    Board(1, store).publish("shutdown/1", json.dumps([platform.node(), os.getpid()]))
+    for rank in (1, 3):
+        Board(rank, store).come()
+    Board(3, store).leave(4, 60.0)
     # Rank 2 has not come yet.
-    with caplog.at_level(logging.INFO):
-        assert 0.2 <= seconds_to_leave(ShutdownBarrier(Board(0, store), 3), 0.2) < 20.0
-    stays, leaves = (record.getMessage() for record in caplog.records)
-    assert "stays until all have left, at most 0.2 s" in stays
-    assert "rank(s) 1, 2 have not left within 0.2 s" in leaves
+    assert 0.2 <= seconds_to_leave(store, 4, 0.2) < 20.0
+    assert "rank(s) 1, 2 have not left within 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -67,7 +62,7 @@ def test_only_a_store_that_goes_with_rank_0_is_left(monkeypatch, launcher, world
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
     left = []
-    monkeypatch.setattr(ShutdownBarrier, "leave", lambda _, limit_s: left.append(limit_s))
+    monkeypatch.setattr(Board, "leave", lambda _, world_size, limit_s: left.append(limit_s))
     manager.leave_store(1.0)  # Nobody has met there.
     assert left == []
     manager.publish("key")

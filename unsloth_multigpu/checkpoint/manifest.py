@@ -1,9 +1,6 @@
-"""Manifests, which are written last and so mark complete checkpoints, and locks of incomplete ones. Needs no torch.
+"""Manifests, which are written last and so mark complete checkpoints, and the lock of incomplete ones. Needs no torch.
 
 The manifest's CRC-32 sums find truncated files and flipped bits. They do not protect against forgery.
-
-The holder of an incomplete checkpoint's lock writes, completes or removes it. The lock ends with its process, so that a
-folder of a killed run differs from one that a living run writes.
 """
 
 from __future__ import annotations
@@ -11,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
-import functools
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +27,10 @@ logger = get_logger(__name__)
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are complete.
 PART_FOLDER = "_unsloth_multigpu_part"
-_REPLACED = "replaced-"
+_REPLACED = "replaced-"  # The older checkpoint of the same name, in that folder.
 _FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
-# Names in `PART_FOLDER`: an incomplete checkpoint, the older checkpoint of its name, and its lock.
-_OF_PART = re.compile(rf"(?:{_REPLACED}|\.)?(checkpoint-\d+)(?:\.lock)?")
 
 
 @dataclass(frozen=True)
@@ -148,75 +142,45 @@ def put_in_place(part: Path, final: Path) -> None:
     os.rename(part, final)
     flush_folder(final.parent)
     shutil.rmtree(older, ignore_errors=True)
-    with suppress(OSError):  # Not empty: its lock is held, or another save failed there.
+    with suppress(OSError):  # Not empty.
         part.parent.rmdir()
 
 
-def take(part: Path) -> Callable[[], None] | None:
-    """Locks an incomplete checkpoint, whose folder need not exist yet, without waiting.
+@contextmanager
+def saving_in(output_dir: Path) -> Iterator[bool]:
+    """Locks a folder within the context, in which one process at a time writes, completes or removes checkpoints.
 
-    Returns:
-        A function that releases the lock; None if another process holds it. On a file system without locks nobody
-        holds it.
-
-    Raises:
-        OSError: The lock's file cannot be created or opened.
+    Yields False if another process has the lock. It ends with its process, so that what a killed run has left differs
+    from what a living one writes. On a file system without locks nobody has it.
     """
-    while True:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # Another process has just removed the folder.
-            descriptor = os.open(lock_of(part), os.O_RDWR | os.O_CREAT, 0o600)
-            if try_lock(descriptor) == "held":
-                os.close(descriptor)
-                return None
-            if os.fstat(descriptor).st_nlink:
-                return functools.partial(_release, part, descriptor)
-            os.close(descriptor)  # The last holder has just removed this file: try again.
+    descriptor = os.open(output_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield try_lock(descriptor) != "held"
+    finally:
+        with suppress(OSError):  # Closing is not enough: a forked child has the lock, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
-def _release(part: Path, descriptor: int) -> None:
-    """Releases the lock, and removes its file and the folder around it if that is empty."""
-    with suppress(OSError):
-        if os.fstat(descriptor).st_nlink:  # Else the file belongs to another process.
-            lock_of(part).unlink()
-    with suppress(OSError):  # Closing is not enough: a forked child holds the lock, too.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-    with suppress(OSError):  # Not empty: there are other checkpoints.
-        part.parent.rmdir()
-
-
-def lock_of(part: Path) -> Path:
-    """Returns the lock's file, which is beside the checkpoint and not in it."""
-    return part.with_name(f".{part.name}.lock")
-
-
-def clear_parts(output_dir: Path) -> list[str]:
+def clear_parts(output_dir: Path) -> bool:
     """Removes the incomplete checkpoints of killed runs, or renames those that lack only the rename.
 
-    Returns:
-        Names of those that a living process is writing, which stay.
+    Returns False if a living process is saving in the folder: then all stay.
     """
-    parts, living = output_dir / PART_FOLDER, []
-    found = [_OF_PART.fullmatch(path.name) for path in parts.iterdir()] if parts.is_dir() else []
-    for name in sorted({match[1] for match in found if match}):
-        try:
-            release = take(parts / name)
-        except OSError as error:  # It may be another user's.
-            logger.warning("the incomplete checkpoint %s cannot be removed: %s", parts / name, error)
-            continue
-        if release is None:
-            living.append(name)
-            continue
-        try:
-            settle(parts / name, output_dir / name)
-        finally:
-            release()
-    return living
+    parts = output_dir / PART_FOLDER
+    if not parts.is_dir():
+        return True
+    with saving_in(output_dir) as is_alone:
+        for name in {path.name.removeprefix(_REPLACED) for path in parts.iterdir()} if is_alone else ():
+            try:
+                settle(parts / name, output_dir / name)
+            except OSError as error:  # It may be another user's.
+                logger.warning("the incomplete checkpoint %s cannot be removed: %s", parts / name, error)
+    return is_alone
 
 
 def settle(part: Path, final: Path) -> None:
-    """Renames the checkpoint of a killed save if it is complete, else removes it. Requires its lock, see `take`."""
+    """Renames the checkpoint of an ended save if it is complete, else removes it. Requires the lock of `saving_in`."""
     older = part.with_name(_REPLACED + part.name)
     if check(part) is None:
         put_in_place(part, final)
@@ -224,6 +188,8 @@ def settle(part: Path, final: Path) -> None:
         os.rename(older, final)
     for path in (part, older):
         shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # Not empty, or gone.
+        part.parent.rmdir()
 
 
 def _files_in(folder: Path) -> list[Path]:

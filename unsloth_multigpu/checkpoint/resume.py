@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.checkpoint.choice import Wanted, check_asked, find_newest, refuse_other_mode
-from unsloth_multigpu.checkpoint.manifest import Manifest, checkpoints_in, clear_parts, read_manifest
+from unsloth_multigpu.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check,
+    checkpoints_in,
+    clear_parts,
+    read_manifest,
+)
 from unsloth_multigpu.deal.sampler import StepSampler
 from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import ResumeError, SetupError
@@ -31,6 +37,10 @@ logger = get_logger(__name__)
 
 # The random state from which the order of the epoch was drawn, if it depends on one.
 ORDER_FILE = "unsloth_multigpu_order.json"
+_OF_ANOTHER_RUN = "another run wrote it"
+_HELD = {True: "a part of the weights (sharded)", False: "all weights (not sharded)"}
+# Long, because rank 0 reads each file of a checkpoint, to compare its checksum.
+_CHOICE_LIMIT_S = 86_400.0
 
 
 @dataclass(eq=False, repr=False)
@@ -78,11 +88,8 @@ class Resume(Part):
         # Rank 0's, because a name with the time or a random number differs between ranks.
         trainer.args.output_dir = self.manager.broadcast_json(os.fspath(trainer.args.output_dir))
         run_dir = trainer._get_output_dir(None)
-        for name in clear_parts(Path(run_dir)) if self.manager.identity.rank == 0 else ():
-            logger.warning(
-                "another run is saving %s, which stays untouched. Give each run an output_dir of its own",
-                Path(run_dir, name),
-            )
+        if self.manager.identity.rank == 0 and not clear_parts(Path(run_dir)):
+            logger.warning("another run is saving in %s. Give each run an output_dir of its own", run_dir)
         self.facts = self._training_facts()
         self.choose(run_dir)
         yield
@@ -113,53 +120,65 @@ class Resume(Part):
         asked, run_id = self.arguments.get("resume_from_checkpoint") or None, self.context.run_id
         self.manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that was started again counts its attempts from 0.
-        is_restarted = any(self.manager.gather_json(self.context.attempt))
-        choice: dict[str, Any] | None = None
-        if self.manager.identity.rank == 0:
-            try:
-                folder = self._find(Path(run_dir), asked, run_id if is_restarted else None)
-                choice = {"folder": folder and os.fspath(folder)}
-            except ResumeError as error:
-                choice = {"error": error.args[0], "hint": error.hint}
-        answer = self.manager.broadcast_json(choice)
-        if "error" in answer:
-            raise ResumeError(answer["error"], hint=answer["hint"])
-        if answer["folder"] is not None:
-            self.arguments["resume_from_checkpoint"] = asked = answer["folder"]
-        if isinstance(asked, (str, os.PathLike)):
-            self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
-            world_size = self.manager.identity.world_size
+        ranks = self.manager.gather_json([self.context.attempt, uuid.uuid4().hex])
+        restarted_run = run_id if any(attempt for attempt, _ in ranks) else None
+        found = self.manager.lead(
+            f"resume/{ranks[0][1]}",
+            "choosing a checkpoint",
+            lambda: self._find(Path(run_dir), asked, restarted_run),
+            timeout_s=_CHOICE_LIMIT_S,
+        )
+        if found is not None:
+            self.arguments["resume_from_checkpoint"] = found
+            self._folder, self._manifest = Path(found), read_manifest(Path(found))
             self._is_evaluation_due = self._manifest is not None and self._manifest.is_evaluation_due
-            refuse_other_mode(self._folder, self._manifest, is_sharded=self.is_sharded, world_size=world_size)
-        if answer["folder"] is not None:
-            logger.info("the training resumes from %s", asked)
+            logger.info("the training resumes from %s", found)
 
-    def _find(self, folder: Path, asked: Any, restarted_run: str | None) -> Path | None:
-        """Returns the checkpoint to use in place of the script's own; None = the script's own is used.
+    def _find(self, run_dir: Path, asked: Any, restarted_run: str | None) -> str | None:
+        """Returns the checkpoint to resume from; None = there is none, which Hugging Face tells if one was asked for.
 
         Raises:
-            ResumeError: The script's checkpoint is incomplete, or of another number of ranks.
+            ResumeError: The requested checkpoint is incomplete, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not sharded, or the reverse.
         """
-        config = self.manager.config
-        any_training = Wanted(self.manager.identity.world_size, grows_with_ranks=not config.keeps_global_batch)
-        is_auto = config.resume == "auto"
+        is_auto, found = self.manager.config.resume == "auto", None
         if is_auto or restarted_run:
             # Before the script's own checkpoint, which the same command names whatever was trained since.
-            run_id = None if is_auto else restarted_run
-            found = find_newest(folder, dataclasses.replace(any_training, facts=self.facts, run_id=run_id))
-            if found is not None:
-                return found
-        if asked is True:
-            found = find_newest(folder, any_training)
-            # Without any checkpoint, Hugging Face raises its own error.
-            if found is None and checkpoints_in(folder):
-                raise ResumeError(f"{folder} has no complete checkpoint.", hint="Leave resume_from_checkpoint out.")
-            return found
-        if asked is not None:
-            check_asked(Path(str(asked)), any_training)
-        elif is_auto:
-            logger.info("resume='auto': no complete checkpoint of this training in %s, so it begins at step 0", folder)
-        return None
+            found = find_newest(run_dir, self.facts, None if is_auto else restarted_run)
+        if found is None and asked is True:
+            found = find_newest(run_dir)
+            if found is None and checkpoints_in(run_dir):
+                raise ResumeError(f"{run_dir} has no complete checkpoint.", hint="Leave resume_from_checkpoint out.")
+        elif found is None and asked is not None:
+            found = Path(str(asked))
+            check_asked(found)
+        elif found is None and is_auto:
+            logger.info("resume='auto': no complete checkpoint of this training in %s, so it begins at step 0", run_dir)
+        if found is None:
+            return None
+        self._refuse_other_ranks(found)
+        return os.fspath(found)
+
+    def _refuse_other_ranks(self, folder: Path) -> None:
+        """Refuses a checkpoint of other samples in a step, or of the other mode, which writes other files."""
+        manifest, num_ranks = read_manifest(folder), self.manager.identity.world_size
+        if manifest is None:
+            return  # It is left to the libraries.
+        if manifest.world_size != num_ranks and not self.manager.config.keeps_global_batch:
+            raise ResumeError(
+                f"{folder} was written by {manifest.world_size} rank(s), now there are {num_ranks}: with "
+                "global_batch='scale' a step would have other samples.",
+                hint=f"Set num_gpus={manifest.world_size}, or begin a new training with resume='off'.",
+            )
+        was = manifest.is_sharded
+        if was not in (None, self.is_sharded):
+            mode = "sharded again (shard='on', on two GPUs or more)" if was else "without sharding again (shard='off')"
+            raise SetupError(
+                f"{folder} was written by ranks that each held {_HELD[bool(was)]}, and now each holds "
+                f"{_HELD[self.is_sharded]}: a training cannot resume in the other mode.",
+                hint=f"Train {mode}, or begin a new training: load the model from that folder, set resume='off' and "
+                "leave resume_from_checkpoint out.",
+            )
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Restores the order of samples of the resumed epoch."""
@@ -242,6 +261,60 @@ class Resume(Part):
         trainer._maybe_log_save_evaluate(
             nothing, None, trainer.model_wrapped, None, trainer.state.epoch, ignored, time.time()
         )
+
+
+def find_newest(output_dir: Path, facts: Mapping[str, Any] | None = None, run_id: str | None = None) -> Path | None:
+    """Returns the newest complete checkpoint, and warns of newer ones that are skipped.
+
+    Args:
+        facts: Facts that must be equal, see `Resume.facts`. None = any training.
+        run_id: The run that must have written it. None = any.
+    """
+    for _, folder in checkpoints_in(output_dir):
+        problem = _problem(folder, facts, run_id)
+        if problem is None:
+            return folder
+        if problem != _OF_ANOTHER_RUN:
+            logger.warning("%s is skipped: %s", folder, problem)
+    return None
+
+
+def check_asked(folder: Path) -> None:
+    """Checks a checkpoint that the script names. If it does not exist, Hugging Face raises its own error.
+
+    Raises:
+        ResumeError: It is incomplete, or has no optimizer.
+    """
+    problem = _problem(folder) if folder.is_dir() else None
+    if problem is not None:
+        newest = next((other for _, other in checkpoints_in(folder.parent) if _problem(other) is None), None)
+        other = "Its folder has no complete checkpoint" if newest is None else f"Use {newest}"
+        raise ResumeError(
+            f"a training cannot resume from {folder}: {problem}.",
+            hint=f"{other}, or load the model from it and begin a new training. If you changed the files on purpose, "
+            f"delete its {MANIFEST}.",
+        )
+
+
+def _problem(folder: Path, facts: Mapping[str, Any] | None = None, run_id: str | None = None) -> str | None:
+    """Returns why a training cannot resume from a checkpoint; None if it can. See `find_newest`."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if manifest is None:
+        if facts is not None:
+            return f"it has no {MANIFEST}, which identifies the training"
+        logger.warning("%s has no %s, so it cannot be checked for completeness", folder, MANIFEST)
+        return None
+    if run_id not in (None, manifest.run_id):
+        return _OF_ANOTHER_RUN
+    if facts is not None:
+        for name in {**facts, **manifest.facts}:
+            theirs, mine = manifest.facts.get(name), facts.get(name)
+            if theirs != mine:
+                return f"{name} was {theirs}, now it is {mine}"
+    return check(folder) if manifest.is_resumable else "it has no optimizer (save_only_model=True)"
 
 
 def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:

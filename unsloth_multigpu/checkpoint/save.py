@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, seal, settle, take
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, saving_in, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.deal.sampler import StepSampler
 from unsloth_multigpu.deal.stream import StepStream
-from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
+from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
@@ -34,8 +35,6 @@ _STATE_FILE = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
 # Long, because large files take long. If rank 0 dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
-# Key in the store: the last save of rank 0, and its outcome.
-_KEY = "checkpoint"
 
 
 @dataclass(eq=False, repr=False)
@@ -110,42 +109,20 @@ class Checkpoints(Part):
             name, callbacks = self.manager.broadcast_json(mine)
             if not self._is_writer:
                 trainer.state.stateful_callbacks = callbacks
-            self._complete_on_rank_0(name, part, final, before)
+            complete = functools.partial(self._complete, part, final, before)
+            is_here = self.manager.lead(f"saved/{name}", f"saving {final}", complete, timeout_s=_SEAL_LIMIT_S)
+            if is_here and self.manager.identity.local_rank == 0 and not final.exists():
+                logger.warning(
+                    "rank %d does not see %s, so no training can resume from it. Use a folder that all nodes share",
+                    self.manager.identity.rank,
+                    final,
+                )
         if pushes:
             trainer._push_from_checkpoint(os.fspath(final))
 
     @property
     def _is_writer(self) -> bool:
         return self.manager.identity.rank == 0
-
-    def _complete_on_rank_0(self, name: str, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Completes the checkpoint on rank 0, while the others wait longer than a collective may take. Collective.
-
-        `name` identifies this save: saves share one key of the store, since all ranks have read the last one.
-        """
-        identity = self.manager.identity
-        if self._is_writer:
-            outcome = "failed"
-            try:
-                outcome = "saved" if self._complete(part, final, before) else "elsewhere"
-            finally:
-                if identity.world_size > 1:
-                    self.manager.publish(_KEY, f"{name} {outcome}")
-            return
-
-        def read() -> str | None:
-            of, _, outcome = (self.manager.read(_KEY) or "").partition(" ")
-            return outcome if of == name else None
-
-        outcome = self.manager.wait(read, f"rank 0 to save {final}", timeout_s=_SEAL_LIMIT_S)
-        if outcome == "failed":
-            raise DistributedError(f"rank 0 failed to save {final}.", hint="The cause is rank 0's error.")
-        if outcome == "saved" and identity.local_rank == 0 and not final.exists():
-            logger.warning(
-                "rank %d does not see %s, so no training can resume from it. Use a folder that all nodes share",
-                identity.rank,
-                final,
-            )
 
     def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> bool:
         """Adds state that Hugging Face does not save, seals and renames the folder, and deletes older checkpoints.
@@ -156,7 +133,7 @@ class Checkpoints(Part):
         trainer, state = self.trainer, self.trainer.state
         _move_changed(final, before, part)
         if not any(part.iterdir()):
-            part.rmdir()
+            settle(part, final)
             return False
         loader = self.steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
@@ -198,31 +175,32 @@ class Checkpoints(Part):
         """Locks the folder on rank 0, and removes it if the save fails."""
         from safetensors import SafetensorError
 
-        release = None
-        try:
-            if self._is_writer:
-                release = take(part)
-                if release is None:
-                    raise SaveError(
-                        f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it.",
-                        hint="Give each run an output_dir of its own, or end the other run first.",
-                    )
-                settle(part, final)  # A run that was killed meanwhile may have left an incomplete checkpoint.
-                part.mkdir(parents=True)
-            yield
-        except BaseException as error:
-            free = _free_bytes(final.parent)  # Measured before the files are removed.
-            if release is not None:
-                shutil.rmtree(part, ignore_errors=True)
-            # torch and safetensors raise errors of their own on a full disk.
-            is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
-            if is_disks and not isinstance(error, MultiGPUError):
-                message = f"{final} could not be saved, earlier checkpoints are untouched{free}: {error}"
-                raise OSError(message) from error
-            raise
-        finally:
-            if release is not None:
-                release()
+        with ExitStack() as stack:
+            is_locked = False
+            try:
+                if self._is_writer:
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    is_locked = stack.enter_context(saving_in(final.parent))
+                    if not is_locked:
+                        raise SaveError(
+                            f"{final} could not be saved, earlier checkpoints are untouched: another run is saving in "
+                            f"{final.parent}.",
+                            hint="Give each run an output_dir of its own, or end the other run first.",
+                        )
+                    settle(part, final)  # A run that was killed meanwhile may have left an incomplete checkpoint.
+                    part.mkdir(parents=True)
+                yield
+            except BaseException as error:
+                free = _free_bytes(final.parent)  # Measured before the files are removed.
+                if is_locked:
+                    shutil.rmtree(part, ignore_errors=True)
+                    settle(part, final)
+                # torch and safetensors raise errors of their own on a full disk.
+                is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
+                if is_disks and not isinstance(error, MultiGPUError):
+                    message = f"{final} could not be saved, earlier checkpoints are untouched{free}: {error}"
+                    raise OSError(message) from error
+                raise
 
 
 def _rotate(trainer: TrainerLike, folder: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from torch.distributed import Store
@@ -29,9 +30,6 @@ _IN_FLIGHT_S = 1.0
 # A waiting rank pauses for this fraction of the time that it has waited.
 _PAUSES_PER_WAIT = 8
 _HINT = "Call it on all ranks, or raise timeout_s if it only takes long."
-# Ranks leave a script at nearly the same time. After this time rank 0 logs that it stays for the others.
-_QUIET_S = 5.0
-_LEFT = "left"
 
 
 class Board:
@@ -95,10 +93,6 @@ class Board:
                 f"{who} did not come to open the process group within {timeout_s:g} seconds.", hint=hint
             )
 
-    def wait_for_number(self, key: str, number: int, what: str, *, timeout_s: float) -> None:
-        """Waits until the value of `key`, a growing number, is at least `number`. See `wait`."""
-        self.wait(lambda: int(self.read(key) or -1) >= number or None, what, timeout_s=timeout_s)
-
     def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
         """Waits until `key` is published and returns its value. See `wait`."""
         return self.wait(lambda: self.read(key), what, timeout_s=timeout_s)
@@ -129,45 +123,29 @@ class Board:
                 raise RankTimeoutError(f"rank {self.rank} waited {timeout_s:g} seconds for {what}.", hint=hint)
             time.sleep(min(max(waited_s / _PAUSES_PER_WAIT, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
+    def come(self) -> None:
+        """Tells rank 0, whose process serves the store, that this rank needs it until `leave`."""
+        self.publish(f"needs/{self.rank}", json.dumps([platform.node(), os.getpid()]))
 
-class ShutdownBarrier:
-    """Keeps rank 0's process alive until all ranks have left the store that it serves.
-
-    Torch elastic serves the store from a separate process. Under srun and Ray rank 0 serves it, and a rank that still
-    reads from it would lose its connection.
-    """
-
-    def __init__(self, board: Board, world_size: int) -> None:
-        self._board = board
-        self._others = range(1, world_size)
-        board.publish(f"shutdown/{board.rank}", json.dumps([platform.node(), os.getpid()]))
-
-    def leave(self, limit_s: float) -> None:
+    def leave(self, world_size: int, limit_s: float) -> None:
         """Called when this rank no longer needs the store. Rank 0 waits for the others, at most `limit_s`."""
-        if self._board.rank > 0:
-            try:
-                self._board.publish(f"shutdown/{self._board.rank}", _LEFT)
-            except RuntimeError as gone:
-                logger.debug("rank 0 has left before: %s", gone)
+        if self.rank > 0:
+            with suppress(RuntimeError):  # Rank 0 has left before.
+                self.publish(f"needs/{self.rank}", json.dumps(None))
             return
-        deadline_s = time.monotonic() + limit_s
-        if wait_until(lambda: not self._present(), min(deadline_s, time.monotonic() + _QUIET_S)):
-            return
-        logger.info("rank 0 serves the store of the ranks and stays until all have left, at most %g s", limit_s)
-        if not wait_until(lambda: not self._present(), deadline_s):
-            present = ", ".join(map(str, self._present()))
+
+        def present() -> list[int]:
+            told = {rank: self.read(f"needs/{rank}") for rank in range(1, world_size)}
+            return [rank for rank, text in told.items() if text is None or _lives(json.loads(text))]
+
+        if not wait_until(lambda: not present(), time.monotonic() + limit_s):
             logger.warning(
                 "rank 0 leaves, and with it the store of the ranks; rank(s) %s have not left within %g s (timeout_s)",
-                present,
+                ", ".join(map(str, present())),
                 limit_s,
             )
 
-    def _present(self) -> list[int]:
-        """Returns the ranks that may still need the store, including those that have not connected yet."""
-        told = {rank: self._board.read(f"shutdown/{rank}") for rank in self._others}
-        return [rank for rank, text in told.items() if text is None or (text != _LEFT and _lives(*json.loads(text)))]
 
-
-def _lives(host: str, pid: int) -> bool:
-    """False for a process of this machine that has ended. Processes of other machines are assumed to live."""
-    return host != platform.node() or is_alive(pid)
+def _lives(process: tuple[str, int] | None) -> bool:
+    """False for None, and for a process of this machine that has ended. Those of other machines are assumed to live."""
+    return process is not None and (process[0] != platform.node() or is_alive(process[1]))

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DivergenceError
-from unsloth_multigpu.group.board import Board, ShutdownBarrier
+from unsloth_multigpu.group.board import Board
+from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
@@ -26,6 +27,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
 logger = get_logger(__name__)
+
+_Value = TypeVar("_Value")
 
 _PREFIX = "unsloth_multigpu"
 # From this version on, NCCL lets ranks share a GPU.
@@ -60,7 +63,7 @@ class DDPManager(Board):
         self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
         self.tell: Callable[[str], object] = lambda _kind: None
         self._last_works: deque[Any] = deque(maxlen=8)
-        self._shutdown: ShutdownBarrier | None = None
+        self._serves = False  # Rank 0's process serves the store that this rank has used.
         self.saves = Saves(self)
         self.waits = Waits(lambda: local_device(identity, config))
 
@@ -76,16 +79,17 @@ class DDPManager(Board):
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
-            # Rank 0's process serves the store, unless torch elastic or a notebook does.
+            # Rank 0's process serves it under srun and Ray, unlike torch elastic's and a notebook's.
             if self.identity.world_size > 1 and self.identity.launcher != "notebook" and not _is_elastic():
-                self._shutdown = ShutdownBarrier(self, self.identity.world_size)
+                self._serves = True
+                self.come()
         return self._store
 
     def leave_store(self, limit_s: float) -> None:
         """Called when this rank ends. If rank 0 serves the store, it waits for the others, at most `limit_s`."""
-        barrier, self._shutdown = self._shutdown, None
-        if barrier is not None:
-            barrier.leave(limit_s)
+        if self._serves:
+            self._serves = False
+            self.leave(self.identity.world_size, limit_s)
 
     @functools.cached_property
     def _store_of_run(self) -> Store:
@@ -205,6 +209,29 @@ class DDPManager(Board):
         if self.identity.world_size > 1:
             kind = local_device(self.identity, self.config).type
             write_random_state(self.broadcast_json(read_random_state(kind)))
+
+    def lead(self, key: str, what: str, work: Callable[[], _Value], *, timeout_s: float) -> _Value:
+        """Returns the JSON value that `work` returns on rank 0, which alone calls it. `key` is used once.
+
+        No collective, so that the others may wait for longer than one may take.
+
+        Raises:
+            DistributedError: On ranks above 0, if `work` has raised; also of the class of that error.
+        """
+        if self.identity.world_size == 1:
+            return work()
+        if self.rank > 0:
+            outcome = json.loads(self.wait_for(key, f"rank 0 in {what}", timeout_s=timeout_s))
+            if "error" in outcome:
+                raise error_of(outcome, what)
+            return outcome["value"]  # type: ignore[no-any-return]
+        try:
+            value = work()
+        except BaseException as error:
+            self.publish(key, json.dumps(failure(error)))
+            raise
+        self.publish(key, json.dumps({"value": value}))
+        return value
 
     def broadcast_json(self, value: Any) -> Any:
         """Returns rank 0's JSON value. Collective."""

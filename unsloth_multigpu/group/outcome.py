@@ -12,8 +12,8 @@ from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 
-# Attributes of errors that scripts read.
-_FIELDS = ("errno", "strerror", "filename", "returncode")
+# Attributes of errors that scripts read, and the exit code of ours.
+_FIELDS = ("errno", "strerror", "filename", "returncode", "exit_code")
 
 
 def failure(error: BaseException) -> dict[str, Any]:

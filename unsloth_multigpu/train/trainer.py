@@ -62,7 +62,6 @@ class DDPTrainer:
         self.config = manager.config
         self.report: RunReport | None = None
         self.arguments = {} if arguments is None else arguments
-        self._training = training
         self._beat = session.beat
         self._resume: Resume | None = None
         self._lead = lead = Lead(manager, session.beat)
@@ -134,7 +133,8 @@ class DDPTrainer:
         with loop.steering():
             # DDP copies rank 0's weights to all ranks before the first step: new LoRA weights may differ until then.
             result = original_train()
-        self._wait_for_rank_0()
+        # Rank 0 may still upload files for longer than the timeout of a collective.
+        self.manager.lead(f"{self._lead.name}/ended", "train()", lambda: None, timeout_s=UPLOAD_LIMIT_S)
         # Code after train() runs on every rank, and must draw the same random numbers there.
         self.manager.broadcast_random_state()
         self._report(time.monotonic() - start)
@@ -162,16 +162,6 @@ class DDPTrainer:
         if not self._is_alone and self.manager.identity.rank == 0 and draws_completions(self.trainer):
             who = "a server draws completions" if self.config.generators else "each rank draws completions of its own"
             logger.info("%s: %s, so this is another run than on one GPU", name, who)
-
-    def _wait_for_rank_0(self) -> None:
-        """Waits for rank 0, which may still upload files for longer than the timeout of a collective."""
-        if self._is_alone:
-            return
-        if self.manager.identity.rank == 0:
-            self.manager.publish("trained", str(self._training))
-        else:
-            what = "rank 0 to end train()"
-            self.manager.wait_for_number("trained", self._training, what, timeout_s=UPLOAD_LIMIT_S)
 
     def _step_aside(self, others: list[str]) -> None:
         """Warns that another kind of parallelism runs the training, with the resulting size of an optimizer step.
