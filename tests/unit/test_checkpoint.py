@@ -379,7 +379,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
     other.meanwhile = lambda: pytest.fail("It writes.")
 
     def save_as_well():
-        with pytest.raises(SaveError, match="another run is saving it"):
+        with pytest.raises(SaveError, match="another run is saving in"):
             checkpoints(other, Rank())._save(other.save, None)
 
     trainer.meanwhile = save_as_well

@@ -10,12 +10,13 @@ once it has ended. `saves/at/R` is the current position of rank R.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,8 +36,6 @@ MEET_LIMIT_S = 5.0
 OWN_PATH_GRACE_S = 10.0
 # An export may take hours. If rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
-# After this time, a save of a sharded model logs which ranks it waits for.
-_QUIET_S = 3.0
 _AT = "saves/at/{}"
 _OF = "saves/of/{}"
 _LEFT = "saves/left/{}"
@@ -90,13 +89,13 @@ class Saves:
     def write(self, path: str, save: Callable[[], Any]) -> Any:
         """Rank 0's part of a save: waits for the others, saves, and publishes the outcome.
 
-        `path` is absolute; "" if the saver chooses it.
+        `path` is absolute; "" if the saver chooses it, or uploads.
         """
         self._wait_for_others()
         self._publish(None)
         result = save()
         written = path if path and os.path.lexists(path) else ""
-        self._publish({"result": _plain(result), "is_tuple": isinstance(result, tuple), "path": written})
+        self._publish({"result": _plain(result), "path": written})
         return result
 
     def follow(self) -> tuple[bool, Any]:
@@ -145,30 +144,20 @@ class Saves:
             DistributedError: Another rank's script or cell has ended without this save.
             RankTimeoutError: Another rank does not come within `timeout_s`.
         """
-        here = self._at
-        missing = list(range(self._manager.identity.world_size))
 
-        def are_there() -> bool:
-            is_over = self._manager.is_abandoned()  # Read first: a rank may save and then leave.
-            gone = [rank for rank in missing if is_over or self._has_left(rank)]
-            missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != here[:2]]
-            if lost := [rank for rank in gone if rank in missing]:
-                raise DistributedError(
-                    f"{here.what}: rank(s) {_listed(lost)} ended the script or cell without this save. {_GATHERS}",
-                    hint=_ON_ALL_RANKS,
-                )
-            return not missing
+        def find(rank: int) -> bool | None:
+            has_left = self._has_left(rank)  # Read first: a rank may save and then leave.
+            if self._place_of(rank)[:2] == self._at[:2]:
+                return True
+            if has_left:
+                what = f"{self._at.what}: rank {rank} ended the script without this save"
+                raise DistributedError(f"{what}. {_GATHERS}", hint=_ON_ALL_RANKS)
+            return None
 
-        begin_s, limit_s = time.monotonic(), self._manager.config.timeout_s
-        if wait_until(are_there, begin_s + min(_QUIET_S, limit_s)):
-            return
-        logger.warning("%s waits for rank(s) %s. %s", here.what, _listed(missing), _GATHERS.rstrip("."))
-        if not wait_until(are_there, begin_s + limit_s):
-            raise RankTimeoutError(
-                f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank(s) {_listed(missing)} in "
-                f"{here.what}. {_GATHERS}",
-                hint=f"{_ON_ALL_RANKS} Raise timeout_s if it only takes long.",
-            )
+        limit_s, hint = self._manager.config.timeout_s, f"{_GATHERS} {_ON_ALL_RANKS}"
+        for rank in range(self._manager.identity.world_size):
+            what = f"rank {rank} to call {self._at.what}"
+            self._manager.wait(functools.partial(find, rank), what, timeout_s=limit_s, hint=hint)
 
     def leave(self) -> None:
         """Publishes that this rank's script has ended, since others may wait for it."""
@@ -203,7 +192,7 @@ class Saves:
             logger.info(
                 "%s: rank(s) %s have not come to a save within %g s. Rank 0 goes on, and does not wait again here",
                 self._at.what,
-                _listed(missing),
+                ", ".join(map(str, missing)),
                 limit_s,
             )
 
@@ -248,8 +237,7 @@ class Saves:
                 "rank 0 waits for it: its part of the script has removed the files, or rank 0's has since.",
                 hint="Remove what is in the way on rank 0 alone: if ump.is_main_process().",
             )
-        result = outcome["result"]
-        return tuple(result) if outcome["is_tuple"] and result is not None else result
+        return outcome["result"]
 
 
 def saved_alone(what: str) -> DistributedError:
@@ -257,14 +245,9 @@ def saved_alone(what: str) -> DistributedError:
     return DistributedError(f"{what} is called on this rank alone. {_GATHERS}", hint=_ON_ALL_RANKS)
 
 
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
 def _plain(result: Any) -> Any:
-    """The result if other ranks can be given it as JSON, else None."""
-    given = list(result) if isinstance(result, tuple) else result
+    """Returns the result as JSON values, which other ranks can be given; None if it is something else."""
     try:
-        return given if json.loads(json.dumps(given)) == given else None
+        return json.loads(json.dumps(result))
     except (TypeError, ValueError):
         return None

@@ -36,8 +36,6 @@ _SAVERS = {
     "matplotlib.figure:Figure.savefig": "matplotlib>=3",
     **{f"datasets.arrow_dataset:Dataset.{name}": _DATASETS for name in ("save_to_disk", "to_csv", "to_json")},
     "datasets.arrow_dataset:Dataset.to_parquet": _DATASETS,
-}
-_PUSHERS = {
     "transformers.utils.hub:PushToHubMixin.push_to_hub": _TRANSFORMERS,
     "unsloth_zoo.cpu.loader:push_to_hub_merged": _UNSLOTH,
     "datasets.arrow_dataset:Dataset.push_to_hub": _DATASETS,
@@ -51,7 +49,6 @@ def saving_patches(gate: SaveGate) -> list[Patch]:
     rotated = functools.partial(Patch, wrap=_of_complete_ones, needs=("output_dir",), optional=True)
     return [
         *(Patch(target, supports, gate.once, optional=True) for target, supports in _SAVERS.items()),
-        *(Patch(target, supports, gate.upload_once, optional=True) for target, supports in _PUSHERS.items()),
         Patch(f"{trainer}.save_model", _TRANSFORMERS, gate.after_rank_0),
         *(Patch(f"{trainer}.{n}", _TRANSFORMERS, gate.learn_of_rank_0) for n in ("push_to_hub", "init_hf_repo")),
         Patch("unsloth.save:_bind_saving_method", "unsloth>=2026.10.7", bind, optional=True),
@@ -81,12 +78,8 @@ class SaveGate:
         return str, (type(self).__name__,)
 
     def once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets only rank 0 write. All ranks would write one folder at once, and read unfinished files of each other."""
+        """Lets only rank 0 write, or upload. All ranks would write one folder at once, and read unfinished files."""
         return self._save(original, args, kwargs, runs_everywhere=False)
-
-    def upload_once(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Lets only rank 0 upload: all ranks would upload the same files."""
-        return self._save(original, args, kwargs, runs_everywhere=False, writes_files=False)
 
     def after_rank_0(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Makes the other ranks wait for rank 0, which alone saves: they would read a folder that is not there yet."""
@@ -103,14 +96,13 @@ class SaveGate:
         kwargs: dict[str, Any],
         *,
         runs_everywhere: bool,
-        writes_files: bool = True,
         names_path: bool = True,
     ) -> Any:
         path, name = _path_of(args, kwargs) if names_path else "", getattr(original, "__qualname__", "save")
         if self._is_inside:
             # Savers call each other; the outermost call counts for all of them. A file object is the rank's own.
             is_run = path is None or self._is_writer or runs_everywhere
-            return self._call(original, args, kwargs, writes_files=writes_files) if is_run else None
+            return self._call(original, args, kwargs) if is_run else None
         manager = None if path is None else self._get_manager()
         if manager is None and path is not None and sharded_model(args) is not None:
             from unsloth_multigpu.group.saves import saved_alone
@@ -123,10 +115,9 @@ class SaveGate:
             runs_here = runs_everywhere
             if (model := sharded_model(args)) is not None:
                 runs_here = self._gather(saves, model, original, is_of_trainer=model is not args[0])
-            call = functools.partial(self._call, original, args, kwargs, writes_files=writes_files)
-            save = functools.partial(self._outermost, call)
+            save = functools.partial(self._outermost, original, args, kwargs)
             if self._rank == 0:
-                return saves.write(path if writes_files else "", save)
+                return saves.write("" if _uploads(original) else path, save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
                 save(is_writer=True)  # save_on_each_node: the first rank of each node writes its own.
             elif runs_here:
@@ -152,12 +143,10 @@ class SaveGate:
         self._state = state if self._rank == 0 else None
         return False
 
-    def _call(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes_files: bool = True
-    ) -> Any:
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function. A saver of a sharded model gets the gathered weights and the model's original class."""
         # An uploader calls a saver, which gets them.
-        if not writes_files or not args or sharded_model(args) is not args[0]:
+        if _uploads(original) or not args or sharded_model(args) is not args[0]:
             return original(*args, **kwargs)
         from unsloth_multigpu.group.shards import own_class, tied_again
 
@@ -168,10 +157,12 @@ class SaveGate:
         with own_class(args[0]):
             return original(*args, **{**kwargs, "state_dict": state})
 
-    def _outermost(self, call: Callable[[], Any], *, is_writer: bool = False) -> Any:
+    def _outermost(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_writer: bool = False
+    ) -> Any:
         self._is_inside, self._is_writer = True, is_writer or self._rank == 0
         try:
-            return call()
+            return self._call(original, args, kwargs)
         finally:
             self._is_inside, self._is_writer = False, self._rank == 0
             self._state = None
@@ -182,6 +173,10 @@ class SaveGate:
         if manager is None or dist is None or not dist.is_initialized():
             return  # It has trained nothing with them.
         manager.saves.leave()
+
+
+def _uploads(original: Callable[..., Any]) -> bool:
+    return getattr(original, "__name__", "").startswith("push_to_hub")
 
 
 def _of_complete_ones(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
