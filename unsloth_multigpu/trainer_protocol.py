@@ -13,3 +13,11 @@ ArgumentsLike: TypeAlias = Any  # transformers.TrainingArguments
 StateLike: TypeAlias = Any  # transformers.TrainerState
 ControlLike: TypeAlias = Any  # transformers.TrainerControl
 CallbackHandlerLike: TypeAlias = Any  # transformers.trainer_callback.CallbackHandler
+
+
+def draws_completions(trainer: TrainerLike) -> bool:
+    """True for trainers whose ranks draw the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
+    is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
+    return hasattr(trainer.args, "steps_per_generation") or (
+        hasattr(trainer, "generate_on_policy_outputs") and is_on_policy
+    )

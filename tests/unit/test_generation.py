@@ -15,10 +15,10 @@ from unsloth_multigpu.deal.generation import (
     arguments_of_one_process,
     divide_generation,
     divided_arguments,
-    draws_completions,
 )
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
+from unsloth_multigpu.trainer_protocol import draws_completions
 
 SMALL = st.integers(1, 12)
 

@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from tests.helpers.board import manager_of, session_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.shards import Engine, check_versions, is_entered_below, tried_pass, whole_of
+from unsloth_multigpu.group.shards import Engine, is_entered_below, tried_pass, whole_of
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard import count, script_probe
 from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of, trains_parts
 from unsloth_multigpu.shard.packed import Withheld, check_parts, give_back, in_parts, keep_rows
 from unsloth_multigpu.shard.script_probe import Answer
-from unsloth_multigpu.shard.sharding import check_is_sharded, check_options, check_shared, layers_of
+from unsloth_multigpu.shard.sharding import check_is_sharded, check_options, check_shared, check_versions, layers_of
 from unsloth_multigpu.train.trainer import DDPTrainer
 
 

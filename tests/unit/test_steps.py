@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
-WAITS = Waits(lambda: torch.device("cpu"))
+WAITS = Waits()
 
 
 class Losing(FakeTrainer):

@@ -72,9 +72,7 @@ class Saving(FakeTrainer):
 
 def exchange_of(model, **options):
     trainer = Saving(model)
-    exchange = Exchange(
-        trainer, SimpleNamespace(config=MultiGPUConfig(**options), waits=Waits(lambda: torch.device("cpu")))
-    )
+    exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options), waits=Waits()))
     return trainer, exchange
 
 

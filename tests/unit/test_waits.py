@@ -7,7 +7,7 @@ from unsloth_multigpu.group import waits
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.train.figures import TokenCount
 
-CPU, CARD = torch.device("cpu"), torch.device("meta")
+CARD = torch.device("meta")
 
 
 class Event:
@@ -37,7 +37,7 @@ class Event:
 def test_waiting_within_waiting_counts_once(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(waits.time, "perf_counter", lambda: clock[0])
-    found = Waits(lambda: CPU)
+    found = Waits()
     with found.counted():
         clock[0] += 1.0
         with found.counted():
@@ -50,7 +50,8 @@ def test_waiting_within_waiting_counts_once(monkeypatch):
 def test_device_is_not_waited_for(monkeypatch):
     Event.clock, Event.num_made = 0.0, 0
     monkeypatch.setattr(torch, "Event", Event)
-    found = Waits(lambda: CARD)
+    found = Waits()
+    found.count_on(CARD)
     with found.counted():
         pass
     found.add(found.now(), found.now())

@@ -1,4 +1,4 @@
-"""Deals the completions of trainers that generate their own samples (GRPO, RLOO). Pure: numbers in and out."""
+"""Divides the arguments of trainers that generate their own samples (GRPO, RLOO) among the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from math import gcd
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.trainer_protocol import ArgumentsLike
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,6 @@ class GenerationShape:
 
 # Arguments that are divided among the ranks, in the order of the fields of `GenerationShape`.
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
-
-
-def draws_completions(trainer: TrainerLike) -> bool:
-    """True for trainers whose ranks draw the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
-    is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
-    return hasattr(trainer.args, "steps_per_generation") or (
-        hasattr(trainer, "generate_on_policy_outputs") and is_on_policy
-    )
 
 
 def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, tuple[int, int]]:
@@ -86,3 +81,48 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
     batch = next(b for b in range(min(one.batch, mine), 0, -1) if mine % b == 0)
     divisor = world_size * batch
     return GenerationShape(batch, one.batch * one.accumulation // divisor, one.batch * one.generation_steps // divisor)
+
+
+def divide_arguments(args: ArgumentsLike, world_size: int, rank: int) -> dict[str, tuple[int, int]]:
+    """Divides the arguments of a Trainer among the ranks, so that its global batch stays.
+
+    Returns:
+        See `divided_arguments`; empty if TRL refuses these arguments.
+
+    Raises:
+        ConfigError: The ranks cannot share the completions evenly.
+    """
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    asked = args.steps_per_generation
+    # Not in every version of TRL.
+    num_generated = getattr(args, "generation_batch_size", None)
+    if num_generated is not None and (asked is not None or num_generated % batch):
+        return {}  # With one process as well.
+    steps = asked or (accumulation if num_generated is None else num_generated // batch)
+    one = GenerationShape(batch, accumulation, steps)
+    mine = divide_generation(one, world_size, getattr(args, "num_generations", None) or 1)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = mine.batch, mine.accumulation
+    args.steps_per_generation = None if asked is None else mine.generation_steps
+    if rank == 0:
+        shape = f"{world_size} ranks x {mine.batch} completions"
+        logger.info("completions per step: %d = %s x %d accumulation", batch * accumulation, shape, mine.accumulation)
+        if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
+            logger.warning(
+                "%s: it is a mean over the micro-batches that the ranks compute at once, %s instead of %d, so other "
+                "tokens are averaged together than on one GPU",
+                " and ".join(parts),
+                shape,
+                batch,
+            )
+    return divided_arguments(one, mine)
+
+
+def _means_of_micro_batches(args: ArgumentsLike, *, is_same_batch: bool) -> list[str]:
+    """Returns options of TRL whose meaning depends on the shape of a micro-batch, as the script gave them."""
+    loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
+    quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.
+    parts = [f"top_entropy_quantile={quantile!r}"] if quantile < 1 else []
+    if not is_same_batch:
+        parts += [f"loss_type={loss!r}"] if loss == "bnpo" else []
+        parts += [f"entropy_coef={entropy!r}"] if entropy else []
+    return parts

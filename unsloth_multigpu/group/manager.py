@@ -65,7 +65,7 @@ class DDPManager(Board):
         self._last_works: deque[Any] = deque(maxlen=8)
         self._serves = False  # Rank 0's process serves the store that this rank has used.
         self.saves = Saves(self)
-        self.waits = Waits(lambda: local_device(identity, config))
+        self.waits = Waits()
 
     @functools.cached_property
     def sequence_group(self) -> dist.ProcessGroup:

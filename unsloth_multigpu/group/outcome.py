@@ -5,15 +5,15 @@ Needs no torch.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 
 # Attributes of errors that scripts read, and the exit code of ours.
-_FIELDS = ("errno", "strerror", "filename", "returncode", "exit_code")
+_FIELDS = {"errno", "strerror", "filename", "returncode", "exit_code"}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -31,12 +31,17 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
     `except OSError` catches it on all ranks.
     """
     message, hint = f"rank 0 failed in {what}: {outcome['error']}", "The cause is rank 0's error."
-    for module, name in outcome.get("kinds", ()):
-        kind = _find(module, name)
-        if kind is not None and (error := _built(kind, message, hint)) is not None:
+    for kind in filter(None, (_find(*name) for name in outcome.get("kinds", ()))):
+        ours = (DistributedError,) if issubclass(DistributedError, kind) else (DistributedError, kind)
+        bases = (kind,) if issubclass(kind, DistributedError) else ours
+        # A class that cannot be combined with ours, or needs arguments of its own, is left out for its base.
+        with suppress(TypeError, AttributeError):
+            # It has our name, because the cause is on another rank.
+            made = type("DistributedError", bases, {"__module__": DistributedError.__module__})
+            error: DistributedError = made(message, hint=hint)
             error.of_rank_0 = outcome["error"]
             fields = outcome.get("fields", {})
-            for field in (name for name in _FIELDS if name in fields):
+            for field in fields.keys() & _FIELDS:
                 setattr(error, field, fields[field])
             return error
     return DistributedError(message, hint=hint)
@@ -49,22 +54,3 @@ def _find(module: str, name: str) -> type[Exception] | None:
         # Not getattr, by which a lazy module may import others.
         owner = getattr(owner, "__dict__", {}).get(part)
     return owner if isinstance(owner, type) and issubclass(owner, Exception) else None
-
-
-def _built(kind: type[Exception], message: str, hint: str) -> DistributedError | None:
-    """Builds the error. Returns None if the class cannot be combined with ours, or needs arguments of its own."""
-    bases = (kind,) if issubclass(kind, DistributedError) else (DistributedError, kind)
-    if issubclass(DistributedError, kind):
-        bases = (DistributedError,)
-    # It has our name, because the cause is on another rank.
-    members = {"__module__": DistributedError.__module__, "__reduce__": _reduced}
-    try:
-        error: DistributedError = type("DistributedError", bases, members)(message, hint=hint)
-    except (TypeError, AttributeError):
-        return None
-    return error
-
-
-def _reduced(error: DistributedError) -> tuple[Any, ...]:
-    """Lets the error be pickled as a plain DistributedError: its own class cannot be found by its name."""
-    return functools.partial(DistributedError, hint=error.hint), error.args

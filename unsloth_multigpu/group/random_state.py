@@ -58,15 +58,11 @@ def write_random_state(state: dict[str, Any]) -> None:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restores the generators at the end of the context, in which reading or collating a row may draw numbers."""
-    import numpy
-
-    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    before = read_random_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numpys)
-        torch.set_rng_state(torchs)
+        write_random_state(before)
 
 
 @contextmanager

@@ -136,30 +136,23 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
     Changes of several elements cancel with a probability of about 2^-32 at most. Any floating dtype. Temporary memory
     is about 48 MiB on an accelerator and 2 MiB on the CPU, more for tensors that are not contiguous.
     """
-    weights: dict[torch.device, torch.Tensor] = {}
-    sums = []
     with torch.no_grad():
-        for tensor in tensors:
-            if tensor.device not in weights:
-                size = _CPU_CHUNK if tensor.device.type == "cpu" else _ACCELERATOR_CHUNK
-                longest = max(t.numel() for t in tensors if t.device == tensor.device)
-                weights[tensor.device] = _odd_weights(min(size, max(1, longest)), tensor.device, seed=0)
-            sums.append(_chunk_sums(tensor, weights[tensor.device]))
+        chunks = {d: _CPU_CHUNK if d.type == "cpu" else _ACCELERATOR_CHUNK for d in {t.device for t in tensors}}
+        weights = {device: _odd_weights(size, device, seed=0) for device, size in chunks.items()}
+        hashes = [_hash(tensor, weights[tensor.device]) for tensor in tensors]
         # One copy from each device, not one for each tensor.
-        every = [chunk for chunks in sums for chunk in chunks]
-        numbers = {d: iter(torch.stack([chunk for chunk in every if chunk.device == d]).tolist()) for d in weights}
-    factors = _odd_weights(max(map(len, sums), default=0), torch.device("cpu"), seed=1).tolist()
-    totals = [sum(f * next(numbers[c.device]) for f, c in zip(factors, chunks, strict=False)) for chunks in sums]
-    return [(total + 2**63) % 2**64 - 2**63 for total in totals]
+        numbers = {d: iter(torch.stack([h for h in hashes if h.device == d]).tolist()) for d in weights}
+    return [next(numbers[found.device]) for found in hashes]
 
 
-def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+def _hash(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     bits = tensor.view(_INTEGER_OF_BYTES[tensor.element_size()])
     pieces: Iterable[torch.Tensor] = bits.reshape(-1).split(len(weights))
     if bits.dtype == torch.int64:
         # Two flipped top bits would cancel: 2^63 times any odd number is the same.
         pieces = (piece ^ (piece >> 32) for piece in pieces)
-    return [(weights[: len(piece)] * piece).sum() for piece in pieces]
+    sums = torch.stack([(weights[: len(piece)] * piece).sum() for piece in pieces])
+    return (sums * _odd_weights(len(sums), tensor.device, seed=1)).sum()
 
 
 def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.Tensor:

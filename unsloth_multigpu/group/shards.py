@@ -1,10 +1,10 @@
-"""Models that FSDP2 has sharded: which library shards them, and their weights and gradients."""
+"""Models that FSDP2 has sharded: which library shards them, and their parts."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.trainer_protocol import TrainerLike
-from unsloth_multigpu.versions import check_version
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 # Set by Unsloth on a model that it has sharded.
 _OF_UNSLOTH = "_unsloth_fsdp2_native"
-# The first versions whose sharding was tested with this package.
-OLDEST = {"unsloth": "2026.10.9", "transformers": "5.17", "torch": "2.7"}
 # Message of a RuntimeError of `FSDPState._lazy_init`.
 _ENTERED_BELOW = re.compile(r"FSDP (requires a single root module|state has already been lazily initialized)")
 
@@ -49,20 +45,6 @@ def find_engine(trainer: TrainerLike) -> Engine | None:
     if dimensions & {"tp", "cp", "pp", "ep", "sp"}:  # Another kind of parallelism divides the weights as well.
         return None
     return Engine.UNSLOTH if any(hasattr(m, _OF_UNSLOTH) for m in model.modules()) else Engine.TRANSFORMERS
-
-
-def check_versions(*libraries: str) -> None:
-    """Refuses installed versions that are older than any whose sharding was tested.
-
-    Raises:
-        SetupError: One is older.
-    """
-    for row in (check_version(f"{library}>={OLDEST[library]}") for library in libraries):
-        if row.installed is not None and not row.ok:
-            raise SetupError(
-                f"shard='on' needs {row.name}{row.supported}, and {row.installed} is installed.",
-                hint=f"Upgrade {row.name}, or leave shard out.",
-            )
 
 
 def is_sharded(tensor: Any) -> TypeIs[DTensor]:
@@ -116,17 +98,6 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def named_as_before(model: nn.Module) -> None:
-    """Gives the classes of sharded modules their earlier names, by which libraries identify models and layers.
-
-    The Trainer shifts labels for label smoothing if the class has the name of a causal language model, and accelerate
-    looks for layers by their names.
-    """
-    for module in fsdp_modules(model):
-        own = class_of(module)
-        type(module).__name__, type(module).__qualname__ = own.__name__, own.__qualname__
-
-
 @contextmanager
 def tried_pass(model: nn.Module) -> Iterator[None]:
     """Surrounds a forward and backward pass that may raise: afterwards the weights are sharded again."""
@@ -165,70 +136,3 @@ def _roots(module: nn.Module) -> Iterator[Any]:
         return
     for child in module.children():
         yield from _roots(child)
-
-
-def whole_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of a sharded model with complete tensors on the CPU; empty on ranks above 0. Collective.
-
-    Tied weights stay one tensor. For a model with adapters it has what PEFT may save with them, without the base.
-    """
-    import torch.distributed as dist
-
-    reshard(model)
-    is_saved = _belongs_to_adapters(model) if _saves_adapters(model) else lambda name, tensor: True
-    is_first = dist.get_rank() == 0
-    state: dict[str, Any] = {}
-    wholes: dict[int, torch.Tensor] = {}
-    # In the same order on all ranks. One tensor at a time is complete on the devices.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            state[name] = tensor
-        elif is_saved(name, tensor) and id(tensor) not in wholes:
-            whole = whole_of(tensor.detach())
-            wholes[id(tensor)] = whole.cpu() if is_first else torch.empty(0)
-        if id(tensor) in wholes:
-            state[name] = wholes[id(tensor)]
-    return state if is_first else {}
-
-
-def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with one tensor per weight, if an engine has gathered a tied weight once for each name.
-
-    Savers find tied names by that, and write the first one.
-    """
-    first: dict[int, str] = {}
-    tied = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and name in state:
-            tied[name] = state[first.setdefault(id(tensor), name)]
-    return {**state, **tied}
-
-
-@contextmanager
-def own_class(model: nn.Module) -> Iterator[None]:
-    """Gives a model its class before `fully_shard` within the context: libraries identify models by its name."""
-    engines = type(model)
-    model.__class__ = class_of(model)
-    try:
-        yield
-    finally:
-        model.__class__ = engines
-
-
-def _saves_adapters(model: nn.Module) -> bool:
-    """True if the model saves adapters only. A model inside PEFT's has a PEFT config, too, but saves all weights."""
-    is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
-    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
-    """Returns a function that is true for trainable weights, for all adapters and for the embeddings."""
-    parts = {"modules_to_save", *model.peft_config}
-    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    ends = {id(getattr(getter(), "weight", None)) for getter in getters if getter is not None}
-
-    def belongs(name: str, tensor: torch.Tensor) -> bool:
-        is_of_adapter = "lora_" in name or not parts.isdisjoint(name.split("."))
-        return tensor.requires_grad or is_of_adapter or id(tensor) in ends
-
-    return belongs

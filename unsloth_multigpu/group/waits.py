@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,22 +47,18 @@ class Waits:
     (such as token counts), and waiting for decisions of rank 0. On an accelerator, the times come from events around
     each wait, which are read when they are over, so that the host does not wait for the device.
 
-    Args:
-        device: Where this rank computes; asked when something is first counted.
-
     Attributes:
         seconds: All that is over, since this object was made.
     """
 
-    def __init__(self, device: Callable[[], torch.device]) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._find_device = device
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")  # Until a training begins.
         self._is_counting = False
         self._pending: deque[Lap] = deque()
 
     def count_on(self, device: torch.device) -> None:
-        """Uses the clock of the device that trains, which may be the CPU of a machine with a GPU."""
+        """Uses the clock of the device that trains."""
         if device != self._device:
             self.settle()
             self._device = device
@@ -83,8 +79,6 @@ class Waits:
 
     def now(self) -> Any:
         """See `moment`."""
-        if self._device is None:
-            self._device = self._find_device()
         return moment(self._device)
 
     def add(self, begin: Any, end: Any) -> None:

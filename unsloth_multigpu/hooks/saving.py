@@ -134,7 +134,7 @@ class SaveGate:
             DistributedError: Another rank's script has ended without this save.
             RankTimeoutError: Another rank has not reached this save.
         """
-        from unsloth_multigpu.group.shards import whole_state
+        from unsloth_multigpu.shard.whole import whole_state
 
         saves.meet()
         if is_of_trainer or original.__module__.startswith("unsloth."):
@@ -148,7 +148,7 @@ class SaveGate:
         # An uploader calls a saver, which gets them.
         if _uploads(original) or not args or sharded_model(args) is not args[0]:
             return original(*args, **kwargs)
-        from unsloth_multigpu.group.shards import own_class, tied_again
+        from unsloth_multigpu.shard.whole import own_class, tied_again
 
         gathered = kwargs.get("state_dict")  # By the Trainer.
         state = tied_again(args[0], gathered) if gathered else self._state

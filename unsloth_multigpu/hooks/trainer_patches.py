@@ -10,12 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.deal.generation import (
-    GenerationShape,
-    arguments_of_one_process,
-    divide_generation,
-    divided_arguments,
-)
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -213,7 +207,10 @@ class TrainerHooks:
                 # accelerate would open the group next, without a backend for tensors in host memory.
                 self.get_manager().open_group()
         if config.keeps_global_batch and has_ranks and hasattr(arguments, "steps_per_generation"):
-            _divide_generation_batch(arguments, self.world_size, self.get_manager)
+            from unsloth_multigpu.deal.generation import divide_arguments
+
+            rank = self.get_manager().identity.rank
+            setattr(arguments, _DIVIDED, divide_arguments(arguments, self.world_size, rank))
         original(arguments)
         if not has_ranks and arguments.n_gpu > 1:
             # transformers would use nn.DataParallel with larger batches. A rank has one device, and the legacy path
@@ -292,46 +289,9 @@ def _given_arguments(
     original: Callable[..., dict[str, Any]], /, self: ArgumentsLike, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     """Returns the values before the division: arguments built from divided ones would be divided a second time."""
-    return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
+    values = original(self, *args, **kwargs)
+    if not (divided := getattr(self, _DIVIDED, None)):
+        return values
+    from unsloth_multigpu.deal.generation import arguments_of_one_process
 
-
-def _divide_generation_batch(args: ArgumentsLike, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
-    """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO) by dividing their arguments.
-
-    Raises:
-        ConfigError: The ranks cannot share the completions evenly.
-    """
-    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    asked = args.steps_per_generation
-    # Not in every version of TRL.
-    num_generated = getattr(args, "generation_batch_size", None)
-    if num_generated is not None and (asked is not None or num_generated % batch):
-        return  # TRL refuses it, with one process as well.
-    steps = asked or (accumulation if num_generated is None else num_generated // batch)
-    one = GenerationShape(batch, accumulation, steps)
-    mine = divide_generation(one, world_size, getattr(args, "num_generations", None) or 1)
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = mine.batch, mine.accumulation
-    args.steps_per_generation = None if asked is None else mine.generation_steps
-    setattr(args, _DIVIDED, divided_arguments(one, mine))
-    if get_manager().identity.rank == 0:
-        shape = f"{world_size} ranks x {mine.batch} completions"
-        logger.info("completions per step: %d = %s x %d accumulation", batch * accumulation, shape, mine.accumulation)
-        if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
-            logger.warning(
-                "%s: it is a mean over the micro-batches that the ranks compute at once, %s instead of %d, so other "
-                "tokens are averaged together than on one GPU",
-                " and ".join(parts),
-                shape,
-                batch,
-            )
-
-
-def _means_of_micro_batches(args: ArgumentsLike, *, is_same_batch: bool) -> list[str]:
-    """Returns options of TRL whose meaning depends on the shape of a micro-batch, as the script gave them."""
-    loss, entropy = getattr(args, "loss_type", None), getattr(args, "entropy_coef", 0)
-    quantile = getattr(args, "top_entropy_quantile", 1)  # Its limit is found among the tokens of all ranks.
-    parts = [f"top_entropy_quantile={quantile!r}"] if quantile < 1 else []
-    if not is_same_batch:
-        parts += [f"loss_type={loss!r}"] if loss == "bnpo" else []
-        parts += [f"entropy_coef={entropy!r}"] if entropy else []
-    return parts
+    return arguments_of_one_process(values, divided)

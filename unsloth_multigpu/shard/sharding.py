@@ -18,15 +18,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import (
-    Engine,
-    check_versions,
-    class_of,
-    has_shards,
-    named_as_before,
-    part_of,
-    reshard,
-)
+from unsloth_multigpu.group.shards import Engine, class_of, fsdp_modules, has_shards, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override
@@ -36,9 +28,13 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.own_code import hooked
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.versions import check_version
 from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
+
+# The first versions whose sharding was tested with this package.
+OLDEST = {"unsloth": "2026.10.9", "transformers": "5.17", "torch": "2.7"}
 
 
 class Sharding(GradientExchange):
@@ -255,3 +251,28 @@ def _ends_of(model: nn.Module) -> list[nn.Module]:
         except NotImplementedError:  # Raised by many transformers models without token embeddings.
             continue
     return [module for module in found if isinstance(module, nn.Module)]
+
+
+def check_versions(*libraries: str) -> None:
+    """Refuses installed versions that are older than any whose sharding was tested.
+
+    Raises:
+        SetupError: One is older.
+    """
+    for row in (check_version(f"{library}>={OLDEST[library]}") for library in libraries):
+        if row.installed is not None and not row.ok:
+            raise SetupError(
+                f"shard='on' needs {row.name}{row.supported}, and {row.installed} is installed.",
+                hint=f"Upgrade {row.name}, or leave shard out.",
+            )
+
+
+def named_as_before(model: nn.Module) -> None:
+    """Gives the classes of sharded modules their earlier names, by which libraries identify models and layers.
+
+    The Trainer shifts labels for label smoothing if the class has the name of a causal language model, and accelerate
+    looks for layers by their names.
+    """
+    for module in fsdp_modules(model):
+        own = class_of(module)
+        type(module).__name__, type(module).__qualname__ = own.__name__, own.__qualname__

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.deal.generation import draws_completions
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.random_state import seeded_draws
@@ -33,7 +32,7 @@ from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike, draws_completions
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session

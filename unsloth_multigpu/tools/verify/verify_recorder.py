@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.deal.generation import draws_completions
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
@@ -26,7 +25,7 @@ from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.tools.first_steps import FirstSteps
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike, draws_completions
 
 # A tensor with fewer changed elements, unless nearly all have changed, is left out: in bf16 weights a small learning
 # rate is lost by rounding in most elements, and chance decides in which. Measured: with 73 of 4096 changed elements
