@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
@@ -23,7 +24,7 @@ from unsloth_multigpu.checkpoint.manifest import (
     saving_in,
     seal,
 )
-from unsloth_multigpu.checkpoint.resume import Resume, check_asked, find_newest
+from unsloth_multigpu.checkpoint.resume import Resume, check_asked, find_newest, lost_weights
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import ResumeError, SaveError, SetupError
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
@@ -411,3 +412,29 @@ def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path):
 
 def draws():
     return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]
+
+
+def loads(model, *missing):
+    """What transformers is told after a load that has not found some names."""
+    told = []
+    resume = Resume(SimpleNamespace(model=model), None, None, {}, 0, RunContext())
+    resume.overrides()["_issue_warnings_after_load"](told.append, SimpleNamespace(missing_keys=missing))
+    return told
+
+
+def test_one_name_of_a_shared_weight_is_enough():
+    model = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
+    model["head"].weight = model["embed"].weight
+    assert lost_weights(model, ["embed.weight"]) == ([], 1)
+    assert lost_weights(model, ["embed.weight", "head.weight"]) == (["embed.weight"], 1)
+
+
+def test_training_does_not_go_on_without_its_weights():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(SetupError, match=r"without 2 of 4 trained weights, such as 0\.weight"):
+        loads(model, "0.weight", "0.bias")
+    model[0].requires_grad_(False)
+    assert len(loads(model, "0.weight", "0.bias")) == 1  # Frozen ones are those of the script.
+    model._keys_to_ignore_on_save = ["1.bias"]
+    assert len(loads(model, "1.bias")) == 1  # transformers does not write it, and ties it.
+    assert len(loads(model)) == 1

@@ -81,20 +81,19 @@ def test_error_of_the_first_rank_sets_the_others_free():
     assert ranks.order == [(0, "a"), (1, "a")]
 
 
-def test_function_that_cannot_be_hashed_is_awaited_by_its_number():
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([("a", unhashable), ("b", work)], [("a", unhashable), ("b", work)]),  # It is awaited by its number.
+        ([("shard 0", work)], [("shard 1", work)]),  # Each rank has its own data.
+    ],
+)
+def test_call_that_is_not_the_first_ranks_is_made_by_each_without_a_wait(first, second):
     ranks = Ranks(2)
-    for data, function in (("a", unhashable), ("b", work)):
-        ranks.maps[0](FakeData(data), function)
-    for data, function in (("a", unhashable), ("b", work)):
-        ranks.maps[1](FakeData(data), function)
-    assert ranks.order == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
-
-
-def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait():
-    ranks = Ranks(2)
-    ranks.maps[0](FakeData("shard 0"), work)
-    ranks.maps[1](FakeData("shard 1"), work)
-    assert ranks.order == [(0, "shard 0"), (1, "shard 1")]
+    for rank, calls in enumerate((first, second)):
+        for data, function in calls:
+            ranks.maps[rank](FakeData(data), function)
+    assert ranks.order == [(0, data) for data, _ in first] + [(1, data) for data, _ in second]
 
 
 def test_draws_of_the_function_count_on_every_rank_and_once():

@@ -6,36 +6,20 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.unsloth_patches import Placement, local_device_map
 
 HERE = {"": 1}
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cuda", {"": "auto"})
+ONE_CARD = (0, "0", "cuda:0", {"": 0}, {"": "cuda:0"}, {"model": 0, "lm_head": 0})
+OF_THE_RANK = (1, "cuda:1", {"": "cuda:1"})  # Of a script that reads LOCAL_RANK.
+OFF_CARD = ("cpu", {"": "cpu"}, {"": "meta"}, {"model": "cpu", "lm_head": "disk"})
 
 
-@pytest.mark.parametrize(
-    ("device_map", "placed"),
-    [
-        # "Wherever the accelerator is".
-        *((name, HERE) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cuda")),
-        # The one card of the script.
-        (0, HERE),
-        ("0", HERE),
-        ("cuda:0", HERE),
-        ({"": 0}, HERE),
-        ({"": "cuda:0"}, HERE),
-        ({"": "auto"}, HERE),
-        # A script that reads LOCAL_RANK.
-        (1, HERE),
-        ("cuda:1", HERE),
-        ({"": "cuda:1"}, HERE),
-        ({"model": 0, "lm_head": 0}, HERE),
-        # Parts that are kept off the card stay there.
-        ({"model": 0, "lm_head": "cpu"}, {"model": 1, "lm_head": "cpu"}),
-        ({"model": "cuda", "a": "cpu", "b": "disk"}, {"model": 1, "a": "cpu", "b": "disk"}),
-        ("cpu", "cpu"),
-        ({"": "cpu"}, {"": "cpu"}),
-        ({"": "meta"}, {"": "meta"}),
-        ({"model": "cpu", "lm_head": "disk"}, {"model": "cpu", "lm_head": "disk"}),
-    ],
-)
-def test_map_of_one_card_means_the_ranks_own(device_map, placed):
-    assert local_device_map(device_map, "cuda", 1) == placed
+def test_map_of_one_card_means_the_ranks_own():
+    for device_map in (*AUTOMATIC, *ONE_CARD, *OF_THE_RANK):
+        assert local_device_map(device_map, "cuda", 1) == HERE, device_map
+    for device_map in OFF_CARD:
+        assert local_device_map(device_map, "cuda", 1) == device_map
+    for card in (0, "cuda"):  # Parts that are kept off the card stay there.
+        parts = local_device_map({"model": card, "a": "cpu", "b": "disk"}, "cuda", 1)
+        assert parts == {"model": 1, "a": "cpu", "b": "disk"}
 
 
 @pytest.mark.parametrize(

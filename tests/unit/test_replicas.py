@@ -57,16 +57,6 @@ def test_empty_scalar_and_complex_tensors_have_a_hash():
             "rank 1 differs from rank 0 in 1 of 2 trainable tensors: a; "
             "rank 2 differs from rank 0 in 1 of 2 trainable tensors: b",
         ),
-        (
-            [[1, 1], [2, 1], [3, 1]],
-            "rank 1 differs from rank 0 in 1 of 2 trainable tensors: a; rank 2 differs from rank 0 in 1 of 2 trainable "
-            "tensors: a",
-        ),
-        (
-            [[1, 1], [1, 1], [1, 1], [2, 1], [3, 1]],
-            "rank 3 differs from rank 0 in 1 of 2 trainable tensors: a; rank 4 differs from rank 0 in 1 of 2 trainable "
-            "tensors: a",
-        ),
     ],
 )
 def test_message_names_the_minority_and_one_of_the_other_ranks(hashes, message):

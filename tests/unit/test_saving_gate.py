@@ -139,17 +139,9 @@ def test_unfinished_checkpoints_are_not_rotated(tmp_path):
 
     assert hasattr(trainer, "rotate_checkpoints") != hasattr(trainer.Trainer, "_rotate_checkpoints")
     seen = []
-
-    def rotate_checkpoints(output_dir, save_total_limit=None):
-        seen.append(output_dir)
-
-    def rotate_by_method(self, use_mtime=False, output_dir=None):
-        seen.append(output_dir)
-
-    patches = {p.target: p for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
-    function, method = patches.values()
+    given = {p.target: p.wrap for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
+    function, method = given.values()
     for folder in (tmp_path, str(tmp_path), tmp_path / PART_FOLDER, str(tmp_path / PART_FOLDER)):
-        function.wrap(rotate_checkpoints, folder, 2)
-        function.wrap(rotate_checkpoints, output_dir=folder)
-        method.wrap(rotate_by_method, None, True, folder)
-    assert seen == [tmp_path] * 3 + [str(tmp_path)] * 3
+        function(lambda output_dir, save_total_limit=None: seen.append(output_dir), folder, 2)
+        method(lambda self, use_mtime=False, output_dir=None: seen.append(output_dir), None, output_dir=folder)
+    assert seen == [tmp_path] * 2 + [str(tmp_path)] * 2

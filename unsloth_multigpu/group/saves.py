@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
@@ -111,25 +111,22 @@ class Saves:
         what, since_s, before = self._at.what, time.monotonic(), _Place()
         while True:
             # Read first, so that a save which rank 0 made before it left is seen below.
-            is_over = self._has_left(0)
-            has_left = is_over or self._manager.is_abandoned()
+            has_left = self._has_left(0) or self._manager.is_abandoned()
             first = self._place_of(0)
             if first != before:
                 since_s, before = time.monotonic(), first
             if outcome := self._told(what):
                 return True, self._result(outcome)
-            is_busy, is_behind = first.waits, first.num_saves < self._at.num_saves
-            if has_left and (is_busy or is_behind):
-                where = "ended its script" if is_over else "left the cell"
-                raise DistributedError(
-                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has {where}.", hint="Save on all ranks."
-                )
+            may_come = first.waits or first.num_saves < self._at.num_saves
+            if has_left and may_come:
+                where = f"in {what}, and rank 0 has left the script or the cell"
+                raise DistributedError(f"rank {self._rank} waits for rank 0 {where}.", hint="Save on all ranks.")
             quiet_s = time.monotonic() - since_s
-            if has_left or (quiet_s > OWN_PATH_GRACE_S and not is_busy and not is_behind):
+            if has_left or (quiet_s > OWN_PATH_GRACE_S and not may_come):
                 logger.warning("%s is this rank's alone, rank 0 saved %s", what, first.what)
                 self._tell(self._at._replace(waits=False))
                 return False, None
-            limit_s = SAVE_LIMIT_S if is_busy else self._manager.config.timeout_s
+            limit_s = SAVE_LIMIT_S if first.waits else self._manager.config.timeout_s
             if quiet_s > limit_s:
                 raise RankTimeoutError(
                     f"rank {self._rank} waited {limit_s:g} seconds for rank 0 in {what}.",
@@ -161,10 +158,8 @@ class Saves:
 
     def leave(self) -> None:
         """Publishes that this rank's script has ended, since others may wait for it."""
-        try:
+        with suppress(RuntimeError):  # Who serves the store has left before.
             self._manager.publish(_LEFT.format(self._rank))
-        except RuntimeError as gone:
-            logger.debug("who serves the store has left before: %s", gone)
 
     def _wait_for_others(self) -> None:
         """Waits, with a limit, until every other rank waits for this or a later save of rank 0.
