@@ -1,4 +1,4 @@
-"""Names for the types of a Trainer and its objects.
+"""Names for the types of a Trainer and its objects, and whether one draws what it trains on.
 
 Each says which class of transformers or accelerate is meant. All are `Any`: these libraries are imported inside
 functions only, and mypy does not read them.
