@@ -16,10 +16,9 @@ from gradient_variant import VARIANTS, Variant
 from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError
-from unsloth_multigpu.group.bucket import flatten
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.strategies.sync import GradientSync
+from unsloth_multigpu.strategies.sync import GradientSync, flatten
 
 
 def run_task(name: str, options: argparse.Namespace, manager: DDPManager) -> dict[str, Any]:

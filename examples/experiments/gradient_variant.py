@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unsloth_multigpu.group.bucket import flatten, unflatten_into
-from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync, flatten, unflatten_into
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16

@@ -1,10 +1,11 @@
-"""Finds the objects inside wrappers: the model, its config, torch's own optimizer."""
+"""Finds the objects inside wrappers: the model, its config, torch's own optimizer; counts bytes of tensors."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -32,3 +33,16 @@ def text_config(model: Any) -> Any:
 def torch_optimizer(trainer: Any) -> Any:
     """Returns torch's optimizer inside accelerate's; None before the first training."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def num_bytes(*tensors: torch.Tensor) -> int:
+    """Returns the bytes of the elements of all tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
+    """Returns the bytes that each rank sends in a ring all-reduce: 2 (n - 1) / n of the payload.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+    return 2 * (world_size - 1) * payload_bytes // world_size

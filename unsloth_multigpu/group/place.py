@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -60,11 +60,8 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
 
 def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
     """Formats (name, bytes of memory) of devices, and counts equal ones: "2 x Tesla T4 (14.7 GiB each)"."""
-    texts = []
-    for (name, num_bytes), group in itertools.groupby(sorted(devices)):
-        number, size = len(list(group)), gib(num_bytes, 1)
-        texts.append(f"{number} x {name} ({size} each)" if number > 1 else f"{name} ({size})")
-    return " and ".join(texts)
+    counts = sorted((name, gib(num_bytes, 1), number) for (name, num_bytes), number in Counter(devices).items())
+    return " and ".join(f"{n} x {name} ({size} each)" if n > 1 else f"{name} ({size})" for name, size, n in counts)
 
 
 def start_sentence(identity: RankIdentity, config: MultiGPUConfig, log_dir: str | None) -> str:

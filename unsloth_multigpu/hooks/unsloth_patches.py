@@ -110,14 +110,14 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     if not on_device:
         return device_map
     here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
-    if len(places) == 1 and on_device <= here:
+    if len(on_device) > 1 or not on_device <= here:
+        raise ConfigError(
+            f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
+            hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
+        )
+    if len(places) == 1:
         return {"": local_rank}
-    if len(on_device) == 1 and on_device <= here:
-        return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
-    raise ConfigError(
-        f"device_map={device_map!r} names other devices than this rank's, {device_type}:{local_rank}.",
-        hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
-    )
+    return {name: place if str(place) in _OFF_DEVICE else local_rank for name, place in device_map.items()}
 
 
 def _splits(device_map: Any) -> bool:

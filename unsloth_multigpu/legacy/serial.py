@@ -17,7 +17,7 @@ from torch import nn
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.replicas import persistent_buffers
 from unsloth_multigpu.legacy.replica import HINT, check_gradients, copy_of, find_devices, take_gradients
 from unsloth_multigpu.logs import get_logger

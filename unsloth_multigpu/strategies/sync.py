@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
+from unsloth_multigpu.group.model import all_reduce_bytes, num_bytes
 
 SERVER_RANK = 0
 # Bounds the memory of copies. gloo has two threads that send.
@@ -241,3 +241,34 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NO_GRADIENT
     return _DENSE if gradient.layout == torch.strided else _SPARSE
+
+
+def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yields buckets: tensors of one dtype and device, with at most `bucket_bytes` together, or one larger tensor.
+
+    Tensors keep their order, which is the same on all ranks. A tensor of another dtype or device does not end a bucket:
+    batch norms have an integer after two floats. Empty tensors are left out. With 0 bytes, each tensor has its own
+    bucket.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    for tensor in filter(torch.Tensor.numel, tensors):
+        kind = (tensor.dtype, tensor.device)
+        if kind in groups and filled_bytes[kind] + num_bytes(tensor) > bucket_bytes:
+            yield groups.pop(kind)
+            filled_bytes[kind] = 0
+        groups.setdefault(kind, []).append(tensor)
+        filled_bytes[kind] += num_bytes(tensor)
+    yield from groups.values()
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns one tensor with the elements of all, in order. Always a copy."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def unflatten_into(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Writes the elements of `flat` back into the tensors that it was made from."""
+    with torch.no_grad():
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
-from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.model import base_model
+from unsloth_multigpu.group.model import all_reduce_bytes, base_model, num_bytes
 from unsloth_multigpu.group.shards import has_shards, is_sharded
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part

@@ -15,7 +15,7 @@ from unsloth_multigpu.deal.cost import fit_cost
 from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, deal_step
 from unsloth_multigpu.deal.step import MakePlan
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
