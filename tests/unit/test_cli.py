@@ -286,7 +286,7 @@ def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
 def test_wrong_copy_fails_its_row_and_only_that():
     pair = {"source": 0, "target": 1, "num_bytes": 2**26, "gb_per_s": 1.5, "has_peer_access": True}
     pairs = [{**pair, "num_wrong_bytes": 0}, {**pair, "source": 1, "target": 0, "num_wrong_bytes": 3}]
-    good, bad = doctor.copy_rows({"kind": "cuda", "copies": pairs})
+    good, bad = device.copy_rows("cuda", pairs)
     assert (good.state, good.name) == ("ok", "cuda:0 -> cuda:1")
     assert (bad.state, bad.name) == ("FAIL", "cuda:1 -> cuda:0")
     assert bad.text.startswith(f"3 of {2**26} bytes arrived wrong")
@@ -316,13 +316,12 @@ def test_version_outside_its_range_fails(monkeypatch, name, version, state):
 
 def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    seen = {"kind": "cpu", "devices": [], "line": "", "refused": "", "hint": ""}
-    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: ("570.1", 2))
-    row = doctor.device_rows(seen)[0]
+    monkeypatch.setattr(device, "_nvidia_driver", lambda: ("570.1", 2))
+    (row,) = device.device_rows("cpu", 0)
     assert row.state == "FAIL"
     assert row.text.startswith("nvidia-smi lists 2, torch")
-    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: (None, 0))
-    assert doctor.device_rows(seen)[0].state == "note"
+    monkeypatch.setattr(device, "_nvidia_driver", lambda: (None, 0))
+    assert [row.state for row in device.device_rows("cpu", 0)] == ["note"]
 
 
 def test_last_line_says_what_failed_and_what_the_line_would_do():
@@ -337,26 +336,26 @@ def test_last_line_says_what_failed_and_what_the_line_would_do():
 
 
 @pytest.mark.parametrize(
-    ("options", "line", "refused"),
+    ("options", "state", "text"),
     [
-        ({}, "no GPU is visible", ""),
+        ({}, "ok", "no GPU is visible"),
         (
             {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1", "num_gpus": "2"},
+            "ok",
             "no accelerator is visible: 4 ranks",
-            "",
         ),
-        ({"device": "cuda"}, "", "enable_multi_gpu() would raise: device='cuda', but no such device is visible."),
+        ({"device": "cuda"}, "FAIL", "enable_multi_gpu() would raise: device='cuda', but no such device is visible."),
     ],
 )
-def test_doctor_says_what_the_line_says(monkeypatch, options, line, refused):
+def test_doctor_says_what_the_line_says(monkeypatch, options, state, text):
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cpu", 0))
     for name, value in options.items():
         monkeypatch.setenv(variable(name), value)
     before = torch.get_num_threads()
-    found = device._line()
+    row = device.line_row()
     torch.set_num_threads(before)
-    assert found["line"].startswith(line)
-    assert (found["refused"], bool(found["hint"])) == (refused, bool(refused))
+    assert row.text.startswith(text)
+    assert (row.state, bool(row.hint)) == (state, state == "FAIL")
 
 
 def test_page_of_seams_is_up_to_date():

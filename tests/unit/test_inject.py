@@ -15,9 +15,8 @@ from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
-from unsloth_multigpu.tools.chaos import chaos_run as chaos_run
-from unsloth_multigpu.tools.chaos.chaos_command import Options
-from unsloth_multigpu.tools.chaos.chaos_run import ScriptRuns
+from unsloth_multigpu.tools.chaos import chaos_command
+from unsloth_multigpu.tools.chaos.chaos_command import Options, ScriptRuns
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
@@ -157,7 +156,7 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
 
 
 def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(chaos_run, "_ORPHAN_LIMIT_S", 0.2)
+    monkeypatch.setattr(chaos_command, "_ORPHAN_LIMIT_S", 0.2)
     script = tmp_path / "leaves.py"
     script.write_text(
         "import subprocess, sys\n"

@@ -21,7 +21,7 @@ from unsloth_multigpu.step.rounding import FINE
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.fingerprint import fingerprints
-from unsloth_multigpu.tools.first_steps import StepsRequest
+from unsloth_multigpu.tools.script_program import StepsRequest
 from unsloth_multigpu.tools.verify import receipt
 from unsloth_multigpu.tools.verify import verify_recorder as recorder
 from unsloth_multigpu.tools.verify.verify_recorder import Verify

@@ -1,20 +1,31 @@
-"""Runs the user's script for a tool: ranks, devices, variables and time limit."""
+"""Runs the user's script for a tool (ranks, devices, variables, time limit), and follows its first steps in each rank.
+
+In a run whose first steps are followed nothing is saved, and the process ends after `train()`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.cli.run_command import RANK_MODULE
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
-from unsloth_multigpu.options import variable
-from unsloth_multigpu.tools.first_steps import StepsRequest
+from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import run_to_end, threads_of_each
 from unsloth_multigpu.words import last_lines
@@ -24,6 +35,22 @@ DEFAULT_LIMIT_S = 3600.0
 _TERMINATE_LIMIT_S = 40.0
 # Lines of the output that are shown after a failure.
 _NUM_LINES = 40
+# Methods that do nothing in such a run, which must not write to the user's folders or accounts.
+_SAVERS = (
+    "save_model",
+    "save_state",
+    "_save_checkpoint",
+    "save_pretrained",
+    "push_to_hub",
+    # Unsloth's, on the model.
+    "save_pretrained_merged",
+    "save_pretrained_gguf",
+    "push_to_hub_merged",
+    "push_to_hub_gguf",
+)
+# save_total_limit would remove checkpoints at the end.
+_SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
+_TRACKERS = "transformers.integrations"
 
 
 def command_of(program: Sequence[str]) -> list[str]:
@@ -134,3 +161,140 @@ def parse_numbers(name: str, text: str) -> list[int]:
             f"{name}={text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
         )
     return sorted({int(number) for number in text.split(",")})
+
+
+@dataclass(frozen=True)
+class StepsRequest:
+    """Settings of a tool for a run.
+
+    Args:
+        folder: Folder for `rank_N.json` of every rank.
+        num_steps: Optimizer steps after which the run ends.
+        num_gpus: Ranks of this run; overrides the script's own number.
+        dropout: False = dropout is switched off.
+    """
+
+    folder: str
+    num_steps: int
+    num_gpus: int
+    dropout: bool = True
+
+    def variables(self, tool: str) -> dict[str, str]:
+        """Returns the environment variables of this request for a subclass of `FirstSteps`, "module:class"."""
+        return ToolRequest(tool, dataclasses.asdict(self)).variables()
+
+
+class FirstSteps(Part, Tool):
+    """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
+
+    `request` are the fields of a `StepsRequest`; `name` is that of the command.
+    """
+
+    is_comparison = True
+    place = "recorder"
+    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
+    name: str
+    _new_folders: tuple[Path, ...] = ()
+
+    def __init__(self, **request: Any) -> None:
+        self.request = StepsRequest(**request)
+
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
+        self._trainer, self._steps = trainer, steps
+        self._rank, self._config = session.identity.rank, session.config
+        self._first_step = 0
+        return self
+
+    def end_training(self) -> None:
+        self.write()
+        self.leave_process()
+
+    def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
+        """Returns the options of a run on this machine without restarts and resume, and with the changes of the tool.
+
+        Raises SetupError if the script uses the legacy path or generators.
+        """
+        if not config.enable_ddp:
+            raise SetupError(
+                f"{self.name} compares one process with several ranks, but enable_ddp=False runs in one process.",
+                hint="Leave enable_ddp out for this comparison.",
+            )
+        if config.generators:
+            raise SetupError(
+                f"{self.name} needs the same samples on one process and on several ranks, but generators="
+                f"{config.generators} generates others each time.",
+                hint=f"Leave generators out for {self.name}.",
+            )
+        given: dict[str, Any] = {"max_restarts": 0, "nnodes": 1, "resume": "off", "num_gpus": self.request.num_gpus}
+        given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
+        return dataclasses.replace(config, **given, **changes)
+
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
+        args.push_to_hub = False  # The Trainer makes the repository before train().
+        folder = Path(args.output_dir or DEFAULT_OUTPUT).absolute()
+        self._new_folders += tuple(path for path in (folder, *folder.parents) if not path.exists())
+
+    def leave_process(self) -> NoReturn:
+        """Exits with 0 before the script's next line, which may overwrite the user's model.
+
+        Not by SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers are
+        called: they close the process group and end data loading workers.
+        """
+        for path in self._new_folders:
+            with suppress(OSError):  # Another rank may have removed it.
+                path.rmdir()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Turns off saving, uploads and trackers."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        for name, value in _SETTINGS.items():
+            setattr(trainer.args, name, value)
+        handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
+        with ExitStack() as stack:
+            for owner in (trainer, trainer.model):
+                for name in (n for n in _SAVERS if hasattr(owner, n)):
+                    stack.enter_context(instance_attribute(owner, name, _do_nothing))
+            yield
+
+    def record(self) -> dict[str, Any]:
+        """Returns the record as JSON values."""
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """Writes the record to the request's folder."""
+        file = Path(self.request.folder, f"rank_{self._rank}.json")
+        file.write_text(json.dumps(self.record()), encoding="utf-8")
+
+    def _step(self) -> int:
+        """Returns the optimizer steps since the training began or resumed."""
+        return int(self._trainer.state.global_step) - self._first_step
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._first_step = int(state.global_step)
+        # Set after a resume: the Trainer would load that checkpoint at the end.
+        state.best_model_checkpoint = None
+
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def _steer(self, control: ControlLike) -> None:
+        """Prevents saving and evaluation, and ends the training after the last step."""
+        control.should_save = control.should_evaluate = False
+        if self._step() >= self.request.num_steps:
+            control.should_training_stop = True
+
+
+def _is_tracker(callback: Any) -> bool:
+    return any(cls.__module__.startswith(_TRACKERS) for cls in type(callback).__mro__)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces methods that save or upload."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,27 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
-
 from unsloth_multigpu import versions
-from unsloth_multigpu.accelerator import CHOOSERS, KINDS
 from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.wire.process import exit_on_signal
-from unsloth_multigpu.words import GIB, aligned, gib, listed
+from unsloth_multigpu.words import aligned, listed
 
 State = Literal["ok", "note", "FAIL"]
 
-_NVIDIA_SMI_LIMIT_S = 20.0
-# NCCL and DataLoader workers use shared memory, of which a Docker container has 64 MiB by default.
-_MIN_SHARED_BYTES = GIB
-_COPY_HINT = (
-    "Set NCCL_P2P_DISABLE=1 for training. The cause is usually the IOMMU (turn off VT-d, AMD-Vi or ACS in the "
-    "firmware) or a GPU whose driver has no P2P."
-)
 _CPU_REDUCE_HINT = "Other processes may use the cores or the memory; a firewall may block connections to 127.0.0.1."
 _GPU_REDUCE_HINT = (
     "Run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether direct copies are the cause."
@@ -122,17 +109,28 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
         probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
         yield "devices, and copies between them", version_rows()
-        devices = probe.outcome()
-        yield "", [*driver_rows(devices), *device_rows(devices)]
-        yield "an all-reduce on all ranks", copy_rows(devices)
+        seen = probe.outcome()
+        devices = rows_of(seen, "devices", "torch", "Run `python -c 'import torch; torch.accelerator.device_count()'`.")
+        yield "", [row for row in devices if row.section == "devices"]
+        yield "an all-reduce on all ranks", [row for row in devices if row.section != "devices"]
         # timeout_s ends a hung collective with its own message, before the time limit of the probe.
         options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
         reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
-        yield "imports of the libraries, and every patch", reduce_rows(reduced, devices)
-        landed = patches.outcome()
-        yield "", import_rows(landed)
-        yield "", patch_rows(landed)
+        yield "imports of the libraries, and every patch", reduce_rows(reduced, seen.get("kind"))
+        landed = rows_of(
+            patches.outcome(), "patches", "functions", "A library cannot be imported, see the lines below."
+        )
+        yield "", [row for row in landed if row.section == "imports"]
+        yield "", [row for row in landed if row.section == "patches"]
+
+
+def rows_of(outcome: Mapping[str, Any], section: str, name: str, hint: str) -> list[CheckRow]:
+    """Returns the rows that a probe has left, or a failed one of this section and name."""
+    if "error" not in outcome:
+        return [CheckRow(**row) for row in outcome.get("rows", ())]
+    log = tuple(outcome.get("log", ()))
+    return [CheckRow(section, name, "FAIL", outcome["error"], outcome.get("hint") or hint, log=log)]
 
 
 def verdict(rows: Sequence[CheckRow]) -> str:
@@ -179,72 +177,11 @@ def supported_text(specifier: str) -> str:
     return ",".join(sorted(specifier.split(","), key=lambda part: part.startswith("<")))
 
 
-def driver_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Describes the driver, and the platform that torch was built for."""
-    if "error" in devices:
-        return []
-    driver, _ = _nvidia_driver()
-    names = {"ROCm": "rocm", **{name.upper(): name for name in KINDS}}
-    built_for = next((f"{shown} {devices[name]}" for shown, name in names.items() if devices.get(name)), "the CPU")
-    text = f"NVIDIA driver {driver or 'none'}, torch was built for {built_for}"
-    return [CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
-
-
-def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
-    """Checks that the libraries can be imported, with the patches, in the order of a script."""
-    hint = "Run `python -c 'import {}'`, and reinstall the library in its error."
-    return [
-        CheckRow("imports", name, "FAIL" if error else "ok", error or "imported", hint.format(name) if error else "")
-        for name, error in landed.get("imports", {}).items()
-    ]
-
-
-def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Lists accelerators, cores and memory."""
-    if "error" in devices:
-        hint = devices.get("hint") or "Run `python -c 'import torch; torch.accelerator.device_count()'`."
-        return [CheckRow("devices", "torch", "FAIL", devices["error"], hint, log=tuple(devices.get("log", ())))]
-    rows = []
-    for index, gpu in enumerate(devices["devices"]):
-        text = f"{gpu['name']}, {gib(gpu['total_bytes'], 1)}, {gib(gpu['free_bytes'], 1)} free"
-        rows.append(CheckRow("devices", f"{devices['kind']}:{index}", "ok", text, facts=gpu))
-    if not rows:
-        _, num_known = _nvidia_driver()
-        if num_known and not os.environ.keys() & set(CHOOSERS):
-            text = f"nvidia-smi lists {num_known}, torch {versions.installed_version('torch')} sees none"
-            hint = "Install a torch build for CUDA and this driver: https://pytorch.org/get-started/locally"
-            rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
-        else:
-            rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
-    line, refused = devices["line"], devices["refused"]
-    state: State = "FAIL" if refused else "ok"
-    rows.append(CheckRow("devices", "line", state, refused or line, devices["hint"]))
-    return rows + _host_rows()
-
-
-def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Checks copies between every ordered pair of accelerators."""
-    if "error" in devices:
-        return []
-    rows = []
-    for pair in devices["copies"]:
-        name = f"{devices['kind']}:{pair['source']} -> {devices['kind']}:{pair['target']}"
-        peer = {True: "peer access", False: "no peer access, through the host", None: "peer access not known"}
-        speed = f"{pair['num_bytes'] / 2**20:g} MiB at {pair['gb_per_s']:.1f} GB/s, {peer[pair['has_peer_access']]}"
-        if wrong := pair["num_wrong_bytes"]:
-            text = f"{wrong} of {pair['num_bytes']} bytes arrived wrong; {speed}"
-            rows.append(CheckRow("copies between devices", name, "FAIL", text, _COPY_HINT, pair))
-        else:
-            rows.append(CheckRow("copies between devices", name, "ok", f"every bit arrived; {speed}", facts=pair))
-    return rows or [CheckRow("copies between devices", "pairs", "note", "fewer than two devices, nothing to copy")]
-
-
-def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Checks the all-reduce on all ranks."""
-    hint = _CPU_REDUCE_HINT if devices.get("kind") == "cpu" else _GPU_REDUCE_HINT
+def reduce_rows(reduced: Mapping[str, Any], kind: str | None) -> list[CheckRow]:
+    """Checks the all-reduce on all ranks, on devices of a kind."""
+    hint = _CPU_REDUCE_HINT if kind == "cpu" else _GPU_REDUCE_HINT
     if "error" in reduced:
-        log = tuple(reduced.get("log", ()))
-        return [CheckRow("all-reduce", "ranks", "FAIL", reduced["error"], reduced.get("hint") or hint, log=log)]
+        return rows_of(reduced, "all-reduce", "ranks", hint)
     name = f"{reduced['num_ranks']} x {reduced['device']}"
     speed = (
         f"{reduced['num_bytes'] / 2**20:g} MiB over {reduced['backend']} in {1000 * reduced['seconds']:.1f} ms, "
@@ -254,45 +191,3 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
         text = f"wrong sums, by rank {reduced['num_wrong_by_rank']}; {speed}"
         return [CheckRow("all-reduce", name, "FAIL", text, hint, dict(reduced))]
     return [CheckRow("all-reduce", name, "ok", f"every sum is exact; {speed}", facts=dict(reduced))]
-
-
-def patch_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
-    """Checks every patch and instance seam."""
-    if "error" in landed:
-        hint = landed.get("hint") or "A library cannot be imported, see the lines below."
-        return [CheckRow("patches", "functions", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
-    facts = {name: landed[name] for name in ("num_patches", "num_methods")}
-    text = f"{facts['num_patches']} functions and {facts['num_methods']} methods of other libraries are as tested"
-    return [CheckRow("patches", "functions", "ok", text, facts=facts)]
-
-
-def _host_rows() -> list[CheckRow]:
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    memory = psutil.virtual_memory()
-    facts = {"total_bytes": memory.total, "available_bytes": memory.available}
-    text = f"{gib(memory.total, 1)}, {gib(memory.available, 1)} available"
-    rows = [
-        CheckRow("devices", "cpu", "ok", f"{num_cores} cores", facts={"num_cores": num_cores}),
-        CheckRow("devices", "memory", "ok", text, facts=facts),
-    ]
-    shared = Path("/dev/shm")
-    if shared.exists():
-        free_bytes = shutil.disk_usage(shared).free
-        is_small = free_bytes < _MIN_SHARED_BYTES
-        hint = "In a container: docker run --ipc=host, or --shm-size=8g." if is_small else ""
-        text = f"{gib(free_bytes, 1)} free"
-        rows.append(
-            CheckRow("devices", "/dev/shm", "note" if is_small else "ok", text, hint, {"free_bytes": free_bytes})
-        )
-    return rows
-
-
-def _nvidia_driver() -> tuple[str | None, int]:
-    """Returns the version of the driver and the number of its GPUs; (None, 0) without a driver."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None, 0
-    lines = done.stdout.split()
-    return (lines[0] if lines else None), len(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
@@ -11,6 +12,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.seam import SEAMS, check_seam
+from unsloth_multigpu.tools.doctor.doctor_command import CheckRow
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -54,11 +56,10 @@ def all_patches() -> list[Patch]:
     ]
 
 
-def try_patches(patches: Sequence[Patch]) -> dict[str, Any]:
+def check_patches(patches: Sequence[Patch]) -> list[CheckRow]:
     """Applies the patches and imports their targets, as a rank of a user's script does.
 
-    Returns `imports`, the error of each library, "" = none; and `num_patches`. Raises the error of the first patch that
-    cannot be applied.
+    Returns a row for each library, and one for all patches. Raises the error of the first that cannot be applied.
     """
     registry = PatchRegistry(patches)
     registry.apply()
@@ -69,7 +70,15 @@ def try_patches(patches: Sequence[Patch]) -> dict[str, Any]:
         if name.partition(".")[0] not in _EAGER and (error := _import(name)) and name in required:
             raise SetupError(f"{name}: {error}", hint="Fix this import.")
     registry.verify()
-    return {"imports": imports, "num_patches": len(patches)}
+    hint = "Run `python -c 'import {}'`, and reinstall the library in its error."
+    rows = [
+        CheckRow("imports", name, "FAIL" if error else "ok", error or "imported", hint.format(name) if error else "")
+        for name, error in imports.items()
+    ]
+    num_methods = 0 if imports["transformers"] else check_instance_seams()
+    text = f"{len(patches)} functions and {num_methods} methods of other libraries are as tested"
+    facts = {"num_patches": len(patches), "num_methods": num_methods}
+    return [*rows, CheckRow("patches", "functions", "ok", text, facts=facts)]
 
 
 def check_instance_seams() -> int:
@@ -107,8 +116,4 @@ def _import(name: str) -> str:
 if __name__ == "__main__":
     from unsloth_multigpu.tools.probe import leave_outcome
 
-    def _try_all() -> dict[str, Any]:
-        found = try_patches(all_patches())
-        return {**found, "num_methods": 0 if found["imports"]["transformers"] else check_instance_seams()}
-
-    leave_outcome(_try_all)
+    leave_outcome(lambda: {"rows": list(map(asdict, check_patches(all_patches())))})

@@ -15,10 +15,10 @@ from unsloth_multigpu.deal.cost import CostModel
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable
-from unsloth_multigpu.tools.first_steps import StepsRequest
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Link, Workload, advise, estimate, parse_link
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
+    StepsRequest,
     check_is_no_rank,
     command_of,
     parse_numbers,

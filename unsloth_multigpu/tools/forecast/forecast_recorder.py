@@ -21,8 +21,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
+from unsloth_multigpu.tools.script_program import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import Phase
 

@@ -13,8 +13,13 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.first_steps import StepsRequest
-from unsloth_multigpu.tools.script_program import DEFAULT_LIMIT_S, check_is_no_rank, run_first_steps, thread_variables
+from unsloth_multigpu.tools.script_program import (
+    DEFAULT_LIMIT_S,
+    StepsRequest,
+    check_is_no_rank,
+    run_first_steps,
+    thread_variables,
+)
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 

@@ -24,7 +24,7 @@ from unsloth_multigpu.step.rounding import FINE, rounding_bound
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
-from unsloth_multigpu.tools.first_steps import FirstSteps
+from unsloth_multigpu.tools.script_program import FirstSteps
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike, draws_completions
 
 # A tensor with fewer changed elements, unless nearly all have changed, is left out: in bf16 weights a small learning
