@@ -7,25 +7,6 @@ import os
 import sys
 
 
-class RankFilter(logging.Filter):
-    """Drops INFO and DEBUG records of ranks above 0, and prefixes their warnings with the rank."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        # Without LOCAL_RANK, RANK is the number of a machine, as in a pod of Kubeflow's PyTorchJob.
-        text = os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
-        # A log call never raises. `read_identity` reports an invalid RANK.
-        rank = int(text) if text.isdecimal() else 0
-        if rank == 0:
-            return True
-        if record.levelno < logging.WARNING:
-            return False
-        # A record may pass the filter twice (two handlers up the tree), but gets one prefix.
-        if not getattr(record, "has_rank", False):
-            record.msg = f"[rank {rank}] {record.msg}"
-            record.has_rank = True
-        return True
-
-
 def tell(text: str) -> None:
     """Writes text to stderr. A closed or missing stderr is not an error."""
     try:
@@ -36,11 +17,23 @@ def tell(text: str) -> None:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Returns the logger `name` with the rank filter attached once. Adds no handler and sets no level."""
+    """Returns the logger `name` with the filter of ranks. Adds no handler and sets no level."""
     logger = logging.getLogger(name)
-    if not any(isinstance(f, RankFilter) for f in logger.filters):
-        logger.addFilter(RankFilter())
+    logger.addFilter(_filter_by_rank)  # Once: logging knows it.
     return logger
+
+
+def _filter_by_rank(record: logging.LogRecord) -> bool:
+    """Drops INFO and DEBUG records of ranks above 0, and prefixes their warnings with the rank."""
+    # Without LOCAL_RANK, RANK is the number of a machine, as in a pod of Kubeflow's PyTorchJob.
+    rank = os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
+    # A log call never raises. `read_identity` reports an invalid RANK.
+    if not rank.isdecimal() or int(rank) == 0:
+        return True
+    if record.levelno < logging.WARNING:
+        return False
+    record.msg = f"[rank {int(rank)}] {record.msg}"
+    return True
 
 
 class _Formatter(logging.Formatter):

@@ -175,8 +175,6 @@ def _open_here(
 
         if context.tool is None and shell is None:  # Tools and notebooks use one machine.
             start.check_cluster(config)
-        if shell is None and start.needs_supervisor(config, config.num_gpus or 1):
-            start.this_command()  # Raises, if it must, before devices are counted and warned about.
         num_ranks = start.ranks_to_start(config)
         if start.needs_supervisor(config, num_ranks):
             if shell is not None:

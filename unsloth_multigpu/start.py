@@ -208,34 +208,23 @@ def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_sto
         SetupError: The command cannot be started again, or the script has made a Trainer before.
     """
     command = this_command()
-    _refuse_earlier_trainer(num_ranks)
-    _warn_of_early_work(num_ranks)
+    _check_is_first_line()
     supervise(command, config, num_ranks, saves_when_stopped=saves_when_stopped)
 
 
-def _refuse_earlier_trainer(num_ranks: int) -> None:
-    module = sys.modules.get("transformers.trainer")
-    trainer_class = getattr(module, "Trainer", None)
+def _check_is_first_line() -> None:
+    """Refuses to start ranks after a Trainer was made, and warns of other work that comes before."""
+    first_line = "Make enable_multi_gpu() the first line of the script."
+    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is not None and any(issubclass(type(o), trainer_class) for o in gc.get_objects()):
-        raise SetupError(
-            f"A Trainer was made before enable_multi_gpu(): it is set up for 1 process, and {num_ranks} ranks are to "
-            "start.",
-            hint="Make enable_multi_gpu() the first line of the script.",
-        )
-
-
-def _warn_of_early_work(num_ranks: int) -> None:
+        raise SetupError("A Trainer was made before enable_multi_gpu(): it is set up for one process.", hint=first_line)
     torch = sys.modules.get("torch")
     if torch is not None and any(m.is_initialized() for name in KINDS if (m := getattr(torch, name, None))):
         logger.warning(
-            "enable_multi_gpu() comes after work on a GPU, and this process keeps its memory while the ranks train. "
-            "Make it the first line of the script."
+            "enable_multi_gpu() comes after work on a GPU, whose memory this process keeps while the ranks train. %s",
+            first_line,
         )
-    heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
-    if heavy:
+    if heavy := [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]:
         logger.warning(
-            "enable_multi_gpu() comes after the import of %s, which each of the %d ranks repeats. Make it the first "
-            "line of the script.",
-            ", ".join(heavy),
-            num_ranks,
+            "enable_multi_gpu() comes after the import of %s, which each rank repeats. %s", ", ".join(heavy), first_line
         )

@@ -226,7 +226,6 @@ def test_work_before_the_line_is_named_with_its_cost(monkeypatch, caplog, kind):
     memory, work = caplog.messages
     assert "comes after work on a GPU" in memory
     assert "comes after the import of unsloth" in work
-    assert "each of the 2 ranks repeats" in work
 
 
 @pytest.mark.usefixtures("started")
@@ -236,7 +235,7 @@ def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))
     trainer = type("SFTTrainer", (Trainer,), {})()
-    with pytest.raises(SetupError, match=r"made before enable_multi_gpu.*2 ranks are to start"):
+    with pytest.raises(SetupError, match="made before enable_multi_gpu"):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     del trainer
     with pytest.raises(Ended):
