@@ -77,9 +77,6 @@ def test_every_option_is_read_from_pyproject(folder):
     text = '[tool.unsloth_multigpu]\nnum_gpus = 2\nshard_offload = false\ntimeout_s = 60\nbalance = "tokens"\n'
     config = toml_config(folder, text)
     assert (config.num_gpus, config.shard_offload, config.timeout_s) == (2, False, 60.0)
-    assert toml_config(folder, '[tool.unsloth_multigpu]\nstrategy = "diloco:every_steps=8"\n').strategy == DiLoCo(
-        every_steps=8
-    )
     assert toml_config(folder, "[tool.other]\nnum_gpus = 9\n") == MultiGPUConfig()
     # What this package has no part in is not read: not even its form.
     assert toml_config(folder, "this is no TOML") == MultiGPUConfig()
@@ -113,7 +110,6 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder, text, message, hint)
         ("[tool.unsloth_multigpu]\nnum_gpus = 2.5", ": num_gpus=2.5; expected a whole number", "Leave num_gpus out"),
         ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option per line"),
         ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option per line"),
-        ("tool = [1] # unsloth_multigpu", " is [1]; expected a table.", "one option per line"),
         ("[tool.unsloth_multigpu\n", " cannot be read: ", "Correct the file"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import unsloth_multigpu as ump
 from tests.helpers.pages import options_markdown
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import Option, Scope, flag, options_of
+from unsloth_multigpu.option_type import Option, Scope, options_of
 from unsloth_multigpu.options import EVERYDAY, GROUPS, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.strategy import DDP, STRATEGIES, AllReduce, DiLoCo, LocalSGD, ParameterServer, read_strategy
 
@@ -138,10 +138,6 @@ def test_commands_have_flags_of_the_table():
 def test_page_is_made_from_the_table():
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert page == options_markdown(), "write it again: python -m tests.helpers.pages"
-    for name, row in TABLE.items():
-        (line,) = [text for text in page.splitlines() if text.startswith(f"| `{name}`<br>`{variable(name)}`")]
-        assert row.help.replace("|", "\\|") in line
-        assert (f"`{flag(name)}`" in line) == ("run" in row.commands)
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
@@ -168,11 +164,7 @@ def test_text_of_a_strategy_is_read_back(strategy, text):
     assert str(strategy) == text
     assert read_strategy("strategy", text) == strategy
     config = MultiGPUConfig.resolve({}, {variable("strategy"): text})
-    assert (config.strategy, config.plain_values()["strategy"], config.of_the_run()["strategy"]) == (
-        strategy,
-        text,
-        text,
-    )
+    assert (config.strategy, config.of_the_run()["strategy"]) == (strategy, text)
 
 
 @pytest.mark.parametrize(
@@ -181,26 +173,13 @@ def test_text_of_a_strategy_is_read_back(strategy, text):
         ("", "strategy=''; expected 'ddp' or 'allreduce' or", "docs/strategies.md"),
         ("dilco:every_steps=8", "strategy='dilco:every_steps=8'; expected 'ddp' or", "Did you mean diloco? "),
         ("ddp:bucket_mb=4", "'bucket_mb' is not an option of ddp", "Options of ddp: none."),
-        (
-            "diloco:every=8",
-            "'every' is not an option of diloco",
-            "Did you mean every_steps? Options of diloco: every_steps,",
-        ),
+        ("diloco:every=8", "'every' is not an option of diloco", "Did you mean every_steps? Options of diloco: "),
         ("diloco:every_steps=4,every_steps=8", "'every_steps' is given twice", "Options of diloco"),
         ("diloco:every_steps=4,", "'' is not an option of diloco", "Options of diloco"),
         ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "Leave every_steps out"),
         ("local_sgd:every_steps=1.5", "every_steps='1.5'; expected a whole number", "Leave every_steps out"),
-        (
-            "diloco:outer_momentum=-1",
-            "outer_momentum=-1.0; expected a number of at least 0",
-            "Leave outer_momentum out",
-        ),
         ("diloco:outer_momentum=nan", "outer_momentum=nan; expected a number of at least 0", "out"),
-        (
-            "diloco:outer_momentum=1",
-            "outer_momentum=1.0; expected a number of at least 0 and below 1",
-            "outer_momentum",
-        ),
+        ("diloco:outer_momentum=1", "outer_momentum=1.0; expected a number of at least 0 and below 1", "Leave"),
     ],
 )
 def test_wrong_text_of_a_strategy_is_named_with_a_hint(text, message, hint):

@@ -74,14 +74,6 @@ def test_second_call_with_other_arguments_is_an_error(other, before, now):
     assert (config.num_gpus, config.global_batch) == (1, "keep")
 
 
-def test_strategy_is_a_type_of_its_own_or_its_text():
-    for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
-        ump.enable_multi_gpu(num_gpus=1, strategy=given)
-        config = ump.get_active_config()
-        assert config.strategy == ump.DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
-        ump.disable_multi_gpu()
-
-
 def package_logger():
     package = logging.getLogger("unsloth_multigpu")
     return package.level, package.propagate, list(package.handlers)

@@ -71,41 +71,33 @@ def test_last_devices_are_those_of_the_server(monkeypatch, visible, num_gpus, nu
     assert start._reserve_server_devices(MultiGPUConfig()) == {}
 
 
+SERVER = "generators=1 needs as many CUDA devices, and one or more for the ranks; "
+
+
 @pytest.mark.parametrize(
-    ("kind", "count", "options", "message"),
+    ("kind", "count", "options", "message", "hint"),
     [
+        ("cuda", 1, {"num_gpus": 4}, "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),
+        ("cuda", 2, {"num_gpus": 3, "device": "cuda"}, "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
+        ("cpu", 0, {"device": "cuda"}, "device='cuda', but no such device is visible", "check the driver"),
+        ("xpu", 2, {"device": "cuda"}, "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
+        ("cuda", 1, {"generators": 1}, SERVER + "1 cuda", "Leave generators out"),
+        ("cpu", 0, {"generators": 1}, SERVER + "0 cpu", "Leave generators out"),
+        ("xpu", 4, {"generators": 1}, SERVER + "4 xpu", "Leave generators out"),
+        ("cuda", 4, {"generators": 1, "device": "cpu"}, "and device='cpu'", "Leave generators out"),
         (
             "cuda",
-            2,
-            {"generators": 2},
-            "generators=2 needs as many CUDA devices, and one or more for the ranks; 2 cuda",
+            4,
+            {"generators": 1, "num_gpus": 4},
+            "3 GPU(s) are visible beside those of generators=1",
+            "num_gpus=3",
         ),
-        ("cpu", 0, {"generators": 1}, "generators=1 needs as many CUDA devices"),
-        ("xpu", 4, {"generators": 1}, "generators=1 needs as many CUDA devices"),
-        ("cuda", 4, {"generators": 1, "device": "cpu"}, "and device='cpu'"),
-        ("cuda", 4, {"generators": 1, "num_gpus": 4}, "3 GPU.s. are visible beside those of generators=1"),
     ],
 )
-def test_server_without_devices_of_its_own_is_an_error(monkeypatch, kind, count, options, message):
-    see(monkeypatch, kind, count)
-    with pytest.raises(SetupError, match=message):
-        ranks_to_start(MultiGPUConfig(**options))
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "num_gpus", "device", "message", "hint"),
-    [
-        ("cuda", 1, 4, "auto", "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),
-        ("cuda", 2, 3, "cuda", "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
-        ("cpu", 0, 2, "cuda", "device='cuda', but no such device is visible", "check the driver"),
-        ("cpu", 0, None, "xpu", "device='xpu', but no such device is visible", "Set device='auto'"),
-        ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
-    ],
-)
-def test_what_the_machine_does_not_have_is_an_error(monkeypatch, kind, count, num_gpus, device, message, hint):
+def test_what_the_machine_does_not_have_is_an_error(monkeypatch, kind, count, options, message, hint):
     see(monkeypatch, kind, count)
     with pytest.raises(SetupError) as error:
-        ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
+        ranks_to_start(MultiGPUConfig(**options))
     first, _, second = str(error.value).partition("\nHint: ")
     assert message in first
     assert hint in second
