@@ -60,16 +60,6 @@ class Patch:
             object.__setattr__(self, "reason", text.partition("\n")[0])
 
 
-@dataclass(frozen=True)
-class PatchRow:
-    """One patch and its state."""
-
-    target: str
-    supports: str
-    reason: str
-    state: State
-
-
 class PatchRegistry:
     """Applies, verifies and undoes a set of patches. It is applied once."""
 
@@ -115,9 +105,9 @@ class PatchRegistry:
         for site in reversed(self._sites):
             site.remove("undone")
 
-    def rows(self) -> list[PatchRow]:
-        """Returns one row per patch, in order. States are meaningful after `apply()`."""
-        return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._sites]
+    def states(self) -> dict[str, State]:
+        """Returns the state of each patch by its target. They are meaningful after `apply()`."""
+        return {site.patch.target: site.state for site in self._sites}
 
     def _land_when_imported(self, name: str) -> None:
         if (module := sys.modules.get(name)) is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.launch.script import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig, from_keywords
-from unsloth_multigpu.patching import PatchRegistry, PatchRow
+from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.program import find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
@@ -34,7 +34,7 @@ class MultiGPUStatus:
         is_enabled: `enable_multi_gpu` is in effect.
         launcher: What started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm" or "none".
         log_dir: Folder with the logs of ranks above 0; None if another launcher keeps them.
-        patches: Every patched function of another library, and whether its patch is applied.
+        patches: State of the patch of each function of another library: "landed", "waiting for import", ...
         report: Figures of the last training; None before the first, or with one rank.
     """
 
@@ -45,7 +45,7 @@ class MultiGPUStatus:
     launcher: str = "none"
     log_dir: str | None = None
     config: MultiGPUConfig | None = None
-    patches: tuple[PatchRow, ...] = ()
+    patches: Mapping[str, str] = field(default_factory=dict)
     report: RunReport | None = None
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         launcher=identity.launcher,
         log_dir=session.context.log_dir,
         config=session.config,
-        patches=tuple(session.registry.rows()),
+        patches=session.registry.states(),
         report=session.report,
     )
 

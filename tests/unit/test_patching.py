@@ -100,7 +100,7 @@ def registry(*targets, **fields):
 
 
 def states(patches):
-    return [row.state for row in patches.rows()]
+    return list(patches.states().values())
 
 
 @pytest.mark.parametrize(

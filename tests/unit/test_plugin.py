@@ -37,7 +37,7 @@ def test_status_shows_one_process_and_its_patches():
     assert (status.is_enabled, status.rank, status.local_rank, status.world_size) == (True, 0, 0, 1)
     assert (status.launcher, status.log_dir, status.report) == ("none", None, None)
     assert status.config == ump.get_active_config() == ump.MultiGPUConfig(num_gpus=1, timeout_s=60)
-    assert [row.target for row in status.patches] == [
+    assert list(status.patches) == [
         "transformers.trainer:Trainer.train",
         "transformers.training_args:TrainingArguments.__post_init__",
     ]
@@ -86,7 +86,7 @@ def test_disable_gives_everything_back():
     assert opened is not None
     ump.disable_multi_gpu()
     # test_patching.py has what that means.
-    assert {row.state for row in opened.registry.rows()} == {"undone"}
+    assert set(opened.registry.states().values()) == {"undone"}
     assert (package_logger(), dict(os.environ), sys.excepthook) == before
 
 

@@ -65,7 +65,7 @@ def check_patches(patches: Sequence[Patch]) -> list[CheckRow]:
     registry.apply()
     imports = {name: _import(name) for name in _LIBRARIES if installed_version(name) is not None}
     required = {patch.target.partition(":")[0] for patch in patches if not patch.optional}
-    waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
+    waiting = [target.partition(":")[0] for target, state in registry.states().items() if state == "waiting for import"]
     for name in dict.fromkeys(waiting):
         if name.partition(".")[0] not in _EAGER and (error := _import(name)) and name in required:
             raise SetupError(f"{name}: {error}", hint="Fix this import.")
