@@ -33,7 +33,6 @@ class CustomMetadataHook(MetadataHookInterface):
             metadata["urls"] = {
                 "Repository": address,
                 "Documentation": f"{address}/blob/HEAD/docs/start.md",
-                "Errors": f"{address}/blob/HEAD/docs/errors.md",  # Linked by the text of every error.
                 "Changelog": f"{address}/blob/HEAD/CHANGELOG.md",
                 "Issues": f"{address}/issues",
             }

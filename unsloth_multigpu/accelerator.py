@@ -53,13 +53,10 @@ def kind_of(backend: str) -> str | None:
     return _KIND_OF.get(backend)
 
 
-def only(kind: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that show a process one device: "5" for index 1 of CUDA_VISIBLE_DEVICES="4,5". See `among`."""
-    return among(kind, [index], environment)
-
-
 def among(kind: str, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
     """Returns variables that show a process only some of the devices that `environment` shows, by their indices there.
+
+    Such as "5" for index 1 of CUDA_VISIBLE_DEVICES="4,5".
 
     Raises:
         IndexError: One of them is not shown. Its argument is the name of the variable.

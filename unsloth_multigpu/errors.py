@@ -6,7 +6,6 @@ builtin exception that a caller would expect, so that `except ValueError` around
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -14,8 +13,7 @@ from typing import Any
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
 
-    Its text is the message, `Hint: ` with the next action and, if the package was built with the address of
-    `docs/errors.md`, `More: ` with the section of its class.
+    Its text is the message, and `Hint: ` with the next action.
 
     Args:
         message: What happened, the value given, what was expected.
@@ -33,23 +31,8 @@ class MultiGPUError(Exception):
         return functools.partial(type(self), hint=self.hint), self.args, vars(self)
 
     def __str__(self) -> str:
-        documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        # `BaseException.__str__`, because some builtin bases build their text from their fields.
-        more = f"\nMore: {page()}#{documented.__name__.lower()}" if page() else ""
-        return f"{BaseException.__str__(self)}\nHint: {self.hint}{more}"
-
-
-@functools.cache
-def page() -> str:
-    """Returns the address of docs/errors.md; "" if the package was built without one."""
-    import importlib.metadata as metadata
-
-    with contextlib.suppress(metadata.PackageNotFoundError):  # Raised if the sources are used without installation.
-        for url in metadata.metadata("unsloth_multigpu").get_all("Project-URL", ()):
-            label, _, address = url.partition(", ")
-            if label == "Errors":
-                return str(address)
-    return ""
+        # Not `super()`, because some builtin bases build their text from their fields.
+        return f"{BaseException.__str__(self)}\nHint: {self.hint}"
 
 
 class ConfigError(MultiGPUError, ValueError):

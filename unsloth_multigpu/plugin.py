@@ -136,11 +136,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     console = Console(is_notebook=shell is not None)
     try:
         _session = _open_here(config, context, tool, console, shell, replay=replay)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and shell is None and read_identity(os.environ) is None:
-            from unsloth_multigpu.start import end_interrupted
-
-            end_interrupted()
+    except BaseException:
         console.close()
         raise
 

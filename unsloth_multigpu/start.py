@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.logs import get_logger, tell
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, variable
 
 logger = get_logger(__name__)
@@ -193,12 +193,6 @@ def is_called_by_pytest() -> bool:
     """True inside a test and while pytest imports a test module, not in a script that a test has started."""
     frames = traceback.walk_stack(None)
     return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
-
-
-def end_interrupted() -> None:
-    """Exits by SIGINT after Ctrl-C before the ranks were started, as the supervisor does later. Does not return."""
-    tell("\nunsloth_multigpu: stopped by SIGINT, no rank was started.\n")
-    exit_like(-signal.SIGINT)
 
 
 def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of, only
+from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, among, backend_of, kind_of
 from unsloth_multigpu.step.rounding import sum_dtype
 
 
@@ -15,10 +15,10 @@ def test_backend_and_kind_lead_to_each_other():
 
 
 def test_one_device_is_named_as_the_variable_names_it():
-    assert only("npu", 1, {}) == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
-    assert only("xpu", 1, {"ZE_AFFINITY_MASK": "4, 5"}) == {"ZE_AFFINITY_MASK": "5"}
+    assert among("npu", [1], {}) == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    assert among("xpu", [1], {"ZE_AFFINITY_MASK": "4, 5"}) == {"ZE_AFFINITY_MASK": "5"}
     with pytest.raises(IndexError, match="ZE_AFFINITY_MASK"):
-        only("xpu", 2, {"ZE_AFFINITY_MASK": "4,5"})
+        among("xpu", [2], {"ZE_AFFINITY_MASK": "4,5"})
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,6 @@ def test_address_comes_from_the_variable_the_workflow_the_clone_or_the_sdist(bui
     assert build.repository(tmp_path) == "https://host.org/g/h"
 
 
-def test_package_with_an_address_has_the_page_that_errors_link_to(build, monkeypatch):
-    monkeypatch.setenv("REPOSITORY_URL", "https://host.org/a/b")
-    metadata = {}
-    build.CustomMetadataHook.update(SimpleNamespace(root=str(ROOT)), metadata)
-    assert metadata["urls"]["Errors"] == "https://host.org/a/b/blob/HEAD/docs/errors.md"
-    assert (ROOT / "docs" / "errors.md").is_file()
-
-
 def test_readme_of_the_package_has_no_relative_link(build):
     shown = build.absolute_links(README, "https://host.org/a/b")
     targets = re.findall(r"\]\(([^()\s]+)\)", shown)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import errors, plugin, start, versions
+from unsloth_multigpu import plugin, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -68,7 +68,6 @@ def test_second_call_with_other_arguments_is_an_error(other, before, now):
     assert str(error.value) == (
         f"enable_multi_gpu() is in effect with {before}; this call asks for {now}.\n"
         "Hint: Call it once, or disable_multi_gpu() first."
-        + (f"\nMore: {errors.page()}#configerror" if errors.page() else "")
     )
     config = ump.get_active_config()
     assert (config.num_gpus, config.global_batch) == (1, "keep")
@@ -148,20 +147,3 @@ def test_main_process_is_rank_0_with_and_without_the_line(monkeypatch, variables
     assert note(2, factor=3) == (6 if is_main else None)
     assert calls == ([2] if is_main else [])
     assert (note.__name__, note.__doc__) == ("note", "Its text.")
-
-
-def test_interrupt_before_ranks_are_started_ends_the_process_by_it(monkeypatch, capfd):
-    class Ended(BaseException):
-        pass
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    def exit_like(code):
-        raise Ended(code)
-
-    monkeypatch.setattr("unsloth_multigpu.start.ranks_to_start", interrupted)
-    monkeypatch.setattr("unsloth_multigpu.start.exit_like", exit_like)
-    with pytest.raises(Ended, match="-2"):
-        ump.enable_multi_gpu()
-    assert "stopped by SIGINT, no rank was started." in capfd.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.accelerator import HIDDEN, KINDS, only
+from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.start import visible_accelerators
@@ -65,7 +65,7 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     of_ranks = {name for name in given if name in _OF_RANKS or name.startswith(_OF_LAUNCHERS)}
     own = defaults | {name: value for name, value in given.items() if name not in of_ranks}
     try:
-        return own | (_NO_DEVICE if device.kind == "cpu" else only(device.kind, device.index, environment))
+        return own | (_NO_DEVICE if device.kind == "cpu" else among(device.kind, [device.index], environment))
     except IndexError as hiding:
         name = str(hiding)
         raise SetupError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unsloth_multigpu.accelerator import HIDDEN, only
+from unsloth_multigpu.accelerator import HIDDEN, among
 from unsloth_multigpu.cli.run_command import RANK_MODULE
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
@@ -142,7 +142,7 @@ def device_variables(device: str, num_gpus: int) -> dict[str, str]:
     kind, num_devices = visible_accelerators()
     if num_gpus > 1 or num_devices < 2:
         return {}
-    return only(kind, 0, os.environ)
+    return among(kind, [0], os.environ)
 
 
 def thread_variables(device: str, num_ranks: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from unsloth_multigpu.accelerator import HIDDEN, only
+from unsloth_multigpu.accelerator import HIDDEN, among
 from unsloth_multigpu.cli.command import Arguments
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_type import Option, did_you_mean
@@ -312,7 +312,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         variables |= HIDDEN
     elif arm.num_devices(options) == 1:
         # A Trainer in one process would use DataParallel over all visible GPUs.
-        variables |= only("cuda", 0, inherited)
+        variables |= among("cuda", [0], inherited)
     if options.library == UNSLOTH:
         # Rows are tokens already, so no processes are needed to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
