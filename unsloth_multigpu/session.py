@@ -6,7 +6,7 @@ import atexit
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.hooks.saving import SaveGate
+    from unsloth_multigpu.hooks.server_patches import GenerationServer
     from unsloth_multigpu.train.trainer import DDPTrainer
 
 logger = get_logger(__name__)
@@ -67,8 +68,7 @@ class Session:
     num_running: int = 0
     # The last training raised an error: the other ranks may still be in it.
     has_failed: bool = False
-    # A Trainer of this process uses the generation server of `generators`.
-    is_served: bool = False
+    server: GenerationServer | None = None
     # Number of earlier sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
@@ -156,12 +156,8 @@ class Session:
                     hint="Leave it out in a search.",
                 )
             return original_train()
-        if self.config.generators and not self.is_served:
-            raise SetupError(
-                f"generators={self.config.generators} reserves GPUs for generation, and {type(trainer).__name__} does "
-                "not generate on a server.",
-                hint='Train a GRPOTrainer or RLOOTrainer with use_vllm=True and vllm_mode="server", or leave it out.',
-            )
+        if self.server is not None:
+            self.server.check_use(trainer)
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
             from unsloth_multigpu.legacy.serial import SerialTrainer
@@ -187,25 +183,6 @@ class Session:
         self.program.end_training()
         self.tool.end_training()
         return result
-
-    def ask_for_server(self, given: Mapping[str, Any]) -> None:
-        """Asks the supervisor for the generation server of a new Trainer, with its settings of generation.
-
-        Raises:
-            SetupError: It is the second Trainer that generates on a server.
-        """
-        from unsloth_multigpu.hooks.server_patches import ask_for_server
-
-        if self.is_served:
-            raise SetupError(
-                "generators: the server holds the weights of one Trainer, and a second Trainer asks for it.",
-                hint="Train it in a run of its own.",
-            )
-        port, is_first, timeout_s = self.context.server_port, self.identity.rank == 0, self.config.timeout_s
-        assert self.events is not None
-        assert port is not None
-        ask_for_server(self.events, is_first=is_first, port=port, timeout_s=timeout_s, given=given)
-        self.is_served = True
 
     def _wait_for_ranks_after_failure(self, train_index: int) -> None:
         """If the last training has failed on this rank, waits until all ranks have begun this one.
@@ -262,6 +239,11 @@ def open_session(
         from unsloth_multigpu.launch.seeding import same_random_choices
 
         same_random_choices()
+    if session.events is not None and session.context.server_port is not None:
+        from unsloth_multigpu.hooks.server_patches import GenerationServer
+
+        is_first = identity.rank == 0
+        session.server = GenerationServer(config, session.context.server_port, session.events, is_first=is_first)
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
     if identity.rank == 0:
@@ -351,22 +333,16 @@ def patches_of_trainers(session: Session, device_type: str) -> list[Patch]:
     """Returns the patches of Trainers and their arguments, which every process gets."""
     from unsloth_multigpu.hooks.trainer_patches import TrainerHooks
 
-    port = session.context.server_port
+    server = session.server
 
     def adjust(args: ArgumentsLike) -> None:
         session.tool.adjust_arguments(args)
-        if port is not None:
-            from unsloth_multigpu.hooks.server_patches import name_server
-
-            name_server(args, session.config.generators, port)
+        if server is not None:
+            server.name_in(args)
 
     ranks, run, notice = session.identity.world_size, session.run_training, session.notice_training
     patches = TrainerHooks(session.config, ranks, device_type, run, session.manager, notice, adjust).patches()
-    if port is None:
-        return patches
-    from unsloth_multigpu.hooks.server_patches import server_patch
-
-    return [*patches, server_patch(session.ask_for_server)]
+    return patches if server is None else [*patches, server.patch()]
 
 
 def patches_of_rank(session: Session, device: torch.device, gate: SaveGate) -> list[Patch]:

@@ -11,11 +11,10 @@ import pytest
 
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
 from unsloth_multigpu.hooks import server_patches
-from unsloth_multigpu.hooks.server_patches import ask_for_server, name_server
+from unsloth_multigpu.hooks.server_patches import GenerationServer
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
-from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter, read_events, say_ready
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -39,14 +38,33 @@ def _without_unsloth(monkeypatch):
     monkeypatch.setenv("no_proxy", "local")
 
 
+def events_of(folder, rank=0):
+    return EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
+
+
+def server(folder="", rank=0):
+    """The server of a rank that waits 0.2 s for it."""
+    config = MultiGPUConfig(generators=1, timeout_s=0.1)
+    return GenerationServer(config, 20000, events_of(folder, rank), is_first=rank == 0)
+
+
+def use(server, name, **arguments):
+    """Creates TRL's object for a Trainer whose model has this name."""
+
+    def original(self, model, max_model_length=None, model_impl=None):
+        pass
+
+    server.patch().wrap(original, None, model=SimpleNamespace(name_or_path=name), **arguments)
+
+
 def test_arguments_name_the_server_also_when_they_are_built_again():
     args = Arguments()
-    name_server(args, 1, 20000)
+    server().name_in(args)
     assert args == Arguments(vllm_server_base_url="http://127.0.0.1:20000", vllm_group_port=20001)
     again = Arguments(**vars(args))
-    name_server(again, 1, 20000)
+    server().name_in(again)
     assert again == args
-    name_server(SimpleNamespace(), 1, 20000)  # Those of a Trainer that does not generate.
+    server().name_in(SimpleNamespace())  # Those of a Trainer that does not generate.
 
 
 @pytest.mark.parametrize(
@@ -61,50 +79,42 @@ def test_arguments_name_the_server_also_when_they_are_built_again():
 )
 def test_arguments_that_ask_for_no_server_or_another_one_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        name_server(Arguments(**given), 1, 20000)
+        server().name_in(Arguments(**given))
 
 
 def test_unsloth_and_an_old_trl_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     with pytest.raises(SetupError, match="Unsloth's generate in each process"):
-        name_server(Arguments(), 1, 20000)
+        server().name_in(Arguments())
     monkeypatch.setattr(server_patches, "check_version", lambda _: SimpleNamespace(ok=False))
     with pytest.raises(VersionError, match=r"generators=1 needs trl>=0\.28"):
-        name_server(Arguments(), 1, 20000)
-
-
-def events_of(folder, rank=0):
-    return EventWriter(folder, rank, 0, HeartbeatPage(None, rank))
+        server().name_in(Arguments())
 
 
 def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path):
-    given = {"model": SimpleNamespace(name_or_path="tiny"), "max_model_length": 64, "model_impl": "auto"}
-    asked = {"port": 20000, "timeout_s": 0.1, "given": given}
     for rank in (0, 1):
         with pytest.raises(RankTimeoutError, match=r"no server answered within twice timeout_s=0\.1 s"):
-            ask_for_server(events_of(tmp_path, rank), is_first=rank == 0, **asked)
+            use(server(tmp_path, rank), "tiny", max_model_length=64, model_impl="auto")
     (event,) = read_events(tmp_path, 0)
     assert (event.rank, event.facts["port"]) == (0, 20000)
     assert event.facts["arguments"] == ["--model", "tiny", "--max_model_len", "64", "--vllm_model_impl", "auto"]
     say_ready(tmp_path, 0)
-    ask_for_server(events_of(tmp_path, 1), is_first=False, **asked)
+    use(server(tmp_path, 1), "tiny")
     assert set(os.environ["no_proxy"].split(",")) == {"local", "127.0.0.1"}
-    given["model"].name_or_path = ""
     with pytest.raises(ConfigError, match="by its name, and it has none"):
-        ask_for_server(events_of(tmp_path), is_first=True, **asked)
+        use(server(tmp_path), "")
 
 
 def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path):
-    identity = RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
-    told = RunContext(run_dir=str(tmp_path), server_port=20000)
-    session = Session(MultiGPUConfig(generators=1), identity, Console(), told, events=events_of(tmp_path))
+    used, identity = server(tmp_path), RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
+    session = Session(MultiGPUConfig(generators=1), identity, Console(), server=used)
     with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
         session.run_training(type("Other", (), {})(), lambda: None, {})
     say_ready(tmp_path, 0)
-    session.ask_for_server({"model": SimpleNamespace(name_or_path="tiny")})
-    assert session.is_served
+    use(used, "tiny")
+    used.check_use(None)
     with pytest.raises(SetupError, match="a second Trainer asks for it"):
-        session.ask_for_server({})
+        use(used, "tiny")
 
 
 def test_ranks_of_another_launcher_are_refused():

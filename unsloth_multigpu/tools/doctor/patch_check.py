@@ -14,6 +14,7 @@ from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.seam import SEAMS, check_seam
 from unsloth_multigpu.tools.doctor.doctor_command import CheckRow
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.identity import RankIdentity
 
 # In the order of a user's script: Unsloth patches the others and has to be imported first.
@@ -39,20 +40,21 @@ def all_patches() -> list[Patch]:
     import torch
 
     from unsloth_multigpu.hooks.saving import SaveGate
-    from unsloth_multigpu.hooks.server_patches import server_patch
+    from unsloth_multigpu.hooks.server_patches import GenerationServer
     from unsloth_multigpu.hooks.trainer_patches import followed_train_patch
     from unsloth_multigpu.notebook.kernel_share import notebook_patches
     from unsloth_multigpu.session import Session, patches_of_rank, patches_of_trainers
 
     session = Session(MultiGPUConfig(shard="on"), RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), Console())
     session.console.close()
+    events = EventWriter("", 0, 0, session.beat)
+    session.server = GenerationServer(session.config, 0, events, is_first=True)
     return [
         followed_train_patch(lambda: False),
         *patches_of_trainers(session, "cuda"),
         # A device index other than the rank needs more patches.
         *patches_of_rank(session, torch.device("cuda", 1), SaveGate(0, session.open_manager)),
         *notebook_patches(_not_in_a_run),
-        server_patch(_not_in_a_run),
     ]
 
 
