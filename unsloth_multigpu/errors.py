@@ -124,3 +124,17 @@ class FederatedError(MultiGPUError, RuntimeError):
     """A federated round has failed: too many clients failed, or their results cannot be aggregated."""
 
     exit_code = 80
+
+
+# Errors that one process would not have raised, at any step.
+_OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
+
+
+def is_refusal(error: BaseException, num_steps: int) -> bool:
+    """True for an error of `train()` that one process would not have raised. `num_steps` are those that it has made."""
+    if isinstance(error, DistributedError) and error.of_rank_0:
+        return False  # Rank 0 decides about its own error.
+    if isinstance(error, _OF_SEVERAL_RANKS):
+        return True
+    # A NaN gradient also occurs in one process. A script may handle a lost rank after the first step.
+    return isinstance(error, MultiGPUError) and not isinstance(error, NonFiniteGradientError) and num_steps == 0

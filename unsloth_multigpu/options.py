@@ -19,11 +19,10 @@ from unsloth_multigpu.option_type import Option, Scope, brief, options_of, take_
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
-# Variables that the launcher hands to its ranks; see context.RunContext. The run's private folder, the facts that are
-# equal in all attempts, as JSON, and the number of attempts before.
+# Variables that the launcher hands to its ranks; see context.RunContext. The run's private folder, and further facts
+# as JSON.
 ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_RUN = ENV_PREFIX + "RUN"
-ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 # The tool that started the run: its class and the class's arguments, as JSON. See wire.context.
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # Marks the processes of the generation server; see launch.generation_server.

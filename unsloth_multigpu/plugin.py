@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
-from unsloth_multigpu.launch.script import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry
@@ -20,7 +19,7 @@ from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.strategy import Strategy
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, is_helper, read_identity
 
 P = ParamSpec("P")
 R = TypeVar("R")

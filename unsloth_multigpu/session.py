@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.errors import MultiGPUError, SetupError, is_refusal
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.refusal import REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
@@ -130,7 +129,7 @@ class Session:
             return
         if is_refusal(error, num_steps):
             text = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".: ")
-            self.events.write(REFUSED, error=text, exit_code=error.exit_code, num_steps=num_steps)
+            self.events.write("refused", error=text, exit_code=error.exit_code, num_steps=num_steps)
 
     def notice_training(self) -> None:
         """Called when a Trainer's loop begins, also without a call of `Trainer.train`.

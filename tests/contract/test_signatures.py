@@ -55,7 +55,7 @@ def test_every_exception_is_needed() -> None:
 def test_calls_of_this_package_are_collected() -> None:
     calls = {(use.place.partition(":")[0], use.name, use.keywords) for use in USES if use.is_call}
     assert (
-        "launch/membership.py",
+        "launch/nodes.py",
         "torch.distributed.rendezvous.TCPStore",
         ("is_master", "wait_for_workers", "timeout"),
     ) in calls

@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.outcome import largest_difference
 from tests.helpers.run import BARE, finish, orphans, start, wait_until
+from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.event import REPEAT_S
-from unsloth_multigpu.wire.process import find_marked
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempt.py"
 TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}

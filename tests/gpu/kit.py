@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PART_LIMIT_S, PARTS, Step, place_ranks, short_result, steps_of
-from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.child import end_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUT = ROOT / "build" / "gpu" / "result.json"

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from unsloth_multigpu.launch.cause import find_cause, find_early_exit
+from unsloth_multigpu.launch.cause import find_cause, find_early_exit, find_refusal
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 
@@ -130,22 +130,6 @@ def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hin
     cause = find_cause(Run().fails(1, told).events, {1: 1})
     assert cause.message == "rank 1 failed: OutOfMemoryError: rank 1 ran out of memory"
     assert "Hint: " not in cause.traceback
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        "RuntimeError: 0 active drivers ([]). There should only be one.",
-        "AttributeError: 'NoneType' object has no attribute 'apply'",
-    ],
-)
-def test_trl_that_calls_triton_without_a_gpu_has_a_remedy(error):
-    run = Run().training(0)
-    frame = '  File "/lib/trl/trainer/utils.py", line 1638, in _fused_forward\n    per_token = Function.apply(\n'
-    run.add("exception", 0, 0, error=error, traceback=frame + error + "\n", exit_code=1)
-    assert "pip install 'trl>=1.16'" in find_cause(run.events, {0: 1}).traceback
-    # The same words from elsewhere are another failure.
-    assert "trl>=1.16" not in find_cause(Run().fails(0, error).events, {0: 1}).traceback
 
 
 @pytest.mark.parametrize(("exit_code", "shown"), [(0, 1), (7, 7)])
@@ -276,25 +260,21 @@ def test_exit_code_is_never_zero_nor_above_255():
         assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
 
 
-def alike(run, *ranks, step=-1, error="ValueError: a"):
-    """Adds an error of a rank's own, with a traceback that is the same on all of them."""
+def refused(run, *ranks):
     for rank in ranks:
-        run.add("exception", rank, step, error=error, traceback=f"Traceback of {error}\n", exit_code=1)
+        run.add("refused", rank, error="SetupError: no", exit_code=69, num_steps=0)
     return run
 
 
-@pytest.mark.parametrize(
-    ("run", "num_ranks"),
-    [
-        (alike(alike(Run(), 1), 0, error="ValueError: b"), 2),
-        (alike(Run(3), 1, 0), 3),
-        (alike(Run(), 1, 0), 3),
-        (alike(Run().training(0, 1), 1, 0, step=3), 2),
-        (Run().fails(1, "ValueError: a").fails(0, "ValueError: a"), 2),
-    ],
-    ids=["different errors", "not all ranks", "one has not reached the line", "in a later step", "at other places"],
-)
-def test_error_that_is_not_known_to_be_of_all_names_its_rank(run, num_ranks):
-    cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
-    assert not cause.is_of_all
-    assert cause.message.startswith("rank 1 failed")
+def test_last_training_of_a_rank_counts():
+    assert find_refusal(Run().events) is None
+    run = refused(Run(), 0, 1)
+    assert find_refusal(run.events) == (69, "train() was refused: SetupError: no; the script continued without it")
+    assert find_refusal(run.add("trained", 0).events) is not None
+    assert find_refusal(run.add("trained", 1).events) is None
+    assert find_refusal(refused(run, 0).events) is not None
+
+
+def test_rank_that_left_by_a_refusal_has_left():
+    run = Run().training(0, 1).add("left_training", 1, error="SetupError: no")
+    assert find_early_exit(refused(run, 1).events, {}).kind == "left_training"

@@ -10,11 +10,12 @@ from torch.distributed.rendezvous import TCPStore
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch import membership
+from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.engine import Place, start_ranks
-from unsloth_multigpu.launch.membership import Meeting
+from unsloth_multigpu.launch.nodes import Meeting
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.process import find_marked, is_alive
+from unsloth_multigpu.wire.child import find_marked
+from unsloth_multigpu.wire.process import is_alive
 
 PLACE = Place(4, 8, 1, "10.0.0.1", 29500)
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -85,7 +86,7 @@ def older_store(*args, use_libuv=True, **kwargs):
 
 
 def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch):
-    monkeypatch.setattr(membership, "TCPStore", older_store)
+    monkeypatch.setattr(nodes, "TCPStore", older_store)
     meeting = Meeting(MultiGPUConfig(), "id", 2)
     place = meeting.meet(0, lambda: False)
     # A rank joins with torch's default backend, whatever serves.

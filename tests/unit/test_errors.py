@@ -71,3 +71,20 @@ def test_page_of_errors_lists_class_and_code_and_has_an_anchor(kind):
     rows = [line for line in page.splitlines() if re.search(rf"\b{kind.__name__}\b", line)]
     assert any(re.search(rf"\b{kind.exit_code}\b", row) for row in rows), f"{PAGE} lacks {kind.__name__}"
     assert f"\n### {kind.__name__}\n" in page, f"errors.md#{kind.__name__.lower()}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_first", "later"),
+    [
+        (errors.SetupError, True, True),
+        (errors.ConfigError, True, True),
+        (errors.PatchError, True, True),
+        (errors.DivergenceError, True, True),
+        (errors.DistributedError, True, False),
+        (errors.RankTimeoutError, True, False),
+        (errors.NonFiniteGradientError, False, False),
+    ],
+)
+def test_refusal_is_an_error_that_one_process_would_not_have_met(kind, at_first, later):
+    error = kind("no", hint="None.")
+    assert [errors.is_refusal(error, 0), errors.is_refusal(error, 3)] == [at_first, later]

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.helpers.run import finish, start, wait_until
-from unsloth_multigpu.wire.process import exit_on_signal, find_marked
+from unsloth_multigpu.wire.child import exit_on_signal, find_marked
 
 ASKS = """
 import os, sys

@@ -1,14 +1,11 @@
 """What is shown of an error: the user's frames, and all of them where this package is at fault."""
 
-import threading
 import time
 
 import pytest
 
-from unsloth_multigpu.launch import rank as rank_module
-from unsloth_multigpu.launch.rank import await_others, shown_error
+from unsloth_multigpu.launch.rank import shown_error
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.wait import wait_until
 
@@ -42,16 +39,3 @@ def test_option_that_cannot_be_used_shows_the_users_line_alone():
 def test_defect_of_this_package_keeps_all_frames():
     text = shown(lambda: HeartbeatPage(None, 0).mark(Phase.DATA, step="one"))
     assert "unsloth_multigpu/wire/heartbeat.py" in text
-
-
-def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_module, "_OTHERS_LIMIT_S", 60.0)
-    writers = [EventWriter(tmp_path, rank, 0, HeartbeatPage(tmp_path, rank)) for rank in range(2)]
-    writers[0].write("exception")
-    timer = threading.Timer(0.1, lambda: writers[1].write("exception"))
-    timer.start()
-    begin_s = time.monotonic()
-    await_others(str(tmp_path), 0, 2)
-    seen = {event.rank for event in read_events(tmp_path, 0)}
-    timer.join()
-    assert (seen, time.monotonic() - begin_s < 30) == ({0, 1}, True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.wire import folder
-from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire import run
+from unsloth_multigpu.wire.run import exclusive_log_dir, private_dir
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_private_folder_is_readable_by_its_user_only_and_removed(tmp):
 
 
 def test_folder_of_a_killed_supervisor_is_swept(tmp):
-    killed = "from unsloth_multigpu.wire.folder import private_dir; import os\nwith private_dir(): os._exit(9)"
+    killed = "from unsloth_multigpu.wire.run import private_dir; import os\nwith private_dir(): os._exit(9)"
     subprocess.run([sys.executable, "-c", killed], env={**os.environ, "TMPDIR": str(tmp)}, timeout=60)
     (old,) = tmp.iterdir()
     (old / "events_rank_0.jsonl").touch()
@@ -70,7 +70,7 @@ def test_sweep_leaves_runs_whose_process_ids_mean_nothing_here(tmp, monkeypatch,
         foreign = private_dir()
         path = foreign.__enter__()
     # Where it runs it lives.
-    monkeypatch.setattr(folder, "is_alive", lambda pid: False)
+    monkeypatch.setattr(run, "is_alive", lambda pid: False)
     with private_dir():
         assert path.exists()
     foreign.__exit__(None, None, None)

@@ -310,7 +310,7 @@ def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
 
 
 # Variables by which a supervisor tells its ranks about the run.
-RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|RUN|ATTEMPT|TOOL)\b")
+RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|RUN|TOOL)\b")
 # Who reads them.
 READERS = {"options", "wire.context"}
 

@@ -19,7 +19,7 @@ from unsloth_multigpu.tools.chaos import chaos_command
 from unsloth_multigpu.tools.chaos.chaos_command import Options, ScriptRuns
 from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.context import RunContext, attempt_variables
+from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.process import is_alive
 
 
@@ -49,7 +49,7 @@ def trainer(tmp_path):
 
 
 def inject(trainer, folder, *faults, rank=0, attempt=0):
-    context = RunContext.read({**faults_in(folder, *faults), **attempt_variables(attempt)})
+    context = RunContext.read({**faults_in(folder, *faults), "TORCHELASTIC_RESTART_COUNT": str(attempt)})
     session = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig(), context=context)
     part = tool_of(context).part(trainer, session, SimpleNamespace(passes=SimpleNamespace(current=None)))
     return Loop(trainer, [part]).steering()

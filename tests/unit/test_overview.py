@@ -24,8 +24,7 @@ from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
-from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
-from unsloth_multigpu.wire.run import find_runs, read_run, write_run
+from unsloth_multigpu.wire.run import find_runs, pid_scope, read_begin_ticks, read_run, write_run
 
 TEN_STEPS = Figures(
     max_steps=40,

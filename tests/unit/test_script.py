@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.launch.script import relaunch_command
+from unsloth_multigpu.start import relaunch_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import __main__
-from unsloth_multigpu.launch.script import relaunch_command
+from unsloth_multigpu.start import relaunch_command
 what = [sys.argv, list(sys.flags), sys.warnoptions, sys._xoptions, getattr(__main__, "__file__", None), __name__]
 print(json.dumps({"what": what, "command": relaunch_command(sys.orig_argv, __main__, sys.executable)}))
 """

@@ -17,10 +17,10 @@ import pytest
 
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
-from unsloth_multigpu.launch.membership import Record, decode_record
+from unsloth_multigpu.launch.nodes import Record, decode_record
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import Child
-from unsloth_multigpu.wire.folder import exclusive_log_dir
+from unsloth_multigpu.wire.run import exclusive_log_dir
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"
 
@@ -53,7 +53,6 @@ ALLOWED = {
     # Nodes of a file of options: nothing is constructed from them.
     "options.py": {"yaml.compose", "yaml.BaseLoader", "yaml.YAMLError", "yaml.MappingNode", "yaml.ScalarNode"},
     "hooks/datasets.py": {"pickle.PicklingError"},
-    "launch/membership.py": {"socket.socket"},
     # Several nodes: where to meet.
     "launch/nodes.py": {"socket.*"},
     # The health page of the server that it has started, on loopback.
@@ -77,7 +76,7 @@ ALLOWED = {
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
     "federated/grid.py": {"cloudpickle.dumps", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
-    "launch/script.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+    "wire/identity.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
 # Collectives that pickle, by whatever object they are called.

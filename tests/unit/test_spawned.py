@@ -8,8 +8,8 @@ import pytest
 import torch.utils.data
 
 from unsloth_multigpu.errors import LaunchError, SetupError
-from unsloth_multigpu.launch.script import is_helper
 from unsloth_multigpu.options import ENV_RUN_DIR
+from unsloth_multigpu.wire.identity import is_helper
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -33,27 +33,31 @@ def expect(hang, rank, *texts):
 
 
 @pytest.mark.parametrize(
-    ("phase", "factor"),
+    ("phase", "micro_batch", "factor"),
     [
-        (Phase.DATA, 1),
-        (Phase.COMPUTE, 1),
-        (Phase.WARM_UP, 10),
-        (Phase.GENERATE, 10),
-        (Phase.FILL, 5),
-        (Phase.AGREE, 1),
-        (Phase.EVALUATE, 5),
-        (Phase.SAVE, 10),
-        (Phase.COMPILE, 10),
-        (Phase.SETUP, 10),
+        (Phase.DATA, 0, 1),
+        (Phase.COMPUTE, 0, 1),
+        (Phase.WARM_UP, 0, 10),
+        (Phase.GENERATE, 0, 10),
+        (Phase.FILL, 0, 5),
+        (Phase.AGREE, 0, 1),
+        (Phase.UPDATE, 1, 1),
+        (Phase.UPDATE, 0, 5),  # Callbacks between two steps.
+        (Phase.EVALUATE, 0, 5),
+        (Phase.SAVE, 0, 10),
+        (Phase.COMPILE, 0, 10),
+        (Phase.SETUP, 0, 10),
     ],
 )
-def test_phase_sets_the_limit(phase, factor):
+def test_phase_sets_the_limit(phase, micro_batch, factor):
     limit_s = factor * LIMIT_S
-    assert judge(beat(phase, still_s=limit_s - 0.1), beat(phase, still_s=limit_s - 0.1)) is None
-    assert judge(beat(phase, still_s=limit_s + 0.1), beat(phase, still_s=limit_s + 0.1)) is not None
+    before, after = (beat(phase, still_s=limit_s + s, micro_batch=micro_batch) for s in (-0.1, 0.1))
+    assert judge(before, before) is None
+    assert judge(after, after) is not None
     # A stopped process, or one whose interpreter's lock is held, has the same limit.
-    assert judge(beat(phase, still_s=limit_s - 0.1, silent_s=limit_s - 0.1), beat(still_s=0)) is None
-    expect(judge(beat(phase, still_s=limit_s + 0.1, silent_s=limit_s + 0.1), beat(still_s=0)), 0, "no sign of life")
+    before, after = (dataclasses.replace(b, alive_s=b.progress_s) for b in (before, after))
+    assert judge(before, beat(still_s=0)) is None
+    expect(judge(after, beat(still_s=0)), 0, "no sign of life")
 
 
 @pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.UPDATE, Phase.DATA])
@@ -68,15 +72,6 @@ def test_long_micro_batch_is_no_hang(phase, operation):
             assert (judge(works, waits) is not None) is is_hang
 
 
-def test_callbacks_between_two_steps_may_take_longer():
-    waits = beat(Phase.UPDATE, micro_batch=0, still_s=5 * LIMIT_S - 0.1)
-    assert judge(waits, waits) is None
-    waits = beat(Phase.UPDATE, micro_batch=0, still_s=5 * LIMIT_S + 0.1)
-    assert judge(waits, waits) is not None
-    updates = beat(Phase.UPDATE, micro_batch=1, still_s=LIMIT_S + 0.1)
-    assert judge(updates, updates) is not None
-
-
 @pytest.mark.parametrize("phase", [Phase.UPDATE, Phase.EVALUATE])
 def test_waiting_in_a_collective_is_no_work(phase):
     """Logging between two steps and evaluating gather from all ranks; a cut wire must not take five times the limit."""
@@ -87,15 +82,6 @@ def test_waiting_in_a_collective_is_no_work(phase):
     waits = beat(phase, still_s=5 * LIMIT_S - 0.1, collective=41, operation=ALL_REDUCE)
     assert judge(waits, beat(phase, still_s=5 * LIMIT_S - 0.1, collective=40)) is None
     expect(judge(waits, beat(phase, still_s=5 * LIMIT_S + 0.1, collective=40)), 1, "rank 1 hangs")
-
-
-@pytest.mark.parametrize("guilty", [0, 1])
-@pytest.mark.parametrize("guilty_last", [True, False])
-@pytest.mark.parametrize("is_known", [True, False])
-def test_rank_behind_in_the_collectives_is_guilty(guilty, guilty_last, is_known):
-    slow = beat(Phase.DATA, still_s=11 if guilty_last else 15, collective=40)
-    waits = beat(still_s=15 if guilty_last else 11, collective=41, operation=ALL_REDUCE if is_known else "")
-    expect(judge(*((slow, waits) if guilty == 0 else (waits, slow))), guilty, f"rank {guilty} hangs", "getting samples")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +208,10 @@ RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
 def test_one_rank_that_stands_behind_the_others_is_found(num_ranks, data):
     guilty = data.draw(st.integers(0, num_ranks - 1))
     phase = data.draw(st.sampled_from([Phase.DATA, Phase.COMPUTE, Phase.UPDATE]))
-    beats = {r: beat(still_s=12, collective=41, operation=ALL_REDUCE) for r in range(num_ranks)}
-    beats[guilty] = beat(phase, data.draw(st.integers(1, 12)), still_s=51, collective=data.draw(st.integers(-1, 40)))
+    operation, still_s = data.draw(st.sampled_from(["", ALL_REDUCE])), data.draw(st.sampled_from([11, 15, 51]))
+    beats = {r: beat(still_s=12, collective=41, operation=operation) for r in range(num_ranks)}
+    place = {"step": data.draw(st.integers(1, 12)), "collective": data.draw(st.integers(-1, 40))}
+    beats[guilty] = beat(phase, micro_batch=1, still_s=still_s, **place)
     expect(find_hang(beats, NOW_S, LIMIT_S), guilty)
 
 

@@ -12,8 +12,12 @@ from pathlib import Path
 
 from unsloth_multigpu.cli.command import usage_of
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.launch.child_launcher import LAUNCHER_MODULES, LAUNCHERS
 
+# Commands and modules that start processes and train in them.
+_LAUNCHERS = re.compile(
+    r"accelerate(-launch|\.commands\.launch|\.commands\.accelerate_cli)?|axolotl|deepspeed(\.launcher\.runner)?"
+    r"|llamafactory-cli|lmf|ray|swift|torch\.distributed\.(launch|run)|torchrun|tune"
+)
 # Commands of LLaMA-Factory, and its module that trains without starting a launcher.
 _LLAMAFACTORY, _LLAMAFACTORY_MODULE = ("llamafactory-cli", "lmf"), "llamafactory.launcher"
 # Options of `trl` for the launcher that it starts.
@@ -27,14 +31,14 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
     command, for messages.
 
     Raises:
-        ConfigError: No program was given, it does not exist, is not Python, or is a launcher of processes.
+        ConfigError: No program was given, it does not exist, or is a launcher of processes.
     """
     usage = f"usage: {usage_of(command)}"
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Write it after the options.\n{usage}")
     name, *arguments = program
-    if name == "-m" and arguments[0] in LAUNCHER_MODULES:
+    if name == "-m" and _LAUNCHERS.fullmatch(arguments[0]):
         raise _starts_processes(arguments[0], command)
     is_here = Path(name).exists()
     if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):
@@ -49,10 +53,8 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
     started = Path(found).name
     if started in _LLAMAFACTORY and arguments[:1] == ["train"]:
         return ["-m", _LLAMAFACTORY_MODULE, *arguments[1:]]
-    if started in LAUNCHERS:
+    if _LAUNCHERS.fullmatch(started):
         raise _starts_processes(started, command)
-    if not is_here and not _is_python(Path(found)):
-        raise ConfigError(f"{found} is not a Python script.", hint="Name a Python script, or a module with -m.")
     if started == "trl" and arguments and _has_script(arguments[0]):
         return _script_of_trl(arguments, command)
     return [found, *arguments]
@@ -73,15 +75,6 @@ def _script_of_trl(arguments: Sequence[str], command: str) -> list[str]:
             hint=f"Leave it out; set the number of ranks before trl: {command} --num-gpus 2 trl {arguments[0]} ...",
         )
     return ["-m", f"trl.scripts.{arguments[0]}", *arguments[1:]]
-
-
-def _is_python(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        # A long path of the interpreter is in the second line, after /bin/sh.
-        head = file.read(512).split(b"\n")[:2]
-    return head[0].startswith(b"#!") and any(re.search(rb"python", line) for line in head)
 
 
 def _has_script(name: str) -> bool:

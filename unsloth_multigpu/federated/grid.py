@@ -27,7 +27,7 @@ from unsloth_multigpu.federated.placement import SlotDevice, choose_client, slot
 from unsloth_multigpu.federated.rounds import ClientRecord
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import Child, read_tail
-from unsloth_multigpu.wire.folder import exclusive_log_dir, make_log
+from unsloth_multigpu.wire.run import exclusive_log_dir, make_log
 
 logger = get_logger(__name__)
 

@@ -7,10 +7,8 @@ import signal
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.launch.refusal import REFUSED
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.wire.heartbeat import Heartbeat
 from unsloth_multigpu.words import signal_name
@@ -51,49 +49,28 @@ _LAST_ERROR = re.compile(r"^Last error:[ \t]*\n?[ \t]*(\S[^\n]*)", re.MULTILINE)
 _INTERFACE = "Set NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes (`ip route get ADDRESS`)"
 
 
-class _Remedy(NamedTuple):
-    """A known failure of NCCL or another library: a regular expression that finds it in an error, and what to do.
-
-    Args:
-        is_own: It occurred on the rank that reports it.
-        is_of_nccl: It is searched for only in errors of NCCL.
-    """
-
-    pattern: str
-    hint: str
-    is_own: bool = True
-    is_of_nccl: bool = True
-
-
-_REMEDIES = (
-    _Remedy(
-        r"/dev/shm\b[^\n]*No space left|No space left[^\n]*/dev/shm",
+# NCCL says it of a lost rank, too. Its other known failures occurred on the rank that reports them.
+_TIMED_OUT = r"connect\b[^\n]*timed out"
+# Known failures of NCCL: a regular expression that finds one in an error, and what to do.
+_REMEDIES = {
+    r"/dev/shm\b[^\n]*No space left|No space left[^\n]*/dev/shm": (
         "NCCL needs shared memory, and a Docker container has 64 MiB by default. Start it with --ipc=host or "
-        "--shm-size=8g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm.",
+        "--shm-size=8g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm."
     ),
-    _Remedy(
-        r"Duplicate GPU",
+    r"Duplicate GPU": (
         "Two ranks use one GPU, and NCCL allows one rank per GPU. Start no more ranks than GPUs; MIG instances of one "
-        "GPU count as one.",
+        "GPU count as one."
     ),
-    _Remedy(
-        r"out of memory",
+    r"out of memory": (
         "The GPU has no memory left for NCCL's buffers. See in nvidia-smi which programs use it, and free memory: "
-        "smaller micro-batches (max_tokens_per_micro_batch, per_device_train_batch_size), or shard.",
+        "smaller micro-batches (max_tokens_per_micro_batch, per_device_train_batch_size), or shard."
     ),
-    _Remedy(r"no socket interface", f"{_INTERFACE}."),
-    _Remedy(r"connect\b[^\n]*timed out", f"{_INTERFACE}, or open the firewall between the nodes.", is_own=False),
-    _Remedy(
-        r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError",
-        "`unsloth-multigpu doctor` tests copies between GPUs. If direct copies fail, set NCCL_P2P_DISABLE=1.",
+    r"no socket interface": f"{_INTERFACE}.",
+    _TIMED_OUT: f"{_INTERFACE}, or open the firewall between the nodes.",
+    r"peer access|peer mapping|\bP2P\b|unhandled cuda error|ncclUnhandledCudaError": (
+        "`unsloth-multigpu doctor` tests copies between GPUs. If direct copies fail, set NCCL_P2P_DISABLE=1."
     ),
-    _Remedy(
-        r"(?s)\btrl[/\\].*(\b0 active drivers|'NoneType' object has no attribute 'apply')",
-        "Trainers of trl 1.15 call Triton without a GPU, too. For a script without Unsloth: pip install 'trl>=1.16'. "
-        "With Unsloth, import it before trl.",
-        is_of_nccl=False,
-    ),
-)
+}
 
 
 @dataclass(frozen=True)
@@ -104,14 +81,12 @@ class Cause:
         rank: The rank that failed first; -1 if several ranks hang and none is to blame.
         exit_code: Exit code of the whole command, 1..255.
         traceback: Text of the exception, or the stacks of a hang; "" if there is none.
-        is_of_all: All ranks of this node failed with the same error.
     """
 
     rank: int
     exit_code: int
     message: str
     traceback: str = ""
-    is_of_all: bool = False
 
 
 def find_cause(
@@ -122,7 +97,6 @@ def find_cause(
     *,
     num_memory_kills: int = 0,
     is_one_node: bool = True,
-    num_ranks: int | None = None,
 ) -> Cause:
     """Finds the cause in this order: hangs, a rank's own errors, early exits, kills by a signal, broken connections.
 
@@ -132,7 +106,6 @@ def find_cause(
         gone: Ranks that had exited before the supervisor stopped the others.
         num_memory_kills: Processes killed by the kernel for lack of memory during this attempt.
         is_one_node: False if a rank of another node, whose events are not known here, may be the cause.
-        num_ranks: Ranks of this node; None = those that have called `enable_multi_gpu()`.
     """
     hang = next((e for e in events if e.kind == HANG), None)
     if hang is not None:
@@ -141,15 +114,13 @@ def find_cause(
     steps = {rank: beat.step for rank, beat in (beats or {}).items()}
     exceptions = [e for e in events if e.kind == "exception"]
     own = [e for e in exceptions if not _is_communication_error(e)]
-    ranks = {e.rank for e in events if e.kind == "started"}
     if own:
-        first_hand = next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0])
-        return _from_exceptions_of_all(own, max(num_ranks or 0, len(ranks))) or _from_exception(first_hand)
+        return _from_exception(next((e for e in own if not _SECOND_HAND.match(_error(e))), own[0]))
     # An exiting rank may end only after the connection error that it causes on another rank, perhaps by the signal for
     # the survivors.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
-    ended = {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0}
-    ended |= {r for r in leaving if exit_codes.get(r, 0) in _SENT_TO_SURVIVORS or exit_codes.get(r, 0) >= 0}
+    codes = {rank: exit_codes.get(rank, 0) for rank in {*gone, *exit_codes, *leaving}}
+    ended = {r for r, code in codes.items() if code >= 0 or (r in leaving and code in _SENT_TO_SURVIVORS)}
     has_begun = any(event.kind in ("training", "exception") for event in events)
     if (left := find_early_exit(events, ended)) is not None:
         others = f"while other ranks {'were training' if has_begun else 'were waiting for it to begin a training'}"
@@ -183,7 +154,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         before = last.get(event.rank)
         is_repeated = event.kind == "exiting" and before is not None and before.kind in ("left_training", "exception")
         # A hang or a refusal does not tell where a rank is.
-        if not is_repeated and event.kind not in (HANG, REFUSED):
+        if not is_repeated and event.kind not in (HANG, "refused"):
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind in ("training", "meeting") or _is_communication_error(e)}
     for event in sorted(last.values(), key=lambda e: e.time_s):
@@ -208,9 +179,8 @@ def _error(event: Event) -> str:
 
 
 def _is_communication_error(event: Event) -> bool:
-    remedy = _find_remedy(_error(event))
     # Failures of NCCL itself look like broken connections. Our own error about memory may contain such text, too.
-    is_own = "ran out of memory" in _error(event) or (remedy is not None and remedy.is_own)
+    is_own = "ran out of memory" in _error(event) or _find_failure(_error(event)) not in (None, _TIMED_OUT)
     return not is_own and bool(_COMMUNICATION_ERROR.search(_error(event)))
 
 
@@ -232,18 +202,6 @@ def _from_exception(event: Event) -> Cause:
     return Cause(event.rank, int(event.facts["exit_code"]), message, _traceback(event))
 
 
-def _from_exceptions_of_all(own: Sequence[Event], num_ranks: int) -> Cause | None:
-    """Returns the cause if every rank has raised the same error, such as a missing file; else None."""
-    of_rank = {event.rank: event for event in reversed(own)}
-    first = of_rank[min(of_rank)]
-    is_of_all = 1 < num_ranks == len(of_rank) and len({str(e.facts["traceback"]) for e in of_rank.values()}) == 1
-    # In later steps it is a matter of chance how many ranks raise it before they are stopped.
-    if not is_of_all or first.step > 0:
-        return None
-    message = f"all {num_ranks} ranks failed alike{where(first.step)}: {_first_line(_error(first))}"
-    return Cause(first.rank, int(first.facts["exit_code"]), message, _traceback(first), is_of_all=True)
-
-
 def _first_line(error: str) -> str:
     """Shortens an error to one line. The whole text is in the traceback."""
     line = error.strip().split("\n")[0].rstrip(".: ")
@@ -254,9 +212,8 @@ def _first_line(error: str) -> str:
 
 def _traceback(event: Event) -> str:
     """Returns the traceback, with the hint for a known failure if the error has none."""
-    traceback = str(event.facts["traceback"])
-    remedy = None if "Hint: " in _error(event) else _find_remedy(traceback + _error(event))
-    return traceback + ("" if remedy is None else f"Hint: {remedy.hint}\n")
+    failure = None if "Hint: " in _error(event) else _find_failure(_error(event))
+    return str(event.facts["traceback"]) + ("" if failure is None else f"Hint: {_REMEDIES[failure]}\n")
 
 
 def _from_exit_codes(
@@ -283,14 +240,28 @@ def _from_death(rank: int, exit_codes: Mapping[int, int], steps: Mapping[int, in
     return Cause(rank, 128 - code, died + (likely and f"; {likely}"))
 
 
-def _find_remedy(error: str) -> _Remedy | None:
-    """Finds a known failure in the text of an error or traceback; None for other errors."""
-    is_of_nccl = bool(_OF_NCCL.search(error))
-    possible = (remedy for remedy in _REMEDIES if is_of_nccl or not remedy.is_of_nccl)
-    return next((remedy for remedy in possible if re.search(remedy.pattern, error, re.IGNORECASE)), None)
+def _find_failure(error: str) -> str | None:
+    """Finds a known failure of NCCL in the text of an error, as a key of `_REMEDIES`; None for others."""
+    possible = _REMEDIES if _OF_NCCL.search(error) else ()
+    return next((pattern for pattern in possible if re.search(pattern, error, re.IGNORECASE)), None)
 
 
 def _last_error(error: str) -> str | None:
     """Returns NCCL's description of the failure; None for other errors."""
     found = _LAST_ERROR.search(error) if _OF_NCCL.search(error) else None
     return found[1].strip() if found else None
+
+
+def find_refusal(events: Sequence[Event]) -> tuple[int, str] | None:
+    """Returns exit code and text of a training that was refused, in a run whose ranks all exited with 0; else None.
+
+    A script that catches the refusal and saves its untrained model would exit with 0. A later "trained" of the rank
+    withdraws it.
+    """
+    last = {event.rank: event for event in events if event.kind in ("refused", "trained")}
+    for _, event in sorted(last.items()):
+        if event.kind == "refused":
+            step = int(event.facts["num_steps"])
+            what = "train() was refused" if step < 1 else f"train() was ended after step {step}"
+            return int(event.facts["exit_code"]), f"{what}: {event.facts['error']}; the script continued without it"
+    return None

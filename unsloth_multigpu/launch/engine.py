@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.wire.child import kill_rank, wait_after_kill
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.process import kill_rank, open_private, wait_after_kill
+from unsloth_multigpu.wire.process import open_private
 
 
 @dataclass(frozen=True)

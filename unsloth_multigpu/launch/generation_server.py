@@ -25,10 +25,9 @@ from unsloth_multigpu.launch.nodes import socket_interfaces
 from unsloth_multigpu.launch.rank import die_with_supervisor
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.options import ENV_SERVER, MultiGPUConfig
-from unsloth_multigpu.wire.child import read_tail
+from unsloth_multigpu.wire.child import end_command, read_tail
 from unsloth_multigpu.wire.event import SERVER_WANTED, Event, say_ready
-from unsloth_multigpu.wire.folder import make_log
-from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.run import make_log
 from unsloth_multigpu.words import duration, how_ended
 
 # Starts the server of TRL's Trainers in every version: TRL's own at first, later `vllm serve`.

@@ -14,23 +14,20 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, PatchError, SetupError, VersionError
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
+from unsloth_multigpu.launch.cause import INTERRUPTED, Cause, find_refusal
 from unsloth_multigpu.launch.engine import Ranks, start_ranks
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
-from unsloth_multigpu.launch.membership import Meeting
-from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
-from unsloth_multigpu.launch.refusal import find_refusal
+from unsloth_multigpu.launch.nodes import Meeting, shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import Stop, describe_stop, how_to_resume, signals_queued
 from unsloth_multigpu.launch.watch import POLL_S, Watch
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.child import read_tail
-from unsloth_multigpu.wire.context import RunContext, attempt_variables
+from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import Event
-from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.heartbeat import read_beats
 from unsloth_multigpu.wire.process import threads_of_each
-from unsloth_multigpu.wire.run import job_of, shown_command, write_run
+from unsloth_multigpu.wire.run import exclusive_log_dir, job_of, private_dir, shown_command, write_run
 
 logger = get_logger(__name__)
 
@@ -107,7 +104,6 @@ class DDPLauncher:
         variables = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **environment,
-            **attempt_variables(attempt),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.config.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -172,10 +168,6 @@ class DDPLauncher:
             after = signal.Signals(self.stop.signal_number).name if self.stop.is_asked() else ""
             why = f" after {after}" if after else ": the ranks would fail the same way"
             tell(f"\nunsloth_multigpu: no restart{why}\n")
-        if cause.is_of_all:
-            # Rank 0 has printed it on the terminal; the logs of the others say the same.
-            tell(f"{what}\n")
-            return cause.exit_code
         tell(f"{what} The other ranks were stopped.\n")
         if not cause.traceback:
             lines = read_tail(self.log_dir / f"rank_{cause.rank}.log", 15).splitlines()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
+from unsloth_multigpu.wire.event import stack_path
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.process import only_here
-from unsloth_multigpu.wire.stack import stack_path
 
 PERIOD_S = 0.5
 # Errors while a process group is opened or closed, or with another format of torch's records. The thread must survive

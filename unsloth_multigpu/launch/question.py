@@ -30,42 +30,29 @@ _ANSWER_LIMIT_S = 24 * 3600.0
 _KINDS: dict[str, type[BaseException]] = {"EOFError": EOFError, "KeyboardInterrupt": KeyboardInterrupt}
 
 
-class SharedInput:
-    """Replaces `builtins.input` and `getpass.getpass`, so that the user answers once.
+@contextmanager
+def prompts_answered(answer: Callable[[str, Callable[[], str]], Any]) -> Iterator[None]:
+    """Replaces `builtins.input` and `getpass.getpass` within the context, so that the user answers once.
 
     `answer` takes the call as text, equal on all ranks, and a function that asks. It returns the answer: on rank 0 by
     calling the function, on other ranks by waiting for rank 0.
     """
 
-    def __init__(self, answer: Callable[[str, Callable[[], str]], Any]) -> None:
-        self._answer = answer
-        self._before = {name: getattr(owner, name) for owner, name in _PROMPTS}
+    def replaced(name: str, original: Callable[..., str]) -> Callable[..., Any]:
+        def prompt(*args: Any, **kwargs: Any) -> Any:
+            return answer(f"{name}({str(args[0])!r})" if args else f"{name}()", lambda: original(*args, **kwargs))
 
-    def open(self) -> None:
-        """Replaces `input` and `getpass.getpass`."""
-        for owner, name in _PROMPTS:
-            if (current := getattr(owner, name)) != getattr(self, name):
-                self._before[name] = current
-                setattr(owner, name, getattr(self, name))
+        return prompt
 
-    def close(self) -> None:
-        """Restores both, except where the program has put its own function."""
-        for owner, name in _PROMPTS:
-            if getattr(owner, name) == getattr(self, name):
-                setattr(owner, name, self._before[name])
-
-    # `from getpass import getpass` keeps these after `close`: they call the original that was found last.
-    def input(self, *args: Any) -> Any:
-        """Replaces `input`."""
-        return self._answer(_question("input", args), lambda: self._before["input"](*args))
-
-    def getpass(self, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `getpass.getpass`."""
-        return self._answer(_question("getpass", args), lambda: self._before["getpass"](*args, **kwargs))
-
-
-def _question(name: str, args: tuple[Any, ...]) -> str:
-    return f"{name}({str(args[0])!r})" if args else f"{name}()"
+    changes = [(owner, name, before := getattr(owner, name), replaced(name, before)) for owner, name in _PROMPTS]
+    for owner, name, _, ours in changes:
+        setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        for owner, name, before, ours in changes:
+            if getattr(owner, name) is ours:  # Else the program has put its own function there.
+                setattr(owner, name, before)
 
 
 @contextmanager
@@ -82,12 +69,8 @@ def questions_shared(run_dir: Path, identity: RankIdentity, attempt: int, beat: 
         with beat.within(Phase.SCRIPT):
             return _ask(ask, path) if identity.rank == 0 else _receive(path, identity.rank, what)
 
-    shared = SharedInput(answer)
-    shared.open()
-    try:
+    with prompts_answered(answer):
         yield
-    finally:
-        shared.close()
 
 
 def _ask(original: Callable[[], str], path: Path) -> str:

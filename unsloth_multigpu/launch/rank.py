@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,20 +20,15 @@ from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import is_alive, only_here
-from unsloth_multigpu.wire.wait import wait_until
 
 _PR_SET_PDEATHSIG = 1
 # After an error Python joins threads and runs exit handlers, which a process group may block forever.
 TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
-# An error in this file comes from a Python function that it calls for the user.
-_PASSES_ON = _PACKAGE + "launch/question.py"
-# Ranks with the same error fail at nearly the same time.
-_OTHERS_LIMIT_S = 3.0
 
 
 def enter_rank(
@@ -131,9 +125,6 @@ def _report_end(identity: RankIdentity, events: EventWriter, run_dir: str, has_f
                 events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
                 return
             events.write("exception", **facts, exit_code=exit_code)
-            # Only before the first step: later the other ranks wait for this one in a collective.
-            if events.beat.step < 1:
-                await_others(run_dir, events.attempt, identity.local_world_size)
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
@@ -177,16 +168,5 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
     # "<string>" is the generated __init__ of a dataclass.
     is_own = [frame.filename.startswith(_PACKAGE) or frame.filename == "<string>" for frame in frames]
     others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
-    is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
-    if others and (not is_defect or isinstance(error, MultiGPUError)):
+    if others and (not is_own[-1] or isinstance(error, MultiGPUError)):
         shown.stack[:] = others
-
-
-def await_others(run_dir: str, attempt: int, num_ranks: int) -> None:
-    """Waits a few seconds for the other ranks of this node to fail, too: an error of all ranks is reported as such."""
-
-    def have_ended() -> bool:
-        ended = {e.rank for e in read_events(run_dir, attempt) if e.kind in ("exception", "exiting")}
-        return len(ended) >= num_ranks
-
-    wait_until(have_ended, time.monotonic() + _OTHERS_LIMIT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType
 
 from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
@@ -35,16 +34,11 @@ def _generators() -> dict[str, tuple[Callable[[], str], Callable[[int], object]]
     }
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
-        found["numpy"] = (lambda: digest_of(_numpy_state(numpy)), numpy.random.seed)
+        found["numpy"] = (lambda: digest_of(numpy.random.get_state()), numpy.random.seed)
     if torch is not None:
         # `manual_seed` also applies to devices that are opened later.
         found["torch"] = (lambda: digest_hex(torch.get_rng_state().numpy().tobytes()), torch.manual_seed)
     return found
-
-
-def _numpy_state(numpy: ModuleType) -> tuple[object, ...]:
-    name, words, *place = numpy.random.get_state()
-    return (name, words.tobytes(), *place)
 
 
 def same_random_choices() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,15 +20,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
-from unsloth_multigpu.wire.process import (
-    count_memory_kills,
-    read_state,
-    send_signal,
-    send_to_main_thread,
-    write_private,
-)
-from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
-from unsloth_multigpu.wire.wait import wait_until
+from unsloth_multigpu.wire.process import read_state, send_signal, write_private
+from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
 logger = get_logger(__name__)
 
@@ -38,6 +32,15 @@ _EARLY_EXIT_GRACE_S = 2.0
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 5.0
 _NUM_FRAMES = 8
+
+
+def count_memory_kills() -> int:
+    """Returns the number of processes that the kernel has killed for lack of memory since boot."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 @dataclass(eq=False, repr=False)
@@ -103,7 +106,6 @@ class Watch:
             self._beats if events else {},  # Without events the pages are from an earlier attempt.
             num_memory_kills=count_memory_kills() - self._num_kills_before,
             is_one_node=self.config.nnodes == 1,
-            num_ranks=self.ranks.num_ranks,
         )
 
     def _end_hang(self, events: list[Event], living: Mapping[int, int]) -> None:
@@ -130,14 +132,10 @@ class Watch:
 
     def _collect_stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
         """Returns every rank's stacks, "" if it writes none, and saves them in the log folder."""
-        # Only if faulthandler is set up: without it the signal would end the process.
-        paths = {rank: path for rank in pids if (path := stack_path(self.run_dir, rank)).exists()}
-        for rank in paths:
-            send_to_main_thread(pids[rank], signal.SIGUSR2)
-            if read_state(pids[rank]) == "stopped":
-                send_signal(pids[rank], signal.SIGCONT)
-        wait_until(lambda: all(is_written(_text(path)) for path in paths.values()), time.monotonic() + _STACK_LIMIT_S)
-        stacks = {rank: _text(paths[rank]) if rank in paths else "" for rank in pids}
+        for pid in pids.values():
+            if read_state(pid) == "stopped":
+                send_signal(pid, signal.SIGCONT)
+        stacks = read_stacks(self.run_dir, pids, _STACK_LIMIT_S)
         for rank, stack in stacks.items():
             try:
                 write_private(self.log_dir / f"stack_rank_{rank}.txt", stack)
@@ -172,7 +170,3 @@ class Watch:
             # SIGKILL, because Python handlers do not run while the main thread waits in native code.
             in_teardown = {event.rank for event in events if event.kind in ("exception", HANG)}
             self.ranks.send(signal.SIGKILL, self.ranks.living().keys() - in_teardown)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")

@@ -39,10 +39,9 @@ from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 from unsloth_multigpu.wire.context import RunContext
-from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here, threads_of_each
-from unsloth_multigpu.wire.run import write_run
+from unsloth_multigpu.wire.run import exclusive_log_dir, private_dir, write_run
 
 logger = get_logger(__name__)
 

@@ -21,8 +21,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died
 from unsloth_multigpu.wire.heartbeat import read_beats
-from unsloth_multigpu.wire.process import send_to_main_thread
-from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
+from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
 logger = get_logger(__name__)
 
@@ -33,7 +32,7 @@ _POLL_MS = 50
 _AGAIN_S = 2.0
 _LOOK_S = 0.2
 _SIGNAL_S = 0.05
-_STACK_LIMIT_S, _STACK_POLL_S = 2.0, 0.02
+_STACK_LIMIT_S = 2.0
 _KILLED_BECAUSE = "it did not leave the cell"
 
 
@@ -263,24 +262,13 @@ class Monitor:
         hang = find_hang(read_beats(self._run_dir), time.monotonic(), self._hang_timeout_s, since_s=cell.begin_s)
         if hang is None:
             return
-        place = "" if hang.rank is None else self._place_of(hang.rank)
+        pids = {} if hang.rank is None else {hang.rank: self._kernel.pids[hang.rank]}
+        place = place_of(main_frames("".join(read_stacks(self._run_dir, pids, _STACK_LIMIT_S).values())))
         error = RankTimeoutError(
             f"{hang.message}{f' ({place})' if place else ''}.",
             hint=f"If the rank was only slow, raise hang_timeout_s={self._hang_timeout_s:g}.",
         )
         cell.fail("hung", error)
-
-    def _place_of(self, rank: int) -> str:
-        """Returns the line of the user's code that a rank executes."""
-        path = stack_path(self._run_dir, rank)
-        begin = path.stat().st_size
-        send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
-        deadline_s, text, before = time.monotonic() + _STACK_LIMIT_S, "", ""
-        # With a limit, because a stopped process writes nothing.
-        while not (is_written(text) and text == before) and time.monotonic() < deadline_s:
-            time.sleep(_STACK_POLL_S)
-            before, text = text, path.read_bytes()[begin:].decode(errors="replace")
-        return place_of(main_frames(text))
 
 
 def _is_taken() -> bool:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.launch.question import SharedInput
+from unsloth_multigpu.launch.question import prompts_answered
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.display import RankMagics
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, names_broken_group
@@ -46,7 +46,7 @@ class KernelShell:
         self._after_cell = after_cell
         self._variables_before = variables_before
         self.publisher = Publisher(kernel)
-        self._input = SharedInput(self.publisher.make)
+        self._prompts = ExitStack()
         self._magics = RankMagics(shell, kernel, self.publisher, run)
         self._stack = ExitStack()
         # A front end may have its own handler: Colab's adds advice to an ImportError.
@@ -76,7 +76,7 @@ class KernelShell:
         registry = PatchRegistry(notebook_patches(self.publisher.make))
         registry.apply()
         self._stack.callback(registry.undo)
-        self._stack.callback(self._input.close)
+        self._stack.callback(self._prompts.close)
         self._magics.open(self._stack)
 
     def close(self) -> None:
@@ -93,7 +93,8 @@ class KernelShell:
         self._magics.begin(source)
         execution_count = self._shell.execution_count - self._num_counted_early
         self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
-        self._input.open()
+        self._prompts.close()
+        self._prompts.enter_context(prompts_answered(self.publisher.make))
 
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
         """Returns the asyncio task of an async cell, else None."""
@@ -138,7 +139,7 @@ class KernelShell:
         if self._depth or cell is None:
             return
         with self._kernel.undisturbed():
-            self._input.close()
+            self._prompts.close()
             self._end(cell, result)
 
     def _end(self, cell: Cell, result: Any) -> None:

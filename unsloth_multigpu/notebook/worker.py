@@ -23,7 +23,7 @@ from IPython.core.profiledir import ProfileDir
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.launch.question import SharedInput
+from unsloth_multigpu.launch.question import prompts_answered
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.kernel import Channel, error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.kernel_share import (
@@ -281,10 +281,9 @@ def main() -> None:
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
     shell = make_worker_shell(settings["profile"], receiver, program)
-    SharedInput(receiver.make).open()
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
-    with done_by_rank_0(shell, receiver, settings["before"]):
+    with prompts_answered(receiver.make), done_by_rank_0(shell, receiver, settings["before"]):
         Worker(channel, receiver, program, shell).run()
 
 

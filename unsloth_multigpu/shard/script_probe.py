@@ -32,9 +32,9 @@ from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryFor
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.child import exit_on_signal, run_to_end
 from unsloth_multigpu.wire.context import ToolRequest
-from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import exit_on_signal, run_to_end
+from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import how_ended, shown_lines
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE
-from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.child import end_command
 from unsloth_multigpu.words import how_ended, shown_lines
 
 _TERMINATE_LIMIT_S = 10.0

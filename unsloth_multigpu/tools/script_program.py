@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.accelerator import HIDDEN, among
-from unsloth_multigpu.cli.run_command import RANK_MODULE
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.child import run_to_end
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.identity import read_identity
-from unsloth_multigpu.wire.process import run_to_end, threads_of_each
+from unsloth_multigpu.wire.process import threads_of_each
+from unsloth_multigpu.wire.run import SCRIPT_MODULE
 from unsloth_multigpu.words import last_lines
 
 DEFAULT_LIMIT_S = 3600.0
@@ -60,7 +61,7 @@ def command_of(program: Sequence[str]) -> list[str]:
     """
     # An absolute path, because the script may change its working folder before it starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
-    return [sys.executable, "-m", RANK_MODULE, name, *program[1:]]
+    return [sys.executable, "-m", SCRIPT_MODULE, name, *program[1:]]
 
 
 def run_recorded(

@@ -1,4 +1,4 @@
-"""A Python child process with which this process communicates over a socket pair."""
+"""Child processes: Python with a connection to this process, and commands that are ended with all that they start."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
 
-from unsloth_multigpu.wire.folder import make_log
-from unsloth_multigpu.wire.process import kill_rank, wait_after_kill
+import psutil
+
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.process import is_alive, send_signal, signals_handled
+from unsloth_multigpu.wire.run import make_log
 from unsloth_multigpu.words import how_ended
 
+logger = get_logger(__name__)
+
 _TAIL_LINES = 25
+_POLL_S = 0.01
+# Limit from SIGKILL until a process is gone. A driver may hold it longer.
+KILL_LIMIT_S = 5.0
 # Starts Python by way of a shell. A debugger that is attached to this process would patch a Python child, which would
 # then wait for a client that VS Code and JupyterLab never connect.
 _BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
 
 
 class Child:
-    """Starts and ends the process.
+    """A Python child process with which this process communicates over a socket pair.
 
     Args:
         name: Its name in messages, such as "rank 1".
@@ -127,3 +138,104 @@ def read_tail(log: Path, num_lines: int = _TAIL_LINES) -> str:
     with suppress(OSError):
         return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
     return ""
+
+
+def run_to_end(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO,
+    *,
+    marker: str,
+    limit_s: float,
+    terminate_limit_s: float,
+    cwd: Path | None = None,
+) -> int | None:
+    """Runs a command in a new session, without input, which Ctrl-C does not reach, and ends all of its processes.
+
+    Args:
+        environment: All of its variables; one of them must contain `marker`, see `end_command`.
+        terminate_limit_s: Time between SIGTERM and SIGKILL after `limit_s`.
+
+    Returns:
+        The exit code, -N = ended by signal N; None if it took longer than `limit_s`.
+    """
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(list(command), cwd=cwd, env=dict(environment), start_new_session=True, **streams)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(limit_s)
+        return process.poll()
+    finally:
+        end_command(process, marker, terminate_limit_s)
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` blocks run."""
+    received: list[int] = []
+
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        # A closed terminal and its shell both send SIGHUP: the second one must not interrupt the clean-up.
+        if not received:
+            received.append(signal_number)
+            raise SystemExit(128 + signal_number)
+
+    with signals_handled((signal.SIGTERM, signal.SIGHUP), leave):
+        yield
+
+
+def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
+    """Ends a command, the leader of its session, by SIGTERM, after `limit_s` by SIGKILL, then all that it has left.
+
+    These are found by `marker`, a text that only the environment of this command contains: launchers give each rank a
+    session of its own.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+    with suppress(ProcessLookupError):  # Usually no process is left in the group.
+        os.killpg(process.pid, signal.SIGKILL)
+    wait_after_kill(process)
+    if left := kill_marked(marker):
+        logger.warning("pids=%s do not end: a driver may hold them", left)
+
+
+def wait_after_kill(process: subprocess.Popen[Any]) -> None:
+    """Collects a process after SIGKILL. One that a driver holds is left to init."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_LIMIT_S)
+
+
+def kill_rank(pid: int) -> None:
+    """Kills a rank and its process group, because children of a rank may hold its device."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        send_signal(pid, signal.SIGKILL)  # It does not lead a group.
+
+
+def find_marked(marker: str) -> list[int]:
+    """Returns the ids of all processes with `marker` in one of their environment variables."""
+    found = []
+    for process in psutil.process_iter():
+        # It may have ended meanwhile, or belong to another user.
+        with suppress(psutil.Error):
+            if any(marker in f"{name}={value}" for name, value in process.environ().items()):
+                found.append(process.pid)
+    return found
+
+
+def kill_marked(marker: str) -> list[int]:
+    """Kills the processes of `find_marked` until there are none. Returns those that did not end in time."""
+    end_s = time.monotonic() + KILL_LIMIT_S
+    seen: set[int] = set()
+    while True:
+        found = find_marked(marker)
+        for pid in found:
+            send_signal(pid, signal.SIGKILL)
+        # An ending process loses its environment before its files and devices.
+        seen = {pid for pid in seen.union(found) if is_alive(pid)}
+        if not (found or seen) or time.monotonic() > end_s:
+            return sorted(seen)
+        time.sleep(_POLL_S)

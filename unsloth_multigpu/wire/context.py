@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unsloth_multigpu.options import ENV_ATTEMPT, ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_TOOL
+from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN, ENV_RUN_DIR, ENV_TOOL
 
 # Facts that are equal for all attempts.
 _OF_RUN = ("supervisor_pid", "log_dir", "seed", "draws", "run_id", "server_port", "shard")
@@ -36,7 +36,7 @@ class RunContext:
         draws: Digests of the supervisor's random generators in `enable_multi_gpu()`, see `launch.seeding`.
         run_id: Name of the run, equal for all its attempts.
         server_port: Port of the generation server; the next port is for weights. None = no server.
-        attempt: How often the ranks were started before.
+        attempt: How often the ranks were started before, in the variable of torchrun.
         tool: The tool that started the run.
         shard: The option `shard`, with the supervisor's choice in place of "auto".
         launcher: "notebook" or "unsloth_multigpu" in ranks that this package has started, else None.
@@ -61,17 +61,12 @@ class RunContext:
         launcher = "notebook" if ENV_NOTEBOOK in environment else "unsloth_multigpu"
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
-            attempt=int(environment.get(ENV_ATTEMPT, 0)),
+            attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
             launcher=launcher if ENV_RUN_DIR in environment else None,
             **json.loads(environment.get(ENV_RUN, "{}")),
         )
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables of the run, without those of the tool and the attempt."""
+        """Returns the environment variables of the run, without that of the tool."""
         return {ENV_RUN: json.dumps({name: getattr(self, name) for name in _OF_RUN}), ENV_RUN_DIR: str(self.run_dir)}
-
-
-def attempt_variables(attempt: int) -> dict[str, str]:
-    """Returns the environment variable with the number of earlier starts of the ranks."""
-    return {ENV_ATTEMPT: str(attempt)}

@@ -30,7 +30,7 @@ class Event:
 
     Args:
         kind: "started", "meeting" (waits for the others to open a process group), "met", "training", "trained",
-            "stopping", "stopped", "interrupted", "exception" or "exiting".
+            "refused" (see `errors.is_refusal`), "stopping", "stopped", "interrupted", "exception" or "exiting".
         time_s: Time of `time.monotonic`, which all processes of a machine share.
         step: Last finished optimizer step, -1 before the first training.
         facts: Further values of the kind: pid, exit_code, error, traceback.
@@ -113,3 +113,8 @@ def say_ready(run_dir: str | os.PathLike[str], attempt: int) -> None:
 def is_ready(run_dir: str | os.PathLike[str], attempt: int) -> bool:
     """True once the generation server of this attempt has answered. Takes microseconds."""
     return Path(run_dir, f"server_{attempt}").exists()
+
+
+def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    """Returns the file for a rank's stacks, which it writes after SIGUSR2; see `stack.read_stacks`."""
+    return Path(run_dir, f"stack_rank_{rank}.txt")

@@ -1,15 +1,20 @@
-"""Reads the identity of a rank from the variables of its launcher: ours, torchrun (also accelerate) or SLURM's srun."""
+"""Is this process a rank, and which? By the variables of its launcher: ours, torchrun (also accelerate), or srun."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.wire.context import RunContext
 
 DEFAULT_MASTER_PORT = 29500
+_SPAWN = "torch.multiprocessing.spawn"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,42 @@ def read_identity(environment: Mapping[str, str], *, is_kernel: bool = False) ->
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _from_slurm(environment)
     return None
+
+
+def is_helper() -> bool:
+    """True in a helper process of multiprocessing, which is not a rank and starts none.
+
+    Data loaders and `Dataset.map` start helpers, which may import the script. `torch.multiprocessing.spawn` starts
+    ranks, also for accelerate's `notebook_launcher` and Lightning: a rank has opened a process group, or `spawn` has
+    called its function.
+
+    Raises:
+        SetupError: This is one of several ranks, but its variables do not say which.
+        LaunchError: The variables contradict each other or are incomplete.
+    """
+    # While a spawned process imports the script, multiprocessing has set `_inheriting`, and not yet the parent.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return True
+    if multiprocessing.parent_process() is None:
+        return False
+    loading = sys.modules.get("torch.utils.data")
+    if loading is not None and loading.get_worker_info() is not None:
+        return True
+    dist = sys.modules.get("torch.distributed")
+    has_group = dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_spawned = any(frame.f_globals.get("__name__") == _SPAWN for frame, _ in traceback.walk_stack(None))
+    # This package starts ranks as commands, so any process that they spawn is a helper.
+    if not (has_group or is_spawned) or RunContext.read(os.environ).run_dir is not None:
+        return True
+    own = read_identity(os.environ)
+    if own is None or own.world_size == 1:
+        raise SetupError(
+            "This process is one of several that multiprocessing has started, but its variables do not say which rank "
+            "it is.",
+            hint="Before this call set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or start the script "
+            "with `python train.py` and without spawn: enable_multi_gpu() starts the ranks.",
+        )
+    return False
 
 
 def first_host(nodelist: str) -> str:

@@ -1,11 +1,18 @@
-"""Parses the stacks of a rank's threads that `faulthandler` writes after a signal."""
+"""The stacks of a rank's threads, which `faulthandler` writes after SIGUSR2."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sysconfig
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from unsloth_multigpu.wire.event import stack_path
+from unsloth_multigpu.wire.process import send_signal
+from unsloth_multigpu.wire.wait import wait_until
 
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -16,9 +23,25 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _P
 _SITES = ("/site-packages/", "/dist-packages/")
 
 
-def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
-    """Returns the file for a rank's stacks in the run's folder."""
-    return Path(run_dir) / f"stack_rank_{rank}.txt"
+def read_stacks(run_dir: str | os.PathLike[str], pids: Mapping[int, int], limit_s: float) -> dict[int, str]:
+    """Returns the stacks of all threads of each rank; "" for a rank that writes none within `limit_s`.
+
+    `pids` are the process ids of the ranks. A stopped process writes nothing.
+    """
+    # Only if faulthandler is set up: without it the signal would end the process.
+    paths = {rank: path for rank in pids if (path := stack_path(run_dir, rank)).exists()}
+    begins = {rank: path.stat().st_size for rank, path in paths.items()}
+    texts = dict.fromkeys(pids, "")
+    for rank in paths:
+        send_signal(pids[rank], signal.SIGUSR2)
+
+    def are_complete() -> bool:
+        before = dict(texts)
+        texts.update({r: path.read_bytes()[begins[r] :].decode(errors="replace") for r, path in paths.items()})
+        return texts == before and all(_is_written(texts[rank]) for rank in paths)
+
+    wait_until(are_complete, time.monotonic() + limit_s)
+    return texts
 
 
 def main_frames(text: str) -> list[str]:
@@ -35,11 +58,6 @@ def main_frames(text: str) -> list[str]:
     return frames
 
 
-def is_written(text: str) -> bool:
-    """True once the main thread's stack, the last one, is complete, if that thread has received the signal."""
-    return bool(main_frames(text)) and "Current thread 0x" in text
-
-
 def place_of(frames: list[str]) -> str:
     """Returns the innermost frame of the user's own code, such as "train.py:41 in collate"; "" without one."""
     for line in frames:
@@ -49,6 +67,11 @@ def place_of(frames: list[str]) -> str:
             name = f"In [{cell[1]}]" if cell else Path(frame["file"]).name
             return f"{name}:{frame['line']} in {frame['function']}"
     return ""
+
+
+def _is_written(text: str) -> bool:
+    # The main thread, whose stack is the last one, usually receives the signal.
+    return bool(main_frames(text)) and "Current thread 0x" in text
 
 
 def _is_library(file: str) -> bool:

@@ -21,7 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ["RANK"])
-kind = sys.argv[2 + int(os.environ["UNSLOTH_MULTIGPU_ATTEMPT"])]
+kind = sys.argv[2 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 STEP = 3
 
 

@@ -26,7 +26,7 @@ from tiny_llama import tiny_llama
 from transformers import Trainer, TrainerCallback
 
 rank = int(os.environ.get("RANK", "0"))
-attempt = os.environ.get("UNSLOTH_MULTIGPU_ATTEMPT", "0")
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Rows(torch.utils.data.Dataset):

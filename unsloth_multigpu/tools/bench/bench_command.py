@@ -29,7 +29,7 @@ from unsloth_multigpu.tools.bench.arm import (
 from unsloth_multigpu.tools.bench.bench_result import Record, conditions, show_results, summarize
 from unsloth_multigpu.tools.bench.bench_worker import made_model
 from unsloth_multigpu.tools.script_program import run_recorded
-from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.wire.child import exit_on_signal
 from unsloth_multigpu.words import how_ended
 
 Options = BenchOptions

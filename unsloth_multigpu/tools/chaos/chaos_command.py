@@ -26,8 +26,8 @@ from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, all_faults, limit_s, parse_fault, read_records
 from unsloth_multigpu.tools.script_program import check_is_no_rank
-from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import exit_on_signal, find_marked, kill_marked, wait_after_kill
+from unsloth_multigpu.wire.child import exit_on_signal, find_marked, kill_marked, wait_after_kill
+from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import duration, last_lines
 
 # Largest relative difference of a tensor that fp32 rounding explains.

@@ -17,7 +17,7 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.probe import Probe
-from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.wire.child import exit_on_signal
 from unsloth_multigpu.words import aligned, listed
 
 State = Literal["ok", "note", "FAIL"]

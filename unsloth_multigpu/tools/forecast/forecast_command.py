@@ -24,8 +24,8 @@ from unsloth_multigpu.tools.script_program import (
     parse_numbers,
     run_first_steps,
 )
-from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.wire.child import exit_on_signal
+from unsloth_multigpu.wire.run import private_dir
 from unsloth_multigpu.words import duration
 
 # Minimum of timed steps, so that one slow step does not decide.

@@ -20,8 +20,8 @@ from unsloth_multigpu.tools.script_program import (
     run_first_steps,
     thread_variables,
 )
-from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import exit_on_signal
+from unsloth_multigpu.wire.child import exit_on_signal
+from unsloth_multigpu.wire.run import private_dir
 
 
 @dataclass(frozen=True)
