@@ -13,6 +13,7 @@ from typing import Any
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, log_header
 from unsloth_multigpu.notebook.kernel_share import Publisher, read_ranks
 from unsloth_multigpu.overview import Look, Overview, columns_of, headline, lines_of, table_of
+from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.heartbeat import Phase
 from unsloth_multigpu.wire.run import Run
 
@@ -87,7 +88,7 @@ class RankMagics:
         elif words[:1] == ["log"] and len(words) <= 2 and all(map(str.isdecimal, words[1:])):
             rank = int(words[1]) if words[1:] else 1
             found = [worker for worker in self._kernel.workers if worker.rank == rank]
-            sys.stdout.write(found[0].tail(_NUM_LOG_LINES) + "\n" if found else f"rank {rank} has no log\n")
+            sys.stdout.write(read_tail(found[0].log, _NUM_LOG_LINES) + "\n" if found else f"rank {rank} has no log\n")
         elif words:
             sys.stdout.write(_USAGE + "\n")
         else:

@@ -283,7 +283,7 @@ def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedErr
     why = "If rank 0 has that name, code that only rank 0 runs has defined it: define it in a cell. " if is_name else ""
     return DistributedError(
         f"rank {worker.rank} raised {message['error']}\n\nTraceback of rank {worker.rank}:\n{message['traceback']}",
-        hint=f"{why}All output of rank {worker.rank}: {worker.shown_log()}",
+        hint=f"{why}All output of rank {worker.rank}: {worker.log}",
     )
 
 

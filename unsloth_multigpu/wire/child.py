@@ -25,7 +25,6 @@ from unsloth_multigpu.words import how_ended
 
 logger = get_logger(__name__)
 
-_TAIL_LINES = 25
 _POLL_S = 0.01
 # Limit from SIGKILL until a process is gone. A driver may hold it longer.
 KILL_LIMIT_S = 5.0
@@ -102,7 +101,7 @@ class Child:
 
     def describe_death(self) -> str:
         """Describes the end of the process, with the last lines of its log."""
-        return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
+        return f"{self.describe_end()}. The end of its log:\n{read_tail(self.log)}"
 
     def describe_end(self) -> str:
         """Describes the end of the process in one line without a full stop."""
@@ -110,16 +109,6 @@ class Child:
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"
         return f"{self.name} (pid {self.pid}) {how}"
-
-    def shown_log(self) -> Path:
-        """Returns the path of its log, relative to the current folder if it is below it."""
-        with suppress(ValueError, FileNotFoundError):
-            return self.log.relative_to(Path.cwd())
-        return self.log
-
-    def tail(self, num_lines: int = _TAIL_LINES) -> str:
-        """Returns the last lines of the log of the process."""
-        return read_tail(self.log, num_lines)
 
 
 def connect_to_parent() -> Connection:
@@ -133,7 +122,7 @@ def connect_to_parent() -> Connection:
     return Connection(descriptor)
 
 
-def read_tail(log: Path, num_lines: int = _TAIL_LINES) -> str:
+def read_tail(log: Path, num_lines: int = 25) -> str:
     """Returns the last lines of a log; "" if it cannot be read."""
     with suppress(OSError):
         return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
