@@ -23,11 +23,10 @@ def preemption_of(trainer, manager, events=None, may_stop=lambda: True):
 
 
 def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(tmp_path):
-    assert read_request(tmp_path, 1) is None
+    assert read_request(tmp_path) is None
     for number, deadline_s in ((signal.SIGTERM, 7.0), (signal.SIGINT, 9.0)):
-        ask_to_stop(tmp_path, 1, StopRequest(number, deadline_s))
-    assert read_request(tmp_path, 1) == StopRequest(signal.SIGTERM, 7.0)
-    assert [read_request(tmp_path, attempt) for attempt in (0, 2)] == [None, None]
+        ask_to_stop(tmp_path, StopRequest(number, deadline_s))
+    assert read_request(tmp_path) == StopRequest(signal.SIGTERM, 7.0)
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -96,7 +95,7 @@ def preemption(trainer, tmp_path, *, may_stop=lambda: True, **options):
 
 
 def ask(tmp_path, number=signal.SIGTERM):
-    ask_to_stop(tmp_path, 0, StopRequest(number, time.monotonic() + 5.0))
+    ask_to_stop(tmp_path, StopRequest(number, time.monotonic() + 5.0))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +165,7 @@ def test_rank_that_hears_of_a_stop_by_another_node_tells_its_supervisor(tmp_path
 
     with pytest.raises(SystemExit, match="143"):
         train()
-    assert read_request(tmp_path, 0).signal_number == signal.SIGTERM
+    assert read_request(tmp_path).signal_number == signal.SIGTERM
     assert trainer.saved == [2]
     # Until the others have saved, too.
     assert waits_until == [pytest.approx(time.monotonic() + 7.0, abs=3.0)]

@@ -13,9 +13,9 @@ from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 def end_time(run_dir):
     """The time of the ranks that were asked is over."""
-    asked = read_request(run_dir, 0)
-    (run_dir / "stop_0").unlink()
-    ask_to_stop(run_dir, 0, StopRequest(asked.signal_number, time.monotonic() - 1.0))
+    asked = read_request(run_dir)
+    (run_dir / "stop").unlink()
+    ask_to_stop(run_dir, StopRequest(asked.signal_number, time.monotonic() - 1.0))
 
 
 def event(kind, rank=0):
@@ -43,14 +43,12 @@ def signals():
 
 @pytest.fixture
 def stop(signals, tmp_path):
-    stop = Stop(signals, tmp_path, 2, 5.0)
-    stop.begin_attempt(0)
-    return stop
+    return Stop(signals, tmp_path, 2, 5.0)
 
 
 @pytest.fixture
 def asked(tmp_path):
-    return lambda: read_request(tmp_path, 0)
+    return lambda: read_request(tmp_path)
 
 
 def send(*numbers):
@@ -115,7 +113,7 @@ def test_rank_that_does_not_end_is_killed(stop, beat):
 
 
 def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, tmp_path):
-    ask_to_stop(tmp_path, 0, StopRequest(signal.SIGUSR1, time.monotonic() + 5.0))
+    ask_to_stop(tmp_path, StopRequest(signal.SIGUSR1, time.monotonic() + 5.0))
     assert stop.turn(BOTH) is None
     assert (stop.is_asked(), stop.signal_number) == (True, signal.SIGUSR1)
 

@@ -96,7 +96,6 @@ class DDPLauncher:
 
     def _run_attempt(self, attempt: int, environment: Mapping[str, str]) -> int | None:
         """Runs the ranks once. Returns the exit code of the run, or None if the ranks are to be restarted."""
-        self.stop.begin_attempt(attempt)
         place = self.meeting.meet(attempt, self.stop.is_asked)
         if place is None or self.stop.is_asked():
             return self._report_stop([])

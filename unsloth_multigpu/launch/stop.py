@@ -49,15 +49,10 @@ class Stop:
         self._run_dir = run_dir
         self._num_ranks = num_ranks
         self._grace_s = grace_s
-        self._attempt = 0
         self._first_s = 0.0
         self._is_sent = False
         self.signal_number = 0
         self.how = "saved"
-
-    def begin_attempt(self, attempt: int) -> None:
-        """Called before the ranks are started: requests to stop belong to an attempt."""
-        self._attempt = attempt
 
     def is_asked(self) -> bool:
         """True once a signal has come. Called while no rank runs."""
@@ -74,7 +69,7 @@ class Stop:
             elif time_s - self._first_s > REPEAT_S:
                 self.how, self._is_sent = "at once", True
                 return signal.SIGKILL
-        now_s, request = time.monotonic(), read_request(self._run_dir, self._attempt)
+        now_s, request = time.monotonic(), read_request(self._run_dir)
         if not self.signal_number and request is not None:
             # Another node was signalled, and has told a rank of this node.
             self.signal_number, self._first_s = request.signal_number, now_s
@@ -105,7 +100,7 @@ class Stop:
         if not self._grace_s or is_outside or signal_number == signal.SIGHUP:
             self.how = "at once"
             return
-        ask_to_stop(self._run_dir, self._attempt, StopRequest(signal_number, time_s + self._grace_s))
+        ask_to_stop(self._run_dir, StopRequest(signal_number, time_s + self._grace_s))
         name = signal.Signals(signal_number).name
         tell(
             f"\nunsloth_multigpu: {name}: the ranks finish their step, save and stop, within {self._grace_s:g} s "

@@ -158,7 +158,7 @@ class Preemption(Part):
         return self.signal_number != 0
 
     def _request(self) -> StopRequest | None:
-        return None if self.events is None else read_request(self.events.run_dir, self.events.attempt)
+        return None if self.events is None else read_request(self.events.run_dir)
 
     def _asked(self) -> int:
         request = self._request()
@@ -192,7 +192,7 @@ class Preemption(Part):
         name = signal.Signals(self.signal_number).name
         if self.events is not None:
             if request is None:  # Only the supervisor of another node has received the signal.
-                ask_to_stop(self.events.run_dir, self.events.attempt, StopRequest(self.signal_number, deadline_s))
+                ask_to_stop(self.events.run_dir, StopRequest(self.signal_number, deadline_s))
             self.events.write("stopped", signal=name, checkpoint=self._checkpoint())
         elif self.manager.identity.rank == 0:
             step = self.trainer.state.global_step

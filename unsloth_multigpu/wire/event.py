@@ -89,17 +89,17 @@ class StopRequest:
     deadline_s: float
 
 
-def ask_to_stop(run_dir: str | os.PathLike[str], attempt: int, request: StopRequest) -> None:
-    """Asks the ranks of an attempt to stop. Only the first request counts."""
+def ask_to_stop(run_dir: str | os.PathLike[str], request: StopRequest) -> None:
+    """Asks the ranks to stop. Only the first request counts, and no attempt follows."""
     # A symbolic link may hold any text. It is created atomically, only once, and also on a full disk.
     with suppress(FileExistsError):
-        os.symlink(f"{request.signal_number} {request.deadline_s!r}", Path(run_dir, f"stop_{attempt}"))
+        os.symlink(f"{request.signal_number} {request.deadline_s!r}", Path(run_dir, "stop"))
 
 
-def read_request(run_dir: str | os.PathLike[str], attempt: int) -> StopRequest | None:
-    """Returns the request to the ranks of an attempt, None as long as there is none. Takes microseconds."""
+def read_request(run_dir: str | os.PathLike[str]) -> StopRequest | None:
+    """Returns the request to the ranks, None as long as there is none. Takes microseconds."""
     try:
-        signal_number, deadline_s = os.readlink(Path(run_dir, f"stop_{attempt}")).split()
+        signal_number, deadline_s = os.readlink(Path(run_dir, "stop")).split()
     except FileNotFoundError:
         return None
     return StopRequest(int(signal_number), float(deadline_s))
