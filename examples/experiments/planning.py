@@ -13,8 +13,7 @@ import time
 
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from unsloth_multigpu.deal.cost import CostModel
-from unsloth_multigpu.deal.plan import plan_step, slowest_time
+from unsloth_multigpu.deal.plan import CostModel, plan_step, slowest_time
 
 # The overhead and the attention that `bench` measured on two CPU cores.
 MEASURED = CostModel(overhead_tokens=40.0, attention=0.0004)

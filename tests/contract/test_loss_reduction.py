@@ -1,6 +1,7 @@
 """Which losses of transformers and TRL are declared, one row of the table each, and what a script's own loss is."""
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -21,7 +22,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from tests.helpers.tiny import build_tiny, preference_rows
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.step.loss import LossReduction, find_reduction, hidden_at_first
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -128,6 +129,12 @@ def test_what_the_user_says_counts(tmp_path):
     assert found(tmp_path, llama(), OwnLoss, asked="row_mean") == LossReduction("row_mean", rows_are_independent=True)
     with pytest.raises(ConfigError, match=r"loss_reduction='token_sum', but .* gets no num_items_in_batch"):
         found(tmp_path, NoCount(), asked="token_sum")
+
+
+def test_micro_batch_that_lacks_what_is_counted_says_what_is_wrong():
+    with pytest.raises(SetupError, match=r'counts by "sum of weights".*weights is one number of float32') as info:
+        LossReduction("auto", "sum of weights").count({"labels": torch.ones(2, 3), "weights": torch.tensor(1.0)})
+    assert "num_items_in_batch" in info.value.hint
 
 
 class NoCount(BertForSequenceClassification):

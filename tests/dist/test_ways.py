@@ -107,7 +107,7 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(trained):
     assert "begins without a call of Trainer.train and is not distributed" in err
     # Such a loop has the batches of one process on each rank.
     assert wanted["own"] == ours["own"] == {"aside": 7, "in its loop": 7}
-    changed = "A callback has set gradient_accumulation_steps from 2 to 1 in on_epoch_end"
+    changed = "gradient_accumulation_steps was set from 2 to 1 by a callback in on_epoch_end"
     assert changed in ours["changed"]["text"]
     assert "prepared 2 data loaders; expected one.\nHint: Return one DataLoader" in ours["two loaders"]["text"]
     assert ours["past DDP"]["error"] == "DivergenceError"

@@ -60,19 +60,17 @@ def stopwatch() -> dict[str, float]:
 
     width, rows = (64, 8) if IS_TINY else (4096, 2048)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(DEVICE)
-    watch, inputs = Stopwatch(lambda: model, torch.device(DEVICE)), torch.randn(rows, width, device=DEVICE)
+    watch, inputs = Stopwatch(torch.device(DEVICE)), torch.randn(rows, width, device=DEVICE)
     lap_s = wall_s = 0.0
-    with watch.on_model():
-        for _ in range(5):
-            synchronize()
-            begin_s = time.perf_counter()
-            watch.start()
+    for _ in range(5):
+        synchronize()
+        begin_s = time.perf_counter()
+        with watch.timing(model):
             model(inputs).sum().backward()
-            lap = watch.lap()
-            synchronize()
-            wall_s = time.perf_counter() - begin_s
-            assert lap is not None
-            lap_s = lap.seconds()
+        synchronize()
+        wall_s = time.perf_counter() - begin_s
+        assert watch.lap is not None
+        lap_s = watch.lap.seconds()
     if not 0.3 * wall_s < lap_s <= 1.05 * wall_s:
         raise RuntimeError(f"lap {lap_s} s, wall clock {wall_s} s")
     return {"lap_ms": round(1e3 * lap_s, 3), "wall_ms": round(1e3 * wall_s, 3)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, among, backend_of, kind_of
-from unsloth_multigpu.step.rounding import sum_dtype
+from unsloth_multigpu.step.comparison import sum_dtype
 
 
 def test_backend_and_kind_lead_to_each_other():

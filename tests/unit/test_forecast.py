@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, NVLINK, PCIE, Workload, advise, estimate, parse_link

@@ -11,31 +11,23 @@ from unsloth_multigpu.step.out_of_memory import advice, explain, is_out_of_memor
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        torch.distributed.DistBackendError("NCCL error in: x.cpp, Last error:\nCuda failure 2 'out of memory'"),
-        RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
-        MemoryError(),
-    ],
-)
-def test_out_of_memory_is_recognised(error):
-    assert is_out_of_memory(error)
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.distributed.DistBackendError("NCCL error in: x.cpp, Last error:\nCuda failure 2 'out of memory'"),
+    RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
+    MemoryError(),
+]
+OTHERS = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    DistributedError("rank 0 failed: CUDA out of memory", hint="x"),  # Another rank's.
+    OSError("CUDA out of memory"),
+]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        DistributedError("rank 0 failed: CUDA out of memory", hint="x"),  # Another rank's.
-        OSError("CUDA out of memory"),
-    ],
-)
-def test_other_errors_are_not(error):
-    assert not is_out_of_memory(error)
+def test_out_of_memory_is_recognised():
+    assert [error for error in [*ERRORS, *OTHERS] if is_out_of_memory(error)] == ERRORS
 
 
 def test_explanation_keeps_the_class_and_torchs_text_and_is_made_once():

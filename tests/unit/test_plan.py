@@ -1,15 +1,24 @@
-"""The planner: what every plan of a step keeps, and what it is better at than dealing in order."""
+"""How a step's samples are dealt, what a micro-batch costs, and what every plan keeps and is better at."""
 
 import random
 import statistics
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.deal.cost import CostModel
-from unsloth_multigpu.deal.deal import Balance, balance_step, deal_step, in_lockstep
-from unsloth_multigpu.deal.plan import lockstep_time, plan_step, slowest_time
+from unsloth_multigpu.deal.deal import Balance, balance_step, check_divisible, deal_step, equation, in_lockstep
+from unsloth_multigpu.deal.plan import (
+    CostModel,
+    fit_cost,
+    lockstep_time,
+    plan_step,
+    relative_speeds,
+    slowest_time,
+    without_outliers,
+)
+from unsloth_multigpu.errors import ConfigError
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
 COSTS = st.builds(
@@ -39,35 +48,24 @@ def parts_of(plan):
     return [[list(piece.positions) for piece in share if not piece.is_filler] for share in plan]
 
 
-def reach(lengths, sizes, balance):
-    """Most tokens that a micro-batch dealt in order could have."""
-    in_order = deal_step(sizes, len(balance.speeds), regroup=True)
-    parts = [piece.positions for share in in_order for piece in share]
-    if balance.cost.is_padded:
-        return max(map(len, parts)) * balance.cost.padded(max(lengths))
-    return max(sum(lengths[p] for p in part) for part in parts)
-
-
 @given(steps(), SPEEDS, COSTS)
-def test_plan_is_a_partition_with_a_piece_for_every_rank_and_fillers_where_samples_are_too_few(step, speeds, cost):
+def test_plan_has_every_sample_once_and_is_neither_slower_nor_larger_than_dealing_in_order(step, speeds, cost):
     lengths, sizes = step
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
     assert len(plan) == len(speeds)
-    assert all(piece.positions for share in plan for piece in share)
     assert all(share for share in plan)
     fillers = [piece for share in plan for piece in share if piece.is_filler]
     assert len(fillers) == max(0, len(speeds) - len(lengths))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
-
-
-@given(steps(), SPEEDS, COSTS)
-def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost):
-    lengths, sizes = step
-    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
-    in_order = deal_step(sizes, len(speeds), regroup=True)
-    before, after = (slowest_time(parts_of(p), lengths, speeds, cost) for p in (in_order, plan))
+    in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
+    before, after = (slowest_time(p, lengths, speeds, cost) for p in (in_order, parts_of(plan)))
     assert after <= before * (1 + 1e-9)
+    # The most tokens that a micro-batch dealt in order could have.
+    dealt = [part for share in in_order for part in share]
+    most = max(sum(lengths[i] for i in part) for part in dealt)
+    most = max(map(len, dealt)) * cost.padded(max(lengths)) if cost.is_padded else most
+    assert max(cost.tokens([lengths[i] for i in part]) for share in parts_of(plan) for part in share) <= most
 
 
 @given(steps(), SPEEDS, st.booleans())
@@ -76,20 +74,9 @@ def test_plan_for_unknown_costs_has_no_more_micro_batches_than_dealing_in_order(
     cost = CostModel(128.0, 512.0, is_padded=is_padded, is_unknown=True)
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True)
     assert rows_of(plan) == list(range(len(lengths)))
-    in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
-    counts, before = (
-        max(len(share) / s for share, s in zip(p, speeds, strict=True)) for p in (parts_of(plan), in_order)
-    )
-    assert counts <= before
-
-
-@given(steps(), SPEEDS, COSTS)
-def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cost):
-    lengths, sizes = step
-    balance = Balance(cost, speeds)
-    plan = balance_step(lengths, sizes, balance, regroup=True)
-    largest = max(cost.tokens([lengths[i] for i in part]) for share in parts_of(plan) for part in share)
-    assert largest <= reach(lengths, sizes, balance)
+    plans = (plan, deal_step(sizes, len(speeds), regroup=True))
+    after, before = (max(len(share) / s for share, s in zip(parts_of(p), speeds, strict=True)) for p in plans)
+    assert after <= before
 
 
 @given(steps(), SPEEDS, COSTS, st.integers(1, 4000))
@@ -149,22 +136,20 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
     in_order = deal_step(sizes, world_size, regroup=True)
     before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
     assert after <= before * (1 + 1e-9)
-    plan = in_lockstep(planned, regroup=True, whole=False)
+    plan = in_lockstep(planned, whole=False)
     assert len({len(share) for share in plan}) == 1
     assert rows_of(plan) == list(range(len(lengths)))
     for share in plan:
-        fillers = [piece.is_filler for piece in share]
-        # Gradients meet in the last micro-batch.
-        assert fillers == sorted(fillers, reverse=True)
-        assert [p.work for p in share if not p.is_filler] == sorted(p.work for p in share if not p.is_filler)
+        # Fillers first: gradients meet in the last micro-batch.
+        assert share == sorted(share, key=lambda piece: (not piece.is_filler, piece.work))
         assert all(piece.share == 0 for piece in share if piece.is_filler)
 
 
 def test_filler_is_a_whole_micro_batch_where_these_are_never_cut():
-    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), regroup=False, whole=True)
+    plan = in_lockstep(deal_step([3, 3, 2], 2, regroup=False, whole=True), whole=True)
     (filler,) = [piece for share in plan for piece in share if piece.is_filler]
     assert filler.positions == (6, 7)
-    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), regroup=False, whole=False)
+    one_row = in_lockstep(deal_step([3, 3, 2], 2, regroup=False), whole=False)
     assert all(len(piece.positions) == 1 for share in one_row for piece in share if piece.is_filler)
 
 
@@ -175,12 +160,11 @@ def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(lengt
     lengths = lengths[: sum(sizes)]
     cost, speeds = CostModel(32.0, 0.0), (1.0,) * num_ranks
     plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=False)
-    pieces = [piece for share in plan for piece in share]
-    assert sorted(p for piece in pieces for p in piece.positions) == list(range(len(lengths)))
-    assert {(len(piece.positions), piece.share) for piece in pieces} == {(num_rows, 1.0)}
-    in_order = [[list(p.positions) for p in share] for share in deal_step(sizes, num_ranks, regroup=False)]
-    mine = [[list(p.positions) for p in share] for share in plan]
-    assert slowest_time(mine, lengths, speeds, cost) <= slowest_time(in_order, lengths, speeds, cost) * (1 + 1e-9)
+    assert rows_of(plan) == list(range(len(lengths)))
+    assert {(len(piece.positions), piece.share) for share in plan for piece in share} == {(num_rows, 1.0)}
+    plans = (plan, deal_step(sizes, num_ranks, regroup=False))
+    after, before = (slowest_time(parts_of(p), lengths, speeds, cost) for p in plans)
+    assert after <= before * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 2], [4, 4, 4], [6]])
@@ -188,3 +172,146 @@ def test_rows_of_a_mean_are_dealt_in_order_where_micro_batches_are_shared_or_une
     lengths = list(range(sum(sizes)))
     plan = balance_step(lengths, sizes, Balance(CostModel(32.0, 0.0), (1.0, 1.0)), regroup=False)
     assert plan == deal_step(sizes, 2, regroup=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "cost", "num_tokens"),
+    [
+        # Padded rows cost as the longest, rows end to end what they are, and few of them the floor.
+        ({"floor_tokens": 0, "attention": 0.01}, [100, 50, 1], 10 + 3 * (100 + 0.01 * 100**2), 300),
+        ({"is_padded": False, "attention": 0.01}, [100, 50], 10 + 150 + 0.01 * (100**2 + 50**2), 150),
+        ({"floor_tokens": 500}, [100], 510, 100),
+        ({"floor_tokens": 500}, [10], 510, 10),
+        ({"floor_tokens": 500}, [600], 610, 600),
+    ],
+)
+def test_micro_batch_costs_what_its_rows_take(options, lengths, cost, num_tokens):
+    model = CostModel(overhead_tokens=10, **options)
+    assert (model.of(lengths), model.tokens(lengths)) == (cost, num_tokens)
+
+
+def test_one_slow_micro_batch_changes_nothing():
+    samples = [(float(w), (32 + w) * 1e-5) for w in range(50, 3000, 100)]
+    assert fit_cost(CostModel(), [*samples, (60.0, 5.0)]) == fit_cost(CostModel(), samples)
+    assert without_outliers(CostModel(), [*samples, (60.0, 5.0)]) == samples
+
+
+def test_small_micro_batches_that_show_the_floor_are_kept():
+    samples = [(float(w), (500 + max(2000, w)) * 1e-5) for w in range(50, 6000, 100)]
+    assert without_outliers(CostModel(), samples) == samples
+    found = fit_cost(CostModel(), samples)
+    assert found.of_work(60) == pytest.approx(2500, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("rates", "speeds"),
+    [
+        ([100.0, 100.0], (1.0, 1.0)),
+        ([100.0, 88.0], (1.0, 1.0)),
+        ([100.0, 84.0], (1.0, 0.85)),
+        ([100.0, 50.0], (1.0, 0.5)),
+        ([33.0, 100.0, 71.0], (0.35, 1.0, 0.7)),
+        ([100.0, 0.0], (1.0, 1.0)),
+        ([100.0, 0.1], (1.0, 0.05)),
+    ],
+)
+def test_speeds_are_rounded_and_equal_where_nearly_so(rates, speeds):
+    assert relative_speeds(rates) == pytest.approx(speeds)
+
+
+# Micro-batches of one process: full ones, and now and then ragged or short ones.
+RANKS = st.integers(1, 9)
+SIZES = st.one_of(
+    st.builds(lambda size, count: [size] * count, RANKS, RANKS),
+    st.builds(lambda size, count, last: [size] * count + [min(last, size)], RANKS, st.integers(0, 8), RANKS),
+    st.lists(RANKS, min_size=1, max_size=9),
+)
+
+
+def rows(pieces):
+    return [p for piece in pieces if not piece.is_filler for p in piece.positions]
+
+
+@given(SIZES, RANKS, st.booleans())
+def test_plan_deals_every_sample_once_and_in_order_and_a_rank_without_one_gets_a_filler(sizes, world_size, regroup):
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    assert [p for share in plan for p in rows(share)] == list(range(sum(sizes)))
+    assert len(plan) == world_size
+    assert all(share for share in plan)
+    fillers = [share for share in plan if any(piece.is_filler for piece in share)]
+    assert bool(fillers) == (sum(sizes) < world_size)
+    for share in fillers:
+        assert [(piece.share, piece.positions) for piece in share] == [(0.0, (0,))]
+
+
+@given(SIZES, RANKS)
+def test_ranks_meet_in_equal_parts_of_each_micro_batch_or_in_none(sizes, world_size):
+    plan = deal_step(sizes, world_size, regroup=False, in_each=True)
+    if any(size % world_size for size in sizes):
+        assert plan == deal_step(sizes, world_size, regroup=False, whole=True)
+        return
+    assert sorted(p for share in plan for p in rows(share)) == list(range(sum(sizes)))
+    for share in plan:
+        assert [piece.reference for piece in share] == list(range(len(sizes)))
+        assert [len(piece.positions) * world_size for piece in share] == sizes
+        assert {piece.share for piece in share} == {1 / world_size}
+
+
+@given(SIZES, RANKS)
+def test_regrouped_ranks_and_their_pieces_are_as_few_and_as_even_as_can_be(sizes, world_size):
+    plan = deal_step(sizes, world_size, regroup=True)
+    of_ranks = [len(rows(share)) for share in plan]
+    assert max(of_ranks) - min(of_ranks) <= 1
+    for share in plan:
+        lengths = [len(piece.positions) for piece in share]
+        assert len(share) == max(1, -(-len(rows(share)) // max(sizes)))
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(SIZES, RANKS)
+def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes, world_size):
+    ends, plan = list(accumulate(sizes)), deal_step(sizes, world_size, regroup=False)
+    assert sum(piece.share for share in plan for piece in share) == pytest.approx(len(sizes))
+    for piece in (piece for share in plan for piece in share if not piece.is_filler):
+        reference = next(i for i, end in enumerate(ends) if piece.positions[0] < end)
+        assert (piece.reference, piece.positions[-1] < ends[reference]) == (reference, True)
+        assert piece.share == pytest.approx(len(piece.positions) / sizes[reference])
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=24, max_size=24), st.integers(1, 6))
+def test_ungrouped_references_that_divide_stay_whole(per_rank, lengths, world_size):
+    sizes = lengths[: per_rank * world_size]
+    plan = deal_step(sizes, world_size, regroup=False)
+    assert [len(share) for share in plan] == [per_rank] * world_size
+    assert [len(piece.positions) for share in plan for piece in share] == sizes
+    assert all(piece.share == 1.0 for share in plan for piece in share)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "regroup", "text"),
+    [
+        ([8, 8], 2, True, "16 = 2 ranks x 8 samples x 1 accumulation"),
+        ([4, 4, 4, 4], 2, True, "16 = 2 ranks x 4 samples x 2 accumulation"),
+        ([4, 4, 4, 4], 2, False, "16 = 2 ranks x 4 samples x 2 accumulation"),
+        ([8], 2, False, "8 = 2 ranks x 4 samples x 1 accumulation"),
+        ([4, 4], 1, True, "8 = 4 samples x 2 accumulation"),
+        ([4, 3], 1, False, "7 = 7 samples on 1 rank"),
+        ([10], 3, True, "10 = 3 + 3 + 4 samples on 3 ranks"),
+        ([2, 2, 1], 2, False, "5 = 2 + 3 samples on 2 ranks"),
+        ([4, 4, 4], 2, False, "12 = 6 + 6 samples on 2 ranks"),
+    ],
+)
+def test_equation_shows_the_step(sizes, world_size, regroup, text):
+    assert equation(sizes, deal_step(sizes, world_size, regroup=regroup)) == text
+
+
+def test_step_with_fewer_samples_than_ranks_is_an_error():
+    with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
+        check_divisible(3, 4)
+    check_divisible(4, 4)
+    hint = "Hint: Set num_gpus=3 (of all nodes together), or raise per_device_train_batch_size"
+    assert f"{hint} or gradient_accumulation_steps to 4 samples" in str(error.value)
+    check_divisible(2, 2, num_sharing=2)
+    with pytest.raises(ConfigError, match=r"1 sample.* cannot be shared by 4 ranks") as error:
+        check_divisible(1, 2, num_sharing=2)
+    assert error.value.most_ranks == 2

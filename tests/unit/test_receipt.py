@@ -17,8 +17,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer_patches import TrainerHooks, followed_train_patch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.step.rounding import FINE
-from unsloth_multigpu.step.sketch import sketch_of
+from unsloth_multigpu.step.comparison import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.fingerprint import fingerprints
 from unsloth_multigpu.tools.script_program import StepsRequest

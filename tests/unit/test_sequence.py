@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from unsloth_multigpu.deal.deal import check_divisible
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.sequence import layers_of
 
 
@@ -28,11 +27,6 @@ class Fast(nn.Linear):
 Fast.forward.__module__ = "unsloth.models.llama"
 
 
-def test_layers_of_a_model_are_found():
-    layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    assert layers_of(Model(layers), 2) == list(layers)
-
-
 @pytest.mark.parametrize(
     ("model", "what"),
     [
@@ -42,13 +36,8 @@ def test_layers_of_a_model_are_found():
     ],
 )
 def test_model_whose_attention_is_not_shared_is_refused(model, what):
+    layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    assert layers_of(Model(layers), 2) == list(layers)
     with pytest.raises(SetupError, match=what) as error:
         layers_of(model, 2)
     assert error.value.hint
-
-
-def test_group_counts_as_one_where_a_step_is_too_small():
-    check_divisible(2, 2, num_sharing=2)
-    with pytest.raises(ConfigError, match=r"1 sample.* cannot be shared by 4 ranks") as error:
-        check_divisible(1, 2, num_sharing=2)
-    assert error.value.most_ranks == 2

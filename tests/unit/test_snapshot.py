@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from unsloth_multigpu.step.snapshot import kept_objects, kept_training_state
+from unsloth_multigpu.step.snapshot import KeptObjects, kept_training_state
 
 HISTORY = []
 
@@ -92,20 +92,20 @@ def state_of(trainer):
 def test_a_pass_leaves_no_trace():
     trainer = Trainer()
     trainer.model(torch.ones(3, 2)).sum().backward()
-    with kept_objects(trainer):
+    with KeptObjects(trainer):
         before = state_of(trainer)
         versions = [b._version for b in trainer.model.buffers()]
     for _ in range(2):
         with kept_training_state(trainer):
             trainer.compute()
-        with kept_objects(trainer):
+        with KeptObjects(trainer):
             assert state_of(trainer) == before
     assert trainer.train_dataset == [1, 2, 2]  # Data are no state.
-    with kept_objects(trainer.model):
+    with KeptObjects(trainer.model):
         pass
     assert versions[-1] < [b._version for b in trainer.model.buffers()][-1]
     again = [b._version for b in trainer.model.buffers()]
-    with kept_objects(trainer.model):
+    with KeptObjects(trainer.model):
         pass
     assert [b._version for b in trainer.model.buffers()] == again  # What is not written does not count as changed.
 
@@ -118,7 +118,7 @@ class Term:
 def test_numbers_of_all_objects_of_a_class_are_compared():
     trainer = Trainer()
     trainer.terms = (Term(0), Term(0))
-    with kept_objects(trainer) as kept:
+    with KeptObjects(trainer) as kept:
         before = kept.numbers()
         trainer.terms[0].num_calls += 1
         changed = {name: value for name, value in kept.numbers().items() if value != before.get(name)}
@@ -136,7 +136,7 @@ def test_numbers_of_all_objects_of_a_class_are_compared():
 )
 def test_containers_of_the_script_are_as_before(held):
     before = copy.copy(held)
-    with kept_objects(held):
+    with KeptObjects(held):
         held.clear()
     assert held == before
     assert list(held) == list(before)
@@ -146,7 +146,7 @@ def test_arrays_of_the_script_are_as_before():
     counts, data = numpy.zeros(3), numpy.zeros(3)
     data.flags.writeable = False
     frozen, resized = numpy.zeros(3), numpy.zeros(3)
-    with kept_objects([frozen, resized, counts, data]):
+    with KeptObjects([frozen, resized, counts, data]):
         counts[1] += 1
         frozen.setflags(write=False)
         resized.resize(4, refcheck=False)

@@ -7,9 +7,7 @@ import torch
 
 from tests.helpers.board import session_of
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.deal.deal import Piece
-from unsloth_multigpu.deal.step import MicroBatch, Step, StepShape
-from unsloth_multigpu.deal.stream import StepStream
+from unsloth_multigpu.deal.deal import MicroBatch, Piece, Step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.option_type import Scope, options_of
@@ -158,24 +156,3 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples()
         steered(trainer, **{name: 64})._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
     assert not steered(trainer)._deals_steps()
-
-
-class Pass(torch.utils.data.DataLoader):
-    """The reference of a stream, as accelerate prepares it."""
-
-    def set_epoch(self, epoch):
-        """Its order does not depend on it."""
-
-
-class Numbers(torch.utils.data.IterableDataset):
-    def __init__(self, num_rows):
-        self.num_rows = num_rows
-
-    def __iter__(self):
-        return iter(range(self.num_rows))
-
-
-def test_stream_without_length_and_without_a_whole_step_is_refused():
-    stream = StepStream(Pass(Numbers(2), batch_size=2, collate_fn=list), StepShape(0, 1, 2, regroup=False), list)
-    with pytest.raises(SetupError, match=r"after 1 micro-batch\(es\), fewer than gradient_accumulation_steps=2"):
-        list(stream)

@@ -22,8 +22,7 @@ from unsloth_multigpu.checkpoint.manifest import (
     clear_parts,
     read_manifest,
 )
-from unsloth_multigpu.deal.sampler import StepSampler
-from unsloth_multigpu.deal.stream import StepStream
+from unsloth_multigpu.deal.sampler import StepLoader, StepSampler
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_seed, read_random_state, write_random_state
@@ -186,16 +185,16 @@ class Resume(Part):
         if 0 < state.max_steps <= state.global_step:
             self._evaluate_again()
         loader = self.steps.loader
-        sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+        sampler = getattr(loader, "batch_sampler", None)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
             return
         file = self._folder / ORDER_FILE
         if isinstance(sampler, StepSampler) and file.is_file():
             # It is drawn with the first new step. A repeated evaluation saves a checkpoint before that.
             sampler.order_state = sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
-        if isinstance(stream, StepStream) and not self.trainer.args.ignore_data_skip:
+        if isinstance(loader, StepLoader) and loader.is_stream and not self.trainer.args.ignore_data_skip:
             # The Trainer skips the finished steps of a stream without length, also across several epochs.
-            stream.go_on(self._manifest.cursor, self.trainer.state.global_step)
+            loader.steps.go_on(self._manifest.cursor, self.trainer.state.global_step)
 
     def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Seeds ranks whose random state the checkpoint does not have, because it was written by fewer ranks."""

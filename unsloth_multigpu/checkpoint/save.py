@@ -15,8 +15,7 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, saving_in, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
-from unsloth_multigpu.deal.sampler import StepSampler
-from unsloth_multigpu.deal.stream import StepStream
+from unsloth_multigpu.deal.sampler import StepLoader
 from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
@@ -24,7 +23,6 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import GradientExchange, Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.out_of_memory import is_out_of_memory
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
@@ -162,13 +160,13 @@ class Checkpoints(Part):
     def _cursor(self, loader: Any) -> dict[str, int]:
         """Returns the position in the epoch, with steps and samples if this package divides them."""
         state = self.trainer.state
-        if isinstance(getattr(loader, "dataset", None), StepStream):
-            return dict(loader.dataset.cursor())
-        if not isinstance(getattr(loader, "batch_sampler", None), StepSampler):
+        if not isinstance(loader, StepLoader):
             return {"epoch": int((state.epoch or 0) + 1e-6)}
+        if loader.is_stream:
+            return dict(loader.steps.cursor)
         epoch, step = divmod(state.global_step, max(1, len(loader)))
         num_samples = step * self.steps.batch_size * self.steps.num_accumulated
-        return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
+        return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}  # type: ignore[arg-type]
 
     @contextmanager
     def _claimed(self, part: Path, final: Path) -> Iterator[None]:
@@ -195,6 +193,8 @@ class Checkpoints(Part):
                 if is_locked:
                     shutil.rmtree(part, ignore_errors=True)
                     settle(part, final)
+                from unsloth_multigpu.step.out_of_memory import is_out_of_memory
+
                 # torch and safetensors raise errors of their own on a full disk.
                 is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
                 if is_disks and not isinstance(error, MultiGPUError):

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.deal.cost import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
-from unsloth_multigpu.deal.deal import Balance, Piece, balance_step
-from unsloth_multigpu.deal.length import read_lengths
-from unsloth_multigpu.deal.measure import Stopwatch, as_collated, attention_of
-from unsloth_multigpu.deal.step import MakePlan
+from unsloth_multigpu.deal.deal import Balance, MakePlan, Piece, balance_step
+from unsloth_multigpu.deal.measure import Stopwatch, as_collated, attention_of, read_lengths
+from unsloth_multigpu.deal.plan import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.waits import Lap
@@ -39,10 +37,7 @@ _FEWEST_LAPS, _MOST_LAPS = 8, 64
 
 
 class Balancer:
-    """Plans the steps of a training from sample lengths and measurements.
-
-    All ranks make the same plan from the same numbers: lengths that each rank has read, and measurements that they
-    exchange every few steps.
+    """Plans the steps of a training: all ranks alike, from the lengths that each has read and exchanged measurements.
 
     Attributes:
         balance: Costs and speeds; None if samples are dealt in order.
@@ -66,7 +61,7 @@ class Balancer:
         self.lengths: list[int] = []
         self.reason_for_order: SetupError | None = None
         self.num_steps = 0
-        self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
+        self.stopwatch = Stopwatch(trainer.args.device)
 
     def prepare(
         self, loader: Any, *, is_token_sum: bool, rows_are_independent: bool = False, is_lockstep: bool = False
@@ -131,11 +126,8 @@ class Balancer:
         found = read_lengths(loader.dataset, self._trainer.args.length_column_name, may_read_rows=may_read_rows)
         if not found:
             raise SetupError("the data set is empty", hint="Set balance='off'.")
-        return as_collated(found, loader, self._cost())
-
-    def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
-        return dataclasses.replace(assumed, attention=attention_of(self._trainer.model))
+        return as_collated(found, loader, dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
 
     def _check_limit(self) -> None:
         limit, longest = self._config.max_tokens_per_micro_batch, max(self.lengths)
@@ -148,8 +140,7 @@ class Balancer:
     def plan(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan | None:
         """Returns a function that plans a step with these samples, alike on all ranks; None if they are dealt in order.
 
-        Raises:
-            SetupError: The data set has grown, and an option requires a plan.
+        Raises SetupError if the data set has grown, and an option requires a plan.
         """
         if self.balance is None:
             return None
@@ -173,7 +164,7 @@ class Balancer:
     def note(self, piece: Piece) -> None:
         """Records the time of the micro-batch that has just been computed."""
         # Pieces dealt in order, as in a short last step, have no known cost.
-        lap = self.stopwatch.lap() if piece.work and self._measures() else None
+        lap = self.stopwatch.lap if piece.work and self._measures() else None
         if lap is not None and self.num_steps >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
@@ -186,10 +177,10 @@ class Balancer:
         is_first = self.num_steps in _FIRST_EXCHANGES
         if not self._measures() or not (is_first or self.num_steps % _EXCHANGE_EVERY == 0):
             return
-        # Ranks that share samples wait for each other, so the times of the first are those of all.
-        laps = self._manager.gather_json([(work, lap.seconds()) for work, lap in self._laps])
-        laps = laps[:: self._config.sequence_parallel]
+        ranks = self._manager.gather_json([(work, lap.seconds()) for work, lap in self._laps])
         self._laps.clear()
+        # Ranks that share samples wait for each other, so the times of the first are those of all.
+        laps = ranks[:: self._config.sequence_parallel]
         if all(laps):
             assert self.balance is not None
             self._learn([without_outliers(self.balance.cost, rank) for rank in laps])
@@ -222,20 +213,17 @@ class Balancer:
 
 
 def _may_regroup(is_token_sum: bool, rows_are_independent: bool, *, is_asked: bool) -> bool:
-    """True if rows may form micro-batches of any size, False if each micro-batch keeps its number of rows.
+    """True if rows may form micro-batches of any size, False if micro-batches keep their number of rows.
 
-    Raises:
-        SetupError: Both would change the loss.
+    Raises SetupError if both would change the loss.
     """
-    if not is_token_sum:
-        if rows_are_independent and not is_asked:
-            return False
-        raise SetupError(
-            "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares one)",
-            hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='auto' "
-            "without max_tokens_per_micro_batch.",
-        )
-    return True
+    if is_token_sum or (rows_are_independent and not is_asked):
+        return is_token_sum
+    raise SetupError(
+        "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares one)",
+        hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='auto' "
+        "without max_tokens_per_micro_batch.",
+    )
 
 
 def throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:

@@ -1,13 +1,23 @@
-"""Deals the samples of one optimizer step to the ranks, in order or by their lengths. Pure: positions in and out."""
+"""Deals the samples of one optimizer step to the ranks, in order or by their lengths, and collates a rank's share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
-from unsloth_multigpu.deal.cost import CostModel
-from unsloth_multigpu.deal.plan import MicroBatches, deal_micro_batches, lockstep_time, plan_step, slowest_time
+import torch
+
+from unsloth_multigpu.deal.plan import (
+    CostModel,
+    MicroBatches,
+    deal_micro_batches,
+    lockstep_time,
+    plan_step,
+    slowest_time,
+)
 from unsloth_multigpu.errors import ConfigError
 
 
@@ -21,7 +31,6 @@ class Piece:
             fraction of rows for a part of one, 0 for a filler. Only losses that average over rows need it.
         reference: Index of the micro-batch of one process that it is a part of, if `deal_step` keeps them apart.
         is_filler: This rank has no sample of its own. It computes one with weight 0, to take part in the all-reduce.
-        is_muted: A filler whose labels are left out. For a mean over labels, which would be NaN, weight 0 is enough.
         work: Cost of its rows, in tokens; 0 if lengths are unknown.
     """
 
@@ -29,7 +38,6 @@ class Piece:
     share: float = 1.0
     reference: int = 0
     is_filler: bool = False
-    is_muted: bool = False
     work: float = 0.0
 
 
@@ -55,7 +63,6 @@ def deal_step(
 
     Args:
         sizes: Rows of each micro-batch of this step in one process.
-        world_size: Number of ranks.
         regroup: The loss is a sum divided by the number of tokens of the step, so rows may be regrouped, at most
             `max(sizes)` together. If False, each micro-batch is averaged by itself: no piece mixes rows of two
             micro-batches, and they are not split if their number is a multiple of the ranks.
@@ -66,21 +73,20 @@ def deal_step(
     Returns:
         `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once, apart from fillers.
     """
-    num_rows = sum(sizes)
     if in_each and not any(size % world_size for size in sizes):
         return [_equal_parts(sizes, world_size, rank) for rank in range(world_size)]
     whole = whole or in_each
     if whole or (not regroup and len(sizes) % world_size == 0):
         cuts = [sum(sizes[: r * len(sizes) // world_size]) for r in range(world_size + 1)]
     else:
-        cuts = [r * num_rows // world_size for r in range(world_size + 1)]
+        cuts = [r * sum(sizes) // world_size for r in range(world_size + 1)]
     shares = [range(cuts[r], cuts[r + 1]) for r in range(world_size)]
     if regroup and not whole:
         plan = [_even_pieces(share, max(sizes, default=1)) for share in shares]
     else:
         plan = [_pieces_within(share, sizes) for share in shares]
     # Some models cannot compute a single row, such as those with batch norm.
-    filler = _filler(*(range(sizes[0]) if whole else (0,)), is_muted=regroup)
+    filler = _filler(*(range(sizes[0]) if whole else (0,)))
     return [pieces or [filler] for pieces in plan]
 
 
@@ -91,14 +97,10 @@ def balance_step(
 
     Args:
         lengths: Tokens of each sample of the step.
-        sizes: Rows of each micro-batch of this step in one process.
-        regroup: See `deal_step`. If False, each micro-batch keeps its number of rows, for losses that average over
-            independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple of the
-            ranks, is then dealt in order.
+        sizes, regroup: See `deal_step`. Without `regroup`, each micro-batch keeps its number of rows, for losses that
+            average over independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple
+            of the ranks, is then dealt in order.
         is_lockstep: Ranks wait for each other in every micro-batch, see `plan.lockstep_time`.
-
-    Returns:
-        `plan[rank]` = its micro-batches, as from `deal_step`.
     """
     speeds, cost = balance.speeds, balance.cost
     in_order = deal_step(sizes, len(speeds), regroup=regroup)
@@ -117,8 +119,7 @@ def balance_step(
         planned = dealt
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
-        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share]
-        or [_filler(shortest, is_muted=regroup)]
+        [Piece(tuple(rows), work=cost.work([lengths[i] for i in rows])) for rows in share] or [_filler(shortest)]
         for share in planned
     ]
 
@@ -131,7 +132,7 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
     return max(map(len, parts)) * cost.padded(max(lengths))
 
 
-def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) -> Plan:
+def in_lockstep(plan: Sequence[Sequence[Piece]], *, whole: bool) -> Plan:
     """Gives all ranks the same number of micro-batches by adding fillers, and sorts them by cost; see `deal_step`.
 
     Sharded ranks gather weights in every layer of every micro-batch, so unequal numbers of micro-batches would hang.
@@ -142,23 +143,16 @@ def in_lockstep(plan: Sequence[Sequence[Piece]], *, regroup: bool, whole: bool) 
     pieces = [piece for share in plan for piece in share]
     smallest = min(pieces, key=lambda p: (p.work / len(p.positions), len(p.positions), p.positions))
     positions = min(pieces, key=lambda p: len(p.positions)).positions if whole else smallest.positions[-1:]
-    filler = _filler(*positions, is_muted=regroup)
-    return [
-        [*[filler] * (most - len(share)), *sorted(share, key=lambda p: (p.work, p.is_filler is False))]
-        for share in plan
-    ]
+    filler = _filler(*positions)
+    return [[filler] * (most - len(share)) + sorted(share, key=lambda p: (p.work, not p.is_filler)) for share in plan]
 
 
-def _filler(*positions: int, is_muted: bool) -> Piece:
-    return Piece(positions, share=0.0, is_filler=True, is_muted=is_muted)
+def _filler(*positions: int) -> Piece:
+    return Piece(positions, share=0.0, is_filler=True)
 
 
 def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> None:
-    """Raises if a full step has fewer samples than ranks, or than groups of `num_sharing` ranks that share each sample.
-
-    Raises:
-        ConfigError: `num_samples < world_size`.
-    """
+    """Raises ConfigError if a full step has fewer samples than groups of `num_sharing` ranks that share each sample."""
     if num_samples < world_size:
         raise ConfigError(
             f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size * num_sharing} ranks.",
@@ -169,13 +163,11 @@ def check_divisible(num_samples: int, world_size: int, num_sharing: int = 1) -> 
         )
 
 
-def equation(
-    sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False, in_each: bool = False
-) -> str:
-    """Describes the step: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
+def equation(sizes: Sequence[int], plan: Plan) -> str:
+    """Describes a step: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
+    world_size = len(plan)
     if world_size == 1 and len(set(sizes)) == 1:
         return f"{sum(sizes)} = {sizes[0]} samples x {len(sizes)} accumulation"
-    plan = deal_step(sizes, world_size, regroup=regroup, whole=whole, in_each=in_each)
     pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
@@ -204,3 +196,129 @@ def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
         if rows:
             pieces.append(Piece(tuple(rows), len(rows) / size, reference))
     return pieces
+
+
+Rows = list[Any]
+Collate = Callable[[Rows], Any]
+# Makes a plan. It can be pickled, so that a worker of a loader can call it.
+MakePlan = Callable[[], Plan]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How the samples of a step are dealt; `regroup`, `whole` and `in_each` as in `deal_step`.
+
+    Args:
+        num_accumulated: Micro-batches of a step in one process.
+        planner: Called with the samples of a step and the rows of its micro-batches in one process, at the same point
+            of the training on all ranks. If it is None, or returns None, samples are dealt in order.
+        seed: Seed of random numbers that are equal on all ranks: those of a stream, which each rank reads completely.
+        rank_seed: Seed for the rows that this rank reads and collates.
+        is_lockstep: Ranks synchronize in every micro-batch, so all have the same number.
+        num_sharing: Ranks that share each sample. They count as one rank here.
+    """
+
+    rank: int
+    world_size: int
+    num_accumulated: int
+    regroup: bool
+    planner: Callable[[Sequence[int], Sequence[int]], MakePlan | None] | None = None
+    seed: int = 0
+    rank_seed: int = 0
+    whole: bool = False
+    in_each: bool = False
+    is_lockstep: bool = False
+    num_sharing: int = 1
+
+    def in_order(self, sizes: Sequence[int]) -> Plan:
+        """Returns the plan of a step whose samples are dealt in order."""
+        return deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole, in_each=self.in_each)
+
+    def pieces(self, sizes: Sequence[int], make: MakePlan | None = None) -> list[Piece]:
+        """Returns this rank's pieces of a step, from a plan or in order."""
+        plan = self.in_order(sizes) if make is None else make()
+        if self.is_lockstep:
+            plan = in_lockstep(plan, whole=self.whole or self.in_each)
+        return plan[self.rank]
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Collated inputs of a forward and backward pass, with their piece of the plan.
+
+    Attributes:
+        share: See `Piece`; for means that are not over rows, the corresponding weight.
+        factor: Factor of the loss.
+        is_weighed: The factor was applied when the loss was computed, not when its backward pass started.
+    """
+
+    inputs: Any
+    piece: Piece
+    factor: float = 1.0
+    is_weighed: bool = False
+
+    def __post_init__(self) -> None:
+        self.share = self.piece.share
+
+    def pin_memory(self) -> MicroBatch:
+        """Called by torch's loader for page-locked copies."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return MicroBatch(pin_memory(self.inputs), self.piece)
+
+
+@dataclass(eq=False)
+class Step:
+    """This rank's micro-batches of one optimizer step.
+
+    `step[key]` returns all values of an input in one flat tensor, with which the Trainer counts tokens. It is not a
+    Mapping, since torch's loader would turn one into a dict.
+
+    Args:
+        num_references: Micro-batches of this step in one process.
+        sizes: Rows of each of them.
+        samples: Indices of all rows of the step, or the rows themselves for a stream.
+        left_over: Micro-batches from the previous pass of a stream, see `StepStream`. They are computed first and have
+            their own divisor.
+        num_items: Tokens of a `left_over` over all ranks, if they are counted.
+    """
+
+    micro_batches: list[MicroBatch]
+    num_references: int
+    sizes: Sequence[int] = ()
+    samples: Sequence[Any] = ()
+    left_over: Step | None = None
+    num_items: Any = None
+
+    def pin_memory(self) -> Step:
+        """Called by torch's loader for page-locked copies."""
+        pinned = copy.copy(self)
+        pinned.micro_batches = [micro_batch.pin_memory() for micro_batch in self.micro_batches]
+        pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
+        return pinned
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        values = [m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler]
+        if self.left_over is not None:
+            values.append(self.left_over[key])
+        return torch.cat(values or [torch.empty(0, dtype=torch.int64)])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.micro_batches[0].inputs
+
+
+def collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], sizes: Sequence[int], collate: Collate) -> Step:
+    """Collates this rank's rows of a step; `sizes` are the rows of each micro-batch in one process."""
+    micro_batches = [MicroBatch(collate(r), piece) for piece, r in zip(pieces, rows, strict=True)]
+    return Step(micro_batches, len(sizes), tuple(sizes))
+
+
+def without_labels(inputs: Any) -> Any:
+    """Returns the micro-batch with all labels ignored, so that its token-normalized loss and gradient are zero."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    labels = {k: v for k in ("labels", "shift_labels") if isinstance(v := inputs.get(k), torch.Tensor)}
+    # A copy keeps the class of the batch, which may offer keys as attributes.
+    muted = copy.copy(inputs)
+    muted.update({k: torch.full_like(v, -100) for k, v in labels.items()})  # type: ignore[attr-defined]
+    return muted

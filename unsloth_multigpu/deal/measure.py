@@ -1,30 +1,40 @@
-"""Measures the model, the device and the collator for the planner.
-
-The shape of the model gives the cost of attention, two collated rows show how batches are padded, and a stopwatch times
-micro-batches. `deal.balance` plans with all three.
-"""
+"""Measures for the planner the lengths of samples, the model, the collator and the device."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
-from unsloth_multigpu.deal.cost import CostModel, attention_factor
+from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.group.waits import Lap, moment
 
 # Inputs that tell a model where packed rows begin.
 _ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")
+_ROWS_AT_ONCE = 10_000
+# Columns of TRL's preference trainers, in new and older releases. Both answers follow the prompt, and are padded to the
+# same length.
+_PREFERENCES = (
+    ("prompt_ids", "chosen_ids", "rejected_ids"),
+    ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
+)
 
 
 def attention_of(model: nn.Module) -> float:
-    """Returns `q` of `deal.cost.CostModel`, per token; 0 if the model's config does not have its shape."""
+    """Returns `q` of `L + q L^2`: FLOPs of attention per token and context token, divided by FLOPs of the matrices.
+
+    In the forward pass, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token
+    in attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). The backward pass costs twice
+    as much, but for frozen matrices, as with LoRA, as much as the forward pass. Fused causal kernels skip the masked
+    half. 0 if the model's config does not have its shape.
+    """
     config = text_config(model)
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
     modules: list[Any] = list(model.modules())
@@ -32,17 +42,16 @@ def attention_of(model: nn.Module) -> float:
     # their base layers.
     matrices = [m for m in modules if hasattr(m, "in_features") and hasattr(m, "out_features")]
     num_weights = sum(int(m.in_features) * int(m.out_features) for m in matrices if not hasattr(m, "base_layer"))
-    if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
+    if not isinstance(hidden_size, int) or not isinstance(num_layers, int) or not num_weights:
         return 0.0
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     # "eager" attention computes the masked half as well. So does "sdpa" for padded rows, but long rows, where attention
     # matters, are mostly alone in a micro-batch. Of encoder-decoder models, the encoder's lengths are planned with.
     is_causal = any(getattr(m, "is_causal", False) is True for m in modules)
     is_causal &= not getattr(config, "is_encoder_decoder", False)
-    skips = getattr(config, "_attn_implementation", None) != "eager"
-    return attention_factor(
-        hidden_size, num_layers, num_weights, is_frozen=num_trained < num_weights / 2, is_causal=is_causal and skips
-    )
+    is_causal &= getattr(config, "_attn_implementation", None) != "eager"
+    attention = 3 * 4 * hidden_size * num_layers * (0.5 if is_causal else 1.0)
+    return attention / ((2 if num_trained < num_weights / 2 else 3) * 2 * num_weights)
 
 
 def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[int], CostModel]:
@@ -107,47 +116,104 @@ def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
 
 
 class Stopwatch:
-    """Times a micro-batch from its start until its last gradient is computed.
+    """Times a forward and backward pass from its start until its last gradient is computed.
 
     The first trainable parameter of the model gets its gradient last. DDP waits for other ranks after that, at the end
-    of the backward pass. On a GPU, events of the device are used, which the host does not wait for. `model` is called
-    in the first micro-batch, since `model_init` makes the model within `train()`.
+    of the backward pass. On a GPU, events of the device are used, which the host does not wait for.
 
     Attributes:
         last_gradient: Time of the last gradient: `time.perf_counter()`, or a device event; None if there is none.
+        lap: The latest pass; None if the parameter got no gradient.
     """
 
-    def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
-        self._model = model
-        # Removes the hook at the end; None = no training is running.
-        self._open: ExitStack | None = None
-        self._is_watching = False
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin: Any = None
         self.last_gradient: Any = None
+        self.lap: Lap | None = None
 
     @contextmanager
-    def on_model(self) -> Iterator[None]:
-        """Surrounds a training."""
-        try:
-            with ExitStack() as self._open:
-                yield
-        finally:
-            self._open, self._is_watching = None, False
+    def timing(self, model: nn.Module) -> Iterator[None]:
+        """Surrounds a pass."""
+        self.last_gradient, begin = None, moment(self._device)
+        with ExitStack() as stack:
+            if (first := next((p for p in model.parameters() if p.requires_grad), None)) is not None:
+                stack.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
+            yield
+        self.lap = None if self.last_gradient is None else Lap(begin, self.last_gradient)
 
     def _arrived(self, _: torch.Tensor) -> None:
         self.last_gradient = moment(self._device)
 
-    def start(self) -> None:
-        """Called before the forward pass."""
-        if self._open is not None and not self._is_watching:
-            self._is_watching = True
-            first = next((p for p in self._model().parameters() if p.requires_grad), None)
-            if first is not None:
-                self._open.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
-        self.last_gradient = None
-        self._begin = moment(self._device)
 
-    def lap(self) -> Lap | None:
-        """Called after the backward pass. Returns None if the parameter got no gradient."""
-        return None if self.last_gradient is None else Lap(self._begin, self.last_gradient)
+def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
+    """Returns the number of tokens of each sample of a data set with random access.
+
+    For a Hugging Face data set, the offsets of a column are read, or a column of lengths. For a list, rows are read.
+    Other data sets may have an attribute `lengths`. With `may_read_rows`, all rows of other data sets are read, which
+    may tokenize them.
+
+    Raises:
+        SetupError: The lengths are not known.
+    """
+    if isinstance(dataset, Subset):
+        whole = read_lengths(dataset.dataset, length_column, may_read_rows=may_read_rows)
+        return [whole[i] for i in dataset.indices]
+    if hasattr(dataset, "select_columns") and hasattr(dataset, "column_names"):
+        return _stored_lengths(dataset, length_column)
+    if hasattr(getattr(dataset, "lengths", None), "__len__"):
+        lengths = [int(length) for length in dataset.lengths]
+        if len(lengths) != len(dataset):
+            raise SetupError(
+                f"{type(dataset).__name__}.lengths has {len(lengths)} entries for {len(dataset)} rows.",
+                hint="Give it one number of tokens for each row.",
+            )
+        return lengths
+    if isinstance(dataset, list | tuple) or may_read_rows:
+        return [_row_length(dataset[i]) for i in range(len(dataset))]
+    raise SetupError(
+        f"{type(dataset).__name__} has no attribute `lengths` with the tokens of each row",
+        hint="Give it one: a list of numbers, in the order of the rows.",
+    )
+
+
+def _stored_lengths(dataset: Any, length_column: str) -> list[int]:
+    names = dataset.column_names
+    if dataset.format["type"] == "custom":
+        raise SetupError(
+            "rows get their tokens when they are read", hint="Tokenize with Dataset.map instead of set_transform."
+        )
+    if "input_ids" in names:
+        return _list_lengths(dataset, "input_ids")
+    if columns := next((columns for columns in _PREFERENCES if {*columns} <= {*names}), None):
+        prompt, chosen, rejected = (_list_lengths(dataset, name) for name in columns)
+        return [p + max(c, r) for p, c, r in zip(prompt, chosen, rejected, strict=True)]
+    if length_column in names:
+        return [int(length) for length in dataset.with_format(None)[length_column]]
+    raise SetupError(
+        f"rows have no input_ids and no column {length_column!r}",
+        hint=f"Tokenize the data set before it is given to the Trainer, or add a column {length_column!r}.",
+    )
+
+
+def _list_lengths(dataset: Any, name: str) -> list[int]:
+    """Reads the offsets of a column of lists; its values stay on the disk."""
+    import pyarrow.compute
+
+    lengths: list[int] = []
+    try:
+        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
+    except pyarrow.ArrowNotImplementedError:
+        kind = dataset.features[name]
+        raise SetupError(f"{name} is not a column of lists but {kind}", hint="Set balance='off'.") from None
+    missing = next((i for i, length in enumerate(lengths) if length is None), None)
+    if missing is not None:
+        raise SetupError(f"row {missing} has no {name}", hint="Leave rows without tokens out.")
+    return lengths
+
+
+def _row_length(row: Any) -> int:
+    tokens = row.get("input_ids") if isinstance(row, Mapping) else None
+    if tokens is None or isinstance(tokens, str):
+        raise SetupError("rows have no input_ids", hint="Set balance='off'.")
+    return len(tokens)

@@ -33,11 +33,18 @@ def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False
 
 
 @contextmanager
-def batches_of_one_process(trainer: TrainerLike) -> Iterator[None]:
-    """Makes loaders that the Trainer builds meanwhile have the batches of one process."""
+def batches_of_one_process(
+    trainer: TrainerLike, note: Callable[[Any, Callable[[], Any]], None] = lambda whole, divide: None
+) -> Iterator[None]:
+    """Makes loaders that the Trainer builds meanwhile have the batches of one process.
 
-    def prepare(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
-        return as_one_process(trainer, loader, is_placed=True)
+    `note` gets each of them, and a function that returns accelerate's divided loader.
+    """
+
+    def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = as_one_process(trainer, loader, is_placed=True)
+        note(whole, functools.partial(divide, loader, *args, **kwargs))
+        return whole
 
     with steered(trainer.accelerator, "prepare_data_loader", prepare):
         yield
@@ -49,18 +56,21 @@ def is_being_dealt(trainer: TrainerLike) -> bool:
 
 
 class StateView:
-    """A proxy of accelerate's state. Subclasses override single attributes."""
+    """A proxy of accelerate's state, apart from the attributes that its class, or a subclass, declares."""
+
+    _state: Any = None
 
     def __init__(self, state: Any) -> None:
-        object.__setattr__(self, "_state", state)
+        self._state = state
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_state":  # A copy does not have it yet.
-            raise AttributeError(name)
         return getattr(self._state, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._state, name, value)
+        if hasattr(type(self), name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._state, name, value)
 
     def __repr__(self) -> str:
         return repr(self._state)

@@ -9,15 +9,15 @@ position in the training, so a step is the same whether earlier steps were compu
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from unsloth_multigpu.deal.deal import Piece
-from unsloth_multigpu.deal.step import Collate, Rows, Step, StepShape, collate_step
-from unsloth_multigpu.deal.stream import StepStream
+from unsloth_multigpu.deal.deal import Collate, Piece, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.library import is_library
@@ -57,7 +57,7 @@ class StepSampler(BatchSampler):
         resumed_order_state: The state of a resumed epoch, from which the next order is drawn.
     """
 
-    reference: DataLoader[Any]
+    reference: Any
     shape: StepShape
     broadcast: BroadcastOrder
     compare: CompareOrder | None = None
@@ -69,7 +69,6 @@ class StepSampler(BatchSampler):
         # A sampler may use a random state that differs between ranks. All ranks follow rank 0's order.
         batches = self.broadcast(self._draw_order())
         if self.compare is not None:
-            assert self.reference.batch_sampler is not None
             self.compare(batches, self.order_state, self.reference.batch_sampler)
         for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
             step = batches[start : start + self.shape.num_accumulated]
@@ -82,50 +81,41 @@ class StepSampler(BatchSampler):
             yield [_StepIndex(samples, sizes, seed, functools.partial(dealt_by.pieces, sizes, make))]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
-        assert self.reference.batch_sampler is not None
         batches, self.order_state = drawn_from(self.resumed_order_state, self.reference.batch_sampler)
         self.resumed_order_state = None
         yield from batches
 
     def __len__(self) -> int:
-        assert self.reference.batch_sampler is not None
-        return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
+        return -(-len(self.reference.batch_sampler) // self.shape.num_accumulated)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler of one process."""
         self._epoch = epoch
-        self.reference.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.reference.set_epoch(epoch)
 
 
 class StepLoader(DataLoader[Any]):
-    """Loads optimizer steps. Made by `step_loader`.
-
-    Attributes:
-        one_process: The corresponding loader of one process, with the script's own data set and batches.
-    """
+    """Loads optimizer steps. `one_process` is the loader of one process, with the script's own data set and batches."""
 
     one_process: DataLoader[Any]
 
     def __len__(self) -> int:
         """Returns the steps of an epoch. TypeError for a stream without a length."""
-        return self.dataset.num_steps() if isinstance(self.dataset, StepStream) else super().__len__()
+        return self.steps.num_steps() if self.is_stream else super().__len__()
 
     @property
-    def _steps(self) -> Any:
-        return self.dataset if isinstance(self.dataset, StepStream) else self.batch_sampler
+    def is_stream(self) -> bool:
+        """The data set is a `StepStream`."""
+        return isinstance(self.dataset, IterableDataset)
 
     @property
-    def shape(self) -> StepShape:
-        """How samples are dealt."""
-        return self._steps.shape  # type: ignore[no-any-return]
-
-    def deal(self, shape: StepShape) -> None:
-        """Changes how samples are dealt from the next epoch on."""
-        self._steps.shape = shape
+    def steps(self) -> Any:
+        """The `StepStream` or `StepSampler`, whose `shape` says how samples are dealt from the next epoch on."""
+        return self.dataset if self.is_stream else self.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
-        self._steps.set_epoch(epoch)
+        self.steps.set_epoch(epoch)
 
 
 def step_loader(
@@ -139,9 +129,7 @@ def step_loader(
 
     `reference` prepares a loader as accelerate does for one process; for `broadcast` and `compare` see `StepSampler`.
 
-    Raises:
-        SetupError: The data set yields ready batches; there are fewer rows than a batch with `drop_last`; or the
-            script's sampler has divided the rows among the ranks.
+    Raises SetupError if there are ready batches, or fewer rows than a batch with `drop_last`, or rows of one rank only.
     """
     assert loader.collate_fn is not None
     if loader.batch_sampler is None:
@@ -152,14 +140,9 @@ def step_loader(
             "global_batch='scale'.",
         )
     if isinstance(loader.dataset, IterableDataset):
-        rows_only = DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            collate_fn=list,
-            **worker_settings(loader),
-        )
-        stream = StepStream(reference(rows_only), shape, loader.collate_fn)
+        from unsloth_multigpu.deal.stream import StepStream
+
+        stream = StepStream(reference(rows_only(loader)), shape, loader.collate_fn)
         steps = StepLoader(stream, batch_size=None, collate_fn=as_it_is, pin_memory=loader.pin_memory)
         steps.one_process = loader
         return steps
@@ -176,17 +159,24 @@ def step_loader(
     steps = StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn),
         batch_sampler=sampler,
-        collate_fn=_only,
+        collate_fn=operator.itemgetter(0),  # The only step.
         # Workers are seeded before the sampler draws the order, possibly from the same generator.
         generator=loader.generator,
         pin_memory=loader.pin_memory,
-        **worker_settings(loader),
+        **_worker_settings(loader),
     )
     steps.one_process = one_process
     return steps
 
 
-def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+def rows_only(loader: DataLoader[Any], generator: torch.Generator | None = None) -> DataLoader[Any]:
+    """Returns a loader of the rows of a stream, batch by batch, not collated."""
+    how: Any = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "generator": generator}
+    collate = as_it_is if loader.batch_size is None else list
+    return DataLoader(loader.dataset, collate_fn=collate, **how, **_worker_settings(loader))
+
+
+def _worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
     """Returns the arguments of a loader that configure how rows are read."""
     names = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
     return {name: getattr(loader, name) for name in (*names, "timeout")}
@@ -195,7 +185,7 @@ def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
 def with_batches(loader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     """Returns a plain loader like `loader`, of other batches."""
     settings = {name: getattr(loader, name) for name in ("collate_fn", "pin_memory", "generator")}
-    return DataLoader(loader.dataset, batch_sampler=batches, **settings, **worker_settings(loader))
+    return DataLoader(loader.dataset, batch_sampler=batches, **settings, **_worker_settings(loader))
 
 
 class _StepDataset(Dataset[Any]):
@@ -209,8 +199,8 @@ class _StepDataset(Dataset[Any]):
         pieces = index.make_pieces()
         with seeded_draws(index.seed):
             rows = [self.rows_of([index.samples[p] for p in piece.positions]) for piece in pieces]
-            step = collate_step(pieces, rows, len(index.sizes), self.collate)
-        step.sizes, step.samples = index.sizes, index.samples
+            step = collate_step(pieces, rows, index.sizes, self.collate)
+        step.samples = index.samples
         return step
 
     def rows_of(self, indices: Sequence[int]) -> Rows:
@@ -251,8 +241,3 @@ def _refuse_divided(loader: DataLoader[Any]) -> None:
 def as_it_is(item: Any) -> Any:
     """A collator that changes nothing. Worker processes may receive it pickled."""
     return item
-
-
-def _only(steps: list[Step]) -> Step:
-    (step,) = steps
-    return step

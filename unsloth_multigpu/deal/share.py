@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,24 +12,20 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from unsloth_multigpu.deal.one_process import as_one_process
-from unsloth_multigpu.deal.sampler import as_it_is, with_batches, worker_settings
+from unsloth_multigpu.deal.one_process import as_one_process, batches_of_one_process
+from unsloth_multigpu.deal.sampler import rows_only, with_batches
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.seam import steered
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A rank's share of an evaluation.
+    """A rank's share of an evaluation: `loader` yields its batches, on its device.
 
-    Args:
-        loader: Yields this rank's batches, on its device.
-        rows_kept: Returns to how many rows accelerate truncates the gathered last batch in one process; None = it does
-            not.
+    `rows_kept` returns to how many rows accelerate truncates the gathered last batch in one process; None = to none.
     """
 
     loader: Any
@@ -112,9 +108,8 @@ def share_of(trainer: TrainerLike, manager: DDPManager, loader: Any, *, is_whole
     if isinstance(batches, BatchSamplerShard) and batches.num_processes == world_size:
         batches = batches.batch_sampler
     samplers = (batches, getattr(batches, "sampler", None))
-    if batches is None or any((getattr(s, "num_replicas", None) or 1) > 1 for s in samplers):
-        return None
-    if isinstance(batches, BatchSamplerShard):
+    is_divided = any((getattr(sampler, "num_replicas", None) or 1) > 1 for sampler in samplers)
+    if batches is None or is_divided or isinstance(batches, BatchSamplerShard):
         return None
     is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
@@ -144,19 +139,10 @@ def _share_of_stream(
     trainer: TrainerLike, manager: DDPManager, loader: DataLoader[Any], rows_kept: Callable[[Any], int | None]
 ) -> Share:
     assert loader.collate_fn is not None
-    is_batched = loader.batch_size is not None
-    rows: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        collate_fn=list if is_batched else as_it_is,
-        generator=loader.generator,
-        **worker_settings(loader),
-    )
-    reference = as_one_process(trainer, rows)
+    reference = as_one_process(trainer, rows_only(loader, loader.generator))
 
     def meet(found: list[Any]) -> None:
-        first = (found[0][0] if is_batched else found[0]) if found else None
+        first = (found[0] if loader.batch_size is None else found[0][0]) if found else None
         mine = [len(found), digest_of(plain_values(first))]
         ranks = manager.gather_json(mine)
         if any(theirs != ranks[0] for theirs in ranks):
@@ -198,18 +184,14 @@ class EvaluationLoaders:
         # A share belongs to one trainer and one manager.
         self._shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
 
-    @contextmanager
-    def building(self, trainer: TrainerLike) -> Iterator[None]:
+    def building(self, trainer: TrainerLike) -> AbstractContextManager[None]:
         """Makes loaders that the Trainer builds meanwhile have the batches of one process."""
 
-        def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = as_one_process(trainer, loader, is_placed=True)
+        def note(whole: Any, divide: Callable[[], Any]) -> None:
             # Made once, because worker processes may live as long as the loader.
-            self._divided[whole] = functools.cache(functools.partial(divide, loader, *args, **kwargs))
-            return whole
+            self._divided[whole] = functools.cache(divide)
 
-        with steered(trainer.accelerator, "prepare_data_loader", prepare):
-            yield
+        return batches_of_one_process(trainer, note)
 
     def is_whole(self, loader: Any) -> bool:
         """True for a loader built in `building`, from which each rank reads all rows."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unsloth_multigpu.deal.step import Collate, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.deal.deal import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
@@ -31,9 +31,11 @@ class StepStream(IterableDataset[Step]):
         self._epoch = 0
         self._num_skipped = 0
         self._next_epoch: int | None = None
-        self._cursor = {"epoch": 0, "steps": 0, "samples": 0}
+        # Earlier passes, and what was yielded in this pass.
+        self.cursor = {"epoch": 0, "steps": 0, "samples": 0}
         self._left_over: Step | None = None
-        self._digest = ""
+        # Of the first row of each step. It differs if ranks read different rows.
+        self.digest = ""
 
     def __len__(self) -> int:
         """Returns the rows of a pass. TypeError if the data set has no length."""
@@ -42,10 +44,6 @@ class StepStream(IterableDataset[Step]):
     def num_steps(self) -> int:
         """Returns the steps of a pass. TypeError if the data set has no length."""
         return -(-len(self._reference) // self.shape.num_accumulated)
-
-    def cursor(self) -> dict[str, int]:
-        """Returns the number of earlier passes ("epoch"), and the "steps" and "samples" yielded in this pass."""
-        return dict(self._cursor)
 
     def go_on(self, cursor: Mapping[str, int], num_skipped: int) -> None:
         """Starts with the pass in which a checkpoint was written.
@@ -64,11 +62,7 @@ class StepStream(IterableDataset[Step]):
         self._num_skipped = num_skipped
         # The caller's count of passes starts at 0 in each process.
         self._next_epoch = cursor["epoch"]
-        self._cursor = dict(cursor)
-
-    def digest(self) -> str:
-        """Returns a digest of the first row of each step. It differs if ranks read different rows."""
-        return self._digest
+        self.cursor = dict(cursor)
 
     def __iter__(self) -> Iterator[Step]:
         if self._next_epoch is not None:
@@ -77,10 +71,10 @@ class StepStream(IterableDataset[Step]):
         num_skipped, self._num_skipped = self._num_skipped, 0
         if num_skipped:
             self._left_over = None
-        num_done = self._cursor["steps"] if num_skipped else 0
+        num_done = self.cursor["steps"] if num_skipped else 0
         for _ in range(num_skipped - num_done):
             yield _SKIPPED
-        self._cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
+        self.cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
         length = self._num_micro_batches()
         batches = islice(self._reference, length)
         num_read = 0
@@ -93,9 +87,9 @@ class StepStream(IterableDataset[Step]):
             if not batch:
                 return
             # Before collating, because a collator may change rows, and each rank collates others.
-            self._digest = digest_of([self._digest, plain_values(batch[0][0])])
-            self._cursor["steps"] += 1
-            self._cursor["samples"] += sum(map(len, batch))
+            self.digest = digest_of([self.digest, plain_values(batch[0][0])])
+            self.cursor["steps"] += 1
+            self.cursor["samples"] += sum(map(len, batch))
             if step_index < num_done:
                 yield _SKIPPED
                 continue
@@ -129,13 +123,14 @@ class StepStream(IterableDataset[Step]):
 
     def _collated(self, step: list[Rows], step_index: int) -> Step:
         rows = [row for batch in step for row in batch]
-        pieces = self.shape.pieces([len(batch) for batch in step])
+        sizes = [len(batch) for batch in step]
+        pieces = self.shape.pieces(sizes)
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
         # Collators may put what they make of a column in its place.
-        kept = _rows_of(step)
+        kept = [dict(row) if type(row) is dict else row for row in rows]
         with seeded_draws(draw_seed(self.shape.rank_seed, self._epoch, step_index)):
-            collated = collate_step(pieces, mine, len(step), self.collate)
-        collated.sizes, collated.samples = tuple(len(batch) for batch in step), kept
+            collated = collate_step(pieces, mine, sizes, self.collate)
+        collated.samples = kept
         return collated
 
     def rows_of(self, rows: Sequence[Any]) -> Rows:
@@ -146,11 +141,6 @@ class StepStream(IterableDataset[Step]):
         """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""
         self._epoch = epoch
         self._reference.set_epoch(epoch)  # type: ignore[attr-defined]
-
-
-def _rows_of(batches: list[Rows]) -> Rows:
-    # Collators put what they make of a column in its place.
-    return [dict(row) if type(row) is dict else row for batch in batches for row in batch]
 
 
 _SKIPPED = Step([], 0)

@@ -25,7 +25,7 @@ from unsloth_multigpu.part import GradientExchange, Override
 from unsloth_multigpu.shard.memory import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.own_code import hooked
+from unsloth_multigpu.step.loss import hooked
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import check_version

@@ -10,7 +10,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,16 +55,16 @@ def steer_loop(
     """
     if not _shares_data(accelerator):
         return lambda: None
+    loop = _Loop(accelerator, config, manager, told)
     if is_library(module):
-        loop: _Loop | _LibraryLoop = _LibraryLoop(accelerator, config)
+        loop.stack.enter_context(steered(accelerator, "backward", loop.backward_of_library))
     else:
-        loop = _Loop(accelerator, config, manager, told)
         settings = copy.copy(accelerator.dataloader_config)
         settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
         loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
         loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
-    for name in loop.steers:
-        loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
+        for name in ("prepare_data_loader", "prepare_model", "backward", "gather"):
+            loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
     found = weakref.ref(loop)
 
     def leave() -> None:
@@ -81,38 +81,6 @@ def _shares_data(accelerator: Any) -> bool:
         return False
     kind = str(accelerator.distributed_type.value)
     return accelerator.num_processes > 1 and kind.startswith(("MULTI_", "FSDP"))
-
-
-class _LibraryLoop:
-    """Warns once that a step of a library's loop is larger than in one process.
-
-    The library's code expects that accelerate gives each rank separate batches, so this is not changed.
-    """
-
-    steers = ("backward",)
-
-    def __init__(self, accelerator: Any, config: MultiGPUConfig) -> None:
-        self._accelerator = accelerator
-        self._config = config
-        self._is_told = False
-        self.stack = ExitStack()
-
-    def backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Overrides `Accelerator.backward`: warns on the first call; raises SetupError with `inexact="raise"`."""
-        # The batches of a loader that accelerate has not prepared are not known.
-        if not self._is_told and self._accelerator.gradient_state.in_dataloader:
-            self._is_told = True
-            what = "accelerate gives each rank whole batches: an optimizer step sees "
-            what += f"{self._accelerator.num_processes} times the samples of one process"
-            hint = (
-                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
-                "global_batch='scale' says that the larger one is meant."
-            )
-            if self._config.inexact == "raise":
-                raise SetupError(f"{what}.", hint=hint)
-            if self._accelerator.is_main_process:
-                logger.warning("%s. %s", what, hint)
-        original(*args, **kwargs)
 
 
 class SharedBatches(BatchSampler):
@@ -165,34 +133,22 @@ class _CountedState(StateView):
     is the real one, because scripts multiply a loss by it that they divide by a count gathered from all ranks.
     """
 
-    def __init__(self, state: Any, gradient_state: Any) -> None:
-        super().__init__(state)
-        object.__setattr__(self, "_gradient_state", gradient_state)
-        object.__setattr__(self, "_told", None)
-        object.__setattr__(self, "was_read_in_loop", False)
+    gradient_state: Any = None
+    told: int | None = None  # What it says, wherever it is asked.
+    was_read_in_loop = False
 
     @property
     def num_processes(self) -> int:
-        if self._told is not None:
-            return int(self._told)
-        if not self._gradient_state.in_dataloader:
+        if self.told is not None:
+            return self.told
+        if not self.gradient_state.in_dataloader:
             return 1
-        object.__setattr__(self, "was_read_in_loop", True)
+        self.was_read_in_loop = True
         return int(self._state.num_processes)
-
-    @contextmanager
-    def telling(self, num_processes: int) -> Iterator[None]:
-        object.__setattr__(self, "_told", num_processes)
-        try:
-            yield
-        finally:
-            object.__setattr__(self, "_told", None)
 
 
 class _Loop:
     """The overrides on one accelerator of the script."""
-
-    steers = ("prepare_data_loader", "prepare_model", "backward", "gather")
 
     def __init__(
         self, accelerator: Any, config: MultiGPUConfig, manager: Callable[[], DDPManager], told: set[str]
@@ -204,18 +160,30 @@ class _Loop:
         self._world_size: int = accelerator.num_processes
         self._told = told
         self.stack = ExitStack()
-        self.state = _CountedState(accelerator.state, accelerator.gradient_state)
+        self.state = _CountedState(accelerator.state)
+        self.state.gradient_state = accelerator.gradient_state
         # Since the last optimizer step: a backward pass was made, and one of them has averaged the gradients.
         self._has_gradient = self._is_averaged = False
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
-    def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Accelerator.prepare_data_loader`: the ranks share each batch of the loader.
+    def backward_of_library(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Overrides `Accelerator.backward` in a library's loop: warns that a step is larger than in one process.
 
-        Raises:
-            SetupError: Ranks cannot share its batches.
+        The library's code expects that accelerate gives each rank separate batches, so this is not changed.
         """
+        # The batches of a loader that accelerate has not prepared are not known.
+        if self._accelerator.gradient_state.in_dataloader:
+            self._warn(
+                "accelerate gives each rank whole batches: an optimizer step sees "
+                f"{self._world_size} times the samples of one process",
+                "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)) keeps the step; "
+                "global_batch='scale' says that the larger one is meant.",
+            )
+        original(*args, **kwargs)
+
+    def prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Overrides `Accelerator.prepare_data_loader`: the ranks share each batch, or SetupError is raised."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return original(data_loader, *args, **kwargs)
         batches = data_loader.batch_sampler
@@ -235,7 +203,7 @@ class _Loop:
         is_in_order = type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
         check_same = None if is_in_order else self._check_same
         mine = with_batches(data_loader, SharedBatches(batches, self._rank, self._world_size, check_same))
-        with self.state.telling(1):
+        with instance_attribute(self.state, "told", 1):
             prepared = original(mine, *args, **kwargs)
         prepared._drop_last = data_loader.drop_last
         if not is_in_order:
@@ -279,22 +247,14 @@ class _Loop:
                 self.stack.callback(prepared.optimizer.register_step_pre_hook(self._look_at_step).remove)
 
     def _look_at_step(self, *_: Any) -> None:
-        """Warns if an optimizer steps on gradients that no backward pass has averaged, as in accelerate's LocalSGD.
-
-        Raises:
-            SetupError: `inexact="raise"`.
-        """
-        has_gradient, is_averaged = self._has_gradient, self._is_averaged
+        """Warns if an optimizer steps on gradients that no backward pass has averaged, as in accelerate's LocalSGD."""
+        if self._has_gradient and not self._is_averaged:
+            self._warn(
+                "an optimizer steps on gradients that are not averaged over the ranks (no_sync, LocalSGD): this is not "
+                "the training of one process",
+                "Leave LocalSGD out, or no_sync in the last micro-batch of a step.",
+            )
         self._has_gradient = self._is_averaged = False
-        if not has_gradient or is_averaged:
-            return
-        what = (
-            "an optimizer steps on gradients that are not averaged over the ranks (no_sync, LocalSGD): this is not the "
-        )
-        what += "training of one process"
-        if self._config.inexact == "raise":
-            raise SetupError(f"{what}.", hint="Leave LocalSGD out, or no_sync in the last micro-batch of a step.")
-        self._tell(what)
 
     def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
         """Overrides `Accelerator.gather`: gathers each row of an uneven batch once, in the order of one process."""
@@ -325,7 +285,7 @@ class _Loop:
                 f"parts, and there are {self._world_size} ranks.",
                 hint=f"Set a multiple of {self._world_size}, or another num_gpus. {_SCALE}",
             )
-        with self.state.telling(self._world_size):
+        with instance_attribute(self.state, "told", self._world_size):
             return original(data_loader, *args, **kwargs)
 
     def _rows(self) -> list[int] | None:
@@ -346,11 +306,11 @@ class _Loop:
         if not state.in_dataloader:
             self._tell("the loop reads no loader that was prepared: an optimizer step sees what each rank reads itself")
         if state.end_of_dataloader and state.remainder > 0 and (over := state.remainder % self._world_size):
-            what = f"the last batch of a stream has {state.remainder} rows, and accelerate repeats "
-            what += f"{self._world_size - over} to share it by {self._world_size} ranks"
-            if self._config.inexact == "raise":
-                raise SetupError(f"{what}.", hint="Set drop_last=True.")
-            self._tell(what)
+            self._warn(
+                f"the last batch of a stream has {state.remainder} rows, and accelerate repeats "
+                f"{self._world_size - over} to share it by {self._world_size} ranks",
+                "Set drop_last=True.",
+            )
 
     def _check_same(self, batch: Iterable[Any]) -> None:
         digests = self._manager().gather_json(digest_of([str(i) for i in batch]))
@@ -360,6 +320,12 @@ class _Loop:
                 hint="Let the sampler draw from torch's generator, and give all ranks the same seed: "
                 "set_seed(seed, device_specific=True) does not go with use_seedable_sampler.",
             )
+
+    def _warn(self, what: str, hint: str) -> None:
+        """Warns that this is not the training of one process; raises SetupError if `inexact="raise"`."""
+        if self._config.inexact == "raise":
+            raise SetupError(f"{what}.", hint=hint)
+        self._tell(f"{what}. {hint}")
 
     def _tell(self, text: str) -> None:
         if text not in self._told and self._rank == 0:

@@ -1,10 +1,19 @@
-"""The result of comparing a step with one process, and its text. Needs no torch."""
+"""Compares the gradients of two computations of a step: by sketches of few numbers, and a bound for rounding."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.group.shards import part_of
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The gradient of a single parameter may differ by this many times the bound for all parameters together.
 _OF_ONE = 20.0
@@ -12,6 +21,19 @@ _OF_ONE = 20.0
 _NOT_FINE = 1e-4
 # Ranks may differ from one process by this many times what a change of the weights' last bits does.
 _OF_LAST_BITS = 4.0
+# In another micro-batch, a row is computed by other kernels, and sums have another order. In fp32, the gradients of 17
+# exact losses differed by at most 6e-7, those of inexact losses by at least 1.2e-4. fp16 and bf16 round each element
+# with a relative error of up to 5e-4 and 4e-3.
+FINE = 1e-5
+_BOUNDS = {torch.float64: FINE, torch.float32: FINE, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TF32 = 5e-3
+# A larger difference is never taken for rounding in fp32.
+MOST_ROUNDING = 1e-3
+# Random projections of each tensor.
+NUM_PROJECTIONS = 4
+_WIDTH = 1 + NUM_PROJECTIONS
+# Elements that are projected at once, which bounds the memory of a sketch.
+_CHUNK = 2**18
 
 
 @dataclass(frozen=True)
@@ -138,3 +160,132 @@ class Comparison:
             "draws": list(self.draws),
             "counts": list(self.counts),
         }
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns float64, or float32 for devices without 64-bit numbers, such as some GPUs of Intel."""
+    if device.type == "cpu":
+        return torch.float64
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return torch.float64 if getattr(properties, "has_fp64", True) else torch.float32
+
+
+def rounding_bound(trainer: TrainerLike) -> float:
+    """Returns the largest relative difference of gradients due to rounding, in the lowest precision that is used."""
+    precision = getattr(trainer.accelerator, "mixed_precision", "no")
+    found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
+    found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
+    # Quantized weights are dequantized to the type of the other weights.
+    bounds = [_BOUNDS[dtype] for dtype in found] or [FINE]
+    if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        bounds.append(_TF32)
+    return max(bounds)
+
+
+@contextmanager
+def last_bits_changed(model: nn.Module) -> Iterator[None]:
+    """Inverts the last bit of each fp32 weight while the context is open.
+
+    A gradient computed meanwhile differs from the correct one by rounding alone: by more than usual if it is a small
+    difference of large terms. No copy of the weights is made.
+    """
+    _invert_last_bits(model)
+    try:
+        yield
+    finally:
+        _invert_last_bits(model)
+
+
+def _invert_last_bits(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32:
+            part_of(parameter.data).view(torch.int32).bitwise_xor_(1)
+
+
+def sketch(model: nn.Module) -> list[float]:
+    """Returns the norm and `NUM_PROJECTIONS` random projections of each trained parameter's gradient, as a flat list.
+
+    A projection is a sum with random signs. The mean square of the projections of a difference estimates the square of
+    its norm. All ranks use the same signs, so the projections of a mean are the means of the projections.
+    For a sharded parameter, this is the sketch of this rank's part.
+    """
+    rows = [_sketch_of(p.grad, p.device) for p in model.parameters() if p.requires_grad]
+    if not rows:
+        return []
+    # One wait for the device.
+    return [float(value) for value in torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1).tolist()]
+
+
+def sketch_of(tensor: torch.Tensor) -> list[float]:
+    """Returns a sketch of one tensor that is not a gradient."""
+    return [float(value) for value in _sketch_of(tensor, tensor.device).tolist()]
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Returns the names of the parameters in a sketch, in its order."""
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the sketch of the mean of some gradients, with norms estimated from the projections."""
+    mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
+    for k in range(0, len(mean), _WIDTH):
+        mean[k] = math.hypot(*mean[k + 1 : k + _WIDTH]) / math.sqrt(NUM_PROJECTIONS)
+    return mean
+
+
+def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
+    """Compares two gradients by the sketches of their parts: of all ranks if they are sharded, otherwise of one."""
+    squares = [0.0] * len(names)
+    norms, other_norms = list(squares), list(squares)
+    for mine, theirs in zip(one, other, strict=True):
+        for k in range(len(names)):
+            a, b = mine[k * _WIDTH : (k + 1) * _WIDTH], theirs[k * _WIDTH : (k + 1) * _WIDTH]
+            projected = sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / NUM_PROJECTIONS
+            squares[k] += max(projected, (a[0] - b[0]) ** 2)
+            norms[k] += a[0] ** 2
+            other_norms[k] += b[0] ** 2
+    norm, other_norm = math.sqrt(sum(norms)), math.sqrt(sum(other_norms))
+    if not (math.isfinite(norm) and math.isfinite(other_norm)):
+        is_alike = not math.isfinite(norm) and not math.isfinite(other_norm)
+        return Difference(norm, other_norm, math.nan if is_alike else math.inf, "", math.nan)
+    size = norm or other_norm
+    if not size:
+        return Difference(0.0, 0.0, 0.0)
+    # A gradient that is zero in theory, such as that of a key's bias, consists of rounding errors.
+    floor = 1e-3 * size
+    own = [math.sqrt(d) / (math.sqrt(n) + floor) for d, n in zip(squares, norms, strict=True)]
+    worst = max(range(len(names)), key=own.__getitem__)
+    return Difference(norm, other_norm, math.sqrt(sum(squares)) / size, names[worst], own[worst])
+
+
+def _sketch_of(given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    gradient = None if given is None else part_of(given.detach())
+    dtype = sum_dtype(device)
+    found = torch.zeros(_WIDTH, dtype=dtype, device=device)
+    if gradient is None or not gradient.numel():
+        return found
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    found[0] = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    for sign, chunk in _signed(gradient.reshape(-1)):
+        signs = _signs(chunk.device)[:, : len(chunk)]
+        found[1:] += sign * torch.stack([(chunk * row).sum(dtype=dtype) for row in signs])
+    return found
+
+
+def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields chunks of a tensor, each with a random sign for each projection."""
+    generator = torch.Generator().manual_seed(len(flat))
+    for start in range(0, len(flat), _CHUNK):
+        sign = torch.randint(0, 2, (NUM_PROJECTIONS,), generator=generator) * 2 - 1
+        chunk = flat[start : start + _CHUNK]
+        yield sign.to(chunk.device), chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+
+
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Returns random signs of shape (projections, `_CHUNK`), one byte each. They stay on the device."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
+    return (bits * 2 - 1).to(device)

@@ -1,13 +1,9 @@
 """Deals the completions of GRPO and RLOO to ranks and micro-batches by length, if that keeps the gradient.
 
-Whether it does is measured in the training itself: in its first step, before the first update, and again in steps 2, 4,
-8 and so on. The gradient is computed with the trainer's own micro-batches and with the dealt ones, without dropout.
-Both passes start from the same weights, buffers, random state and script state, and restore them.
-
-A comparison sees all that a loss, a model or a script does to the gradient of that step. In the first step the policy
-is the one that drew: every ratio is 1 and nothing is clipped. What old log-probabilities change is seen from step 2 on,
-in later steps and iterations of a generation. Completions that are all as long show no mean over tokens, and do not
-count. Not seen is what differs in other steps alone, or less than rounding does in the precision of the training.
+Whether it does is measured in the training, in steps 1, 2, 4, 8 and so on: before the update, the gradient is computed
+with the trainer's own micro-batches and with the dealt ones, from the same state, without dropout. In the first step
+the policy is the one that drew: every ratio is 1 and nothing is clipped. What old log-probabilities change is seen from
+step 2 on. Completions that are all as long show no mean over tokens, and do not count.
 """
 
 from __future__ import annotations
@@ -28,12 +24,9 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.comparison import Difference, speed_in_words
+from unsloth_multigpu.step.comparison import Difference, difference, mean_of, names_of, rounding_bound, speed_in_words
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.lone_pass import ERRORS, TIMED_AGAIN_S, LonePass
-from unsloth_multigpu.step.rounding import rounding_bound
-from unsloth_multigpu.step.sketch import difference, mean_of, names_of
-from unsloth_multigpu.step.snapshot import Still, kept_training_state
+from unsloth_multigpu.step.snapshot import ERRORS, TIMED_AGAIN_S, LonePass, Still, kept_training_state
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -89,11 +82,7 @@ class CompletionDeal(Part):
 
     TRL shuffles the completions of a rank, cuts them into micro-batches and pads all to the longest one. Here every
     micro-batch has as many completions as before, of similar length, and no column that is padding in all of them.
-
     The trainer, of TRL or of Unsloth, keeps the completions of a generation in `_buffered_inputs`.
-
-    Raises:
-        SetupError: `balance="tokens"` is asked for, and what the trainer makes of completions is not known.
     """
 
     place = "completions"
@@ -110,8 +99,8 @@ class CompletionDeal(Part):
         self._is_over = False
         # The last comparison has found equal gradients; where nothing is to be compared it is the user who says so.
         self._is_proven = False
-        # Optimizer steps of this training; the next to be compared; those that were dealt since the last comparison.
-        self._num_steps, self._next_step, self._num_unproven = 0, 1, 0
+        # Optimizer steps of this training; the last that was compared, and the next.
+        self._num_steps, self._last_step, self._next_step = 0, 0, 1
         self._is_begin = False
         # Micro-batches that are compared of a step; 0 = not known yet.
         self._num_compared = 0
@@ -174,8 +163,6 @@ class CompletionDeal(Part):
         place = trainer._step % len(self._generation.in_order)
         if is_begin and self._has_turn(self._generation, place):
             self._compare(self._generation, place)
-        elif is_begin and self._is_proven:
-            self._num_unproven += 1
         trainer._buffered_inputs = chosen = self._chosen(self._generation)
         return chosen[place]
 
@@ -199,11 +186,7 @@ class CompletionDeal(Part):
         return len({generation.lengths[i][1] for i in places}) > 1
 
     def _compare(self, generation: _Generation, place: int) -> None:
-        """Compares the gradients of this step, dealt by length and in TRL's order. Collective.
-
-        Raises:
-            SetupError: They differ, and `balance="tokens"` or `inexact="raise"`.
-        """
+        """Compares the gradients of this step, dealt by length and in TRL's order. Collective."""
         block, is_first = self._block(generation), not self._num_compared
         if is_first:
             seconds = self._gradient(generation.in_order[place : place + 1])[1]
@@ -211,17 +194,17 @@ class CompletionDeal(Part):
         compared = slice(place, place + self._num_compared)
         dealt, _ = self._cut(generation, place, self._num_compared)
         off, in_order_s, dealt_s = self._compared(generation.in_order[compared], dealt, is_timed=is_first)
-        num_unproven, was_proven = self._num_unproven, self._is_proven
         is_every = self._manager.config.check_first_step == "every"
-        self._next_step, self._num_unproven = self._num_steps + 1 if is_every else 2 * self._num_steps, 0
         if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
-            self._next_step, self._num_unproven = self._num_steps + 1, num_unproven
+            self._next_step = self._num_steps + 1
             return
+        was_proven, num_unproven = self._is_proven, self._num_steps - self._last_step - 1
+        self._last_step, self._next_step = self._num_steps, self._num_steps + 1 if is_every else 2 * self._num_steps
         self._is_proven = off.is_within(rounding_bound(self._trainer))
         if not self._is_proven:
             what = f"dealt by length, the gradient of step {self._num_steps} differs by {off.off:.1e}"
             self._keep_order(f"{what}, most in {off.worst}" if off.worst else what)
-            if num_unproven:
+            if was_proven and num_unproven:
                 also = f"steps that were dealt since the last comparison: {num_unproven}"
                 self._feed.tell("completions dealt by length", f"{what}; {also}.", "", "Set balance='off'.")
         elif not was_proven:
@@ -238,9 +221,6 @@ class CompletionDeal(Part):
 
         Returns:
             The difference of the gradients, averaged over ranks, and the seconds of each order on the slowest rank.
-
-        Raises:
-            SetupError: The loss can be computed in the first order only.
         """
         mine, one_s = self._gradient(one)
         try:
@@ -255,11 +235,10 @@ class CompletionDeal(Part):
             ) from error
         finally:
             self._lone.end()
-        ranks = self._manager.gather_json([*mine, *theirs])
-        ones, others = [row[: len(mine)] for row in ranks], [row[len(mine) :] for row in ranks]
+        ones, others = zip(*self._manager.gather_json([mine, theirs]), strict=True)
         # Sharded gradients are means over ranks already. Values that are not finite have no mean.
-        if not has_shards(self._trainer.model) and all(math.isfinite(value) for row in ranks for value in row):
-            ones, others = [mean_of(ones)], [mean_of(others)]
+        if not has_shards(self._trainer.model) and all(math.isfinite(v) for row in (*ones, *others) for v in row):
+            ones, others = (mean_of(ones),), (mean_of(others),)
         return difference(ones, others, names_of(self._trainer.model)), one_s, other_s
 
     def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
@@ -280,24 +259,24 @@ class CompletionDeal(Part):
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
         what, first = unknown_inputs(buffered), buffered[0]
-        padded = (*_PROMPT, *_COMPLETION)
-        widths = [0 if what or first.get(name) is None else first[name].shape[1] for name in padded]
+        padded = [] if what else [name for name in (*_PROMPT, *_COMPLETION) if first.get(name) is not None]
         # All ranks must decide alike and send tensors of one shape.
-        ranks = self._manager.gather_json([bool(what), *widths])
-        if any(is_unknown for is_unknown, *_ in ranks):
-            self._keep_order(f"{what or 'a micro-batch of another rank'} is not known here")
+        ranks = self._manager.gather_json([what, {name: first[name].shape[1] for name in padded}])
+        if unknown := [theirs for theirs, _ in ranks if theirs]:
+            self._keep_order(f"{unknown[0]} is not known here")
             return None
-        most = {name: max(rank[i] for rank in ranks) for i, name in enumerate(padded, 1)}
-        rows = {}
+        most = {name: max(widths[name] for _, widths in ranks) for name in padded}
+        processor, rows = self._trainer.processing_class, {}
+        pad_id = int(getattr(processor, "tokenizer", processor).pad_token_id)
         for name in sorted(n for n, value in first.items() if value is not None and n not in (_OF_ALL, _LEFT_PAD)):
             mine = torch.cat([micro_batch[name] for micro_batch in buffered])
             if name in most:
                 missing = most[name] - mine.shape[1]
-                filling = self._pad_id if name.endswith("_ids") else 0
+                filling = pad_id if name.endswith("_ids") else 0
                 mine = nn.functional.pad(mine, (missing, 0) if name in _PROMPT else (0, missing), value=filling)
             rows[name] = self._trainer.accelerator.gather(mine.contiguous())
-        of_ids = [padded.index(name) + 1 for name in ("prompt_ids", "completion_ids")]
-        num_tokens = len(buffered) * len(first["advantages"]) * sum(rank[i] for rank in ranks for i in of_ids)
+        columns = sum(widths["prompt_ids"] + widths["completion_ids"] for _, widths in ranks)
+        num_tokens = len(buffered) * len(first["advantages"]) * columns
         return _Generation(buffered, rows, _lengths(rows), num_tokens)
 
     def _block(self, generation: _Generation) -> int:
@@ -324,11 +303,6 @@ class CompletionDeal(Part):
                 micro_batch[_LEFT_PAD] = torch.full((batch, 1), prompt - min(lengths[k][0] for k in mine))
             micro_batches.append(micro_batch)
         return micro_batches, num_tokens
-
-    @property
-    def _pad_id(self) -> int:
-        processor = self._trainer.processing_class
-        return int(getattr(processor, "tokenizer", processor).pad_token_id)
 
     def _width(self, longest: int) -> int:
         """Returns the number of columns for the longest row: at least 1, and a multiple of the trainer's padding."""

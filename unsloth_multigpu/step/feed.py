@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.deal.deal import check_divisible, equation
+from unsloth_multigpu.deal.deal import Step, StepShape, check_divisible, equation
 from unsloth_multigpu.deal.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.deal.sampler import StepLoader, own_samplers, step_loader
-from unsloth_multigpu.deal.step import Step, StepShape
-from unsloth_multigpu.deal.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import drawn_from, kept_random_state
@@ -25,11 +23,19 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
-from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, Inexact, find_reduction, hidden_at_first, whole_ways
-from unsloth_multigpu.step.own_code import has_own_step, name_of
+from unsloth_multigpu.step.loss import (
+    AUTO,
+    GATHERED,
+    WHOLE,
+    find_reduction,
+    has_own_step,
+    hidden_at_first,
+    name_of,
+    whole_ways,
+)
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
-from unsloth_multigpu.step.snapshot import kept_objects
+from unsloth_multigpu.step.snapshot import KeptObjects
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
@@ -43,7 +49,7 @@ class StepFeed(Part):
         num_accumulated: Micro-batches of a step in one process.
         batch_size: Samples of a micro-batch in one process, from the arguments or the data loader.
         loader: Yields steps. None before the training, and if the trainer's own batches are used.
-        inexact: Why the training is not exactly that of one process; None if it is.
+        inexact, ways_out: Why the training is not exactly that of one process, and what to do; "" if it is.
         is_placed_later: The model is moved to its device, or sharded, after the loader is made. The decision how
             samples are dealt then waits until the training begins.
         plans_one_process: Plan the steps in a single process as well.
@@ -59,7 +65,7 @@ class StepFeed(Part):
         self.balancer, self.metrics, self.num_accumulated = passes.balancer, passes.metrics, passes.num_accumulated
         self.proof = StepProof(trainer, manager, self, beat)
         self.loader: StepLoader | None = None
-        self.inexact: Inexact | None = None
+        self.inexact = self.ways_out = ""
         self.batch_size = int(trainer._train_batch_size)
         self.is_placed_later = self.plans_one_process = False
         self._is_begun = self._has_loop = False
@@ -108,12 +114,12 @@ class StepFeed(Part):
     @property
     def has_one_order(self) -> bool:
         """True if all ranks follow rank 0's order of samples, so that all have equally many."""
-        return self.loader is not None and not isinstance(self.loader.dataset, StepStream)
+        return self.loader is not None and not self.loader.is_stream
 
     def facts(self) -> dict[str, str]:
         """Returns facts that must be equal on all ranks: the plan, and a digest of the rows of a stream."""
-        stream = None if self.loader is None else self.loader.dataset
-        rows = {STREAM: stream.digest()} if isinstance(stream, StepStream) else {}
+        stream: Any = self.loader.dataset if self.loader is not None and self.loader.is_stream else None
+        rows = {} if stream is None else {STREAM: stream.digest}
         return {"plan": str(self.balancer.balance), **rows}
 
     @property
@@ -128,12 +134,9 @@ class StepFeed(Part):
     def _call_event(
         self, original: Override, event: str, arguments: ArgumentsLike, state: StateLike, *args: Any, **kwargs: Any
     ) -> Any:
-        """Overrides `CallbackHandler.call_event`: callbacks see the values of one process.
+        """Overrides `CallbackHandler.call_event`: callbacks see the accumulation and the loader of one process.
 
-        These are the script's own `gradient_accumulation_steps`, and the loader of one process in `train_dataloader`.
-
-        Raises:
-            SetupError: A callback has changed `gradient_accumulation_steps`.
+        Raises SetupError if a callback has changed `gradient_accumulation_steps`.
         """
         handler, asked = self._trainer.callback_handler, self.num_accumulated
         if event == "on_train_begin" and self.loader is not None:
@@ -150,12 +153,15 @@ class StepFeed(Part):
         finally:
             arguments.gradient_accumulation_steps = before
         if now != asked:
-            raise SetupError(
-                f"A callback has set gradient_accumulation_steps from {asked} to {now} in {event}, while the steps of "
-                "this training are dealt already.",
-                hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
-            )
+            self._refuse_accumulation(now, f"a callback in {event}")
         return result
+
+    def _refuse_accumulation(self, now: int, who: str) -> None:
+        raise SetupError(
+            f"gradient_accumulation_steps was set from {self.num_accumulated} to {now} by {who}, while the steps of "
+            "this training are dealt already.",
+            hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
+        )
 
     # The loader.
 
@@ -211,7 +217,7 @@ class StepFeed(Part):
         )
         one_process = functools.partial(as_one_process, trainer, is_seedable=is_seedable)
         steps = step_loader(raw, shape, one_process, self._manager.broadcast_batches, self._compare_order)
-        self._decide = lambda: steps.deal(self._dealt(raw, shape))
+        self._decide = functools.partial(self._deal, steps, raw)
         if not self.is_placed_later:
             self.decide()
         return steps
@@ -245,9 +251,9 @@ class StepFeed(Part):
         if decide is not None:
             decide()
 
-    def _dealt(self, loader: Any, shape: StepShape) -> StepShape:
-        """Decides how samples of the Trainer's data loader are dealt. Collective."""
-        trainer, passes = self._trainer, self.passes
+    def _deal(self, steps: StepLoader, loader: Any) -> None:
+        """Decides how `steps` deals the samples of the Trainer's data loader. Collective."""
+        trainer, passes, shape = self._trainer, self.passes, steps.steps.shape
         if getattr(loader.batch_sampler, "batch_size", None) == trainer.args.per_device_train_batch_size:
             # SetFit's trainer changes the argument after the Trainer has read it.
             self.batch_size = trainer.args.per_device_train_batch_size
@@ -259,22 +265,23 @@ class StepFeed(Part):
         # Ranks that step independently compare only their own rows.
         is_gathered = passes.reduction.kind == GATHERED and not passes.is_alone
         in_each = is_gathered and not passes.is_whole and shape.world_size > 1
-        shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
+        steps.steps.shape = shape = replace(shape, regroup=regroup, whole=passes.is_whole, in_each=in_each)
         sizes = [self.batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size, shape.num_sharing)
-        passes.check_sequences()
+        if passes.sequence is not None:
+            passes.sequence.check_loss(trainer, passes.compute_loss, passes.reduction)
         dealt = ""
         if self._is_shared:
             reduction = passes.reduction
             # Reading and collating rows must not change random numbers or counters of the script.
-            with kept_random_state(), kept_objects(loader.dataset, loader.collate_fn):
+            with kept_random_state(), KeptObjects(loader.dataset, loader.collate_fn):
                 dealt = self.balancer.prepare(
                     loader,
                     is_token_sum=reduction.is_token_normalised,
                     rows_are_independent=reduction.rows_are_independent,
                     is_lockstep=shape.is_lockstep,
                 )
-        how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole, in_each=in_each)
+        how = equation(sizes, shape.in_order(sizes))
         if self.num_accumulated > 1:
             self._tell_of_micro_batches()
         whole = ", whole micro-batches" if passes.is_whole and self.batch_size > 1 else ""
@@ -288,14 +295,11 @@ class StepFeed(Part):
         together = f", each on {shape.num_sharing} ranks" if shape.num_sharing > 1 else ""
         logger.info("samples per step: %s%s%s%s%s", how, together, whole, gathered, dealt)
         self.metrics.begin(loader, self.num_accumulated)
-        return shape
 
     def _keeps_whole(self) -> bool:
         """True if the script's micro-batches are not split, which is exact for every loss.
 
-        Raises:
-            SetupError: `loss_reduction="whole"` with fewer micro-batches than ranks; the loss reduction is unknown and
-                `check_first_step="off"`; or the first step cannot show it and `inexact="raise"`.
+        Raises SetupError if they would have to be, and the options do not allow that.
         """
         world_size, config = self._manager.identity.world_size, self._manager.config
         if world_size == 1 or self.passes.reduction.kind not in (AUTO, WHOLE, GATHERED):
@@ -329,12 +333,8 @@ class StepFeed(Part):
                 self.tell(what, f"{what}, with all its micro-batches.", "", ways)
 
     def tell(self, cause: str, what: str, so: str, ways: str) -> None:
-        """Warns that the training is not exactly that of one process, or refuses it.
-
-        Raises:
-            SetupError: `inexact="raise"`.
-        """
-        self.inexact = Inexact(cause, ways)
+        """Warns that the training is not exactly that of one process; raises SetupError if `inexact="raise"`."""
+        self.inexact, self.ways_out = cause, ways
         if self._manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         if self._manager.identity.rank == 0:
@@ -344,12 +344,8 @@ class StepFeed(Part):
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """Overrides `Trainer.get_batch_samples`: returns one step, and its number of tokens over all ranks."""
-        if self.loader is not None and self._trainer.args.gradient_accumulation_steps != 1:
-            raise SetupError(
-                f"gradient_accumulation_steps was set to {self._trainer.args.gradient_accumulation_steps} while the "
-                f"training ran; its steps are dealt with {self.num_accumulated}.",
-                hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
-            )
+        if self.loader is not None and (now := self._trainer.args.gradient_accumulation_steps) != 1:
+            self._refuse_accumulation(now, "the script")
         return self.passes.batch_samples(original, epoch_iterator)
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:

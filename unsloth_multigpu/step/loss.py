@@ -1,7 +1,8 @@
-"""Loss reductions: which trainers have a known one, and the weight of a part of a micro-batch in its mean."""
+"""Loss reductions: which code of a step is the script's, and what a part of a micro-batch weighs in the mean."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,9 @@ from torch import nn
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.shards import class_of
-from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.own_code import author_of, has_own_step, is_of_script, name_of
-from unsloth_multigpu.step.rounding import sum_dtype
+from unsloth_multigpu.library import is_library
+from unsloth_multigpu.seam import instance_attribute, unsteered
+from unsloth_multigpu.step.comparison import sum_dtype
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The values of `loss_reduction`.
@@ -28,8 +29,6 @@ IGNORED = -100
 ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
 # Labels without the first of each row: a language model predicts a label from the token before.
 NEXT = "next tokens"
-# The sum of an input, such as row weights or an attention mask; the same without the first column.
-_SUM_OF, _NEXT_SUM_OF = "sum of ", "sum after the first of "
 _MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
 # An attribute of sentence-transformers' losses that can compare rows of all ranks.
@@ -43,14 +42,9 @@ _HIDDEN_AT_FIRST = {
     "KTOTrainer": {"kto"},
     "BCOTrainer": {"bco"},
 }
-
-
-@dataclass(frozen=True)
-class Inexact:
-    """Why ranks cannot share a step exactly, and what the user can do."""
-
-    cause: str
-    ways: str
+_STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
+# Libraries whose trainers have known losses.
+_KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,7 @@ class LossReduction:
         return self.mean_over not in (ROWS, SUM)
 
     def count(self, inputs: Any) -> float:
-        """Returns the weight of a part of a micro-batch.
-
-        Raises:
-            SetupError: The inputs lack what is counted, or have another shape.
-        """
+        """Returns the weight of a part of a micro-batch; raises SetupError if the inputs lack what is counted."""
         found = count_of(inputs, self.mean_over, self.class_weights)
         if found is None:
             forms = ", ".join(f"{name} is {_form(value)}" for name, value in inputs.items())
@@ -140,6 +130,83 @@ def hidden_at_first(trainer: TrainerLike) -> str:
     return f"loss_type={min(hidden)!r} weighs a row by the others once policy and reference differ"
 
 
+def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
+    """Names the parts of a step that the script defines."""
+    loss = unsteered(trainer.compute_loss)
+    found = [f"{type(trainer).__name__}.training_step"] if has_own_step(trainer) else []
+    found += [name_of(trainer, loss)] if is_of_script(trainer, loss) else []
+    for what, part in (("collator", loader.dataset.collate), ("data set", loader.one_process.dataset)):
+        named = part if hasattr(part, "__qualname__") else type(part)
+        if not is_library(getattr(named, "__module__", None) or "builtins"):
+            found.append(f"the {what} {named.__qualname__}")
+    found += [f"a hook on {name}" for name in hooked(trainer.model)][:1]
+    return found
+
+
+def hooked(model: nn.Module) -> Iterator[str]:
+    """Yields names of parameters with gradient hooks of the script. Hooks of libraries are left out."""
+    for name, parameter in model.named_parameters():
+        later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        hooks: Any = [*(parameter._backward_hooks or {}).values(), *later.values()]
+        for hook in hooks:
+            function = getattr(hook, "func", hook)  # functools.partial
+            if not is_library(getattr(function, "__module__", None) or type(function).__module__):
+                yield name
+
+
+def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """Returns the class of transformers, TRL or Unsloth that defines the loss; "" if the script does."""
+    owner = _owner_of(trainer, "compute_loss")
+    is_method = _is_own(trainer, compute_loss)
+    # Some TRL trainers have a text here instead of a function.
+    if not is_method or callable(trainer.compute_loss_func) or not owner.__module__.startswith(_KNOWN_AUTHORS):
+        return ""
+    return owner.__name__.removeprefix("_Unsloth")
+
+
+def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
+    """True if the script defines the loss or the model that computes it, which may read the number of ranks."""
+    model = class_of(base_model(trainer.model))
+    return not author_of(trainer, compute_loss) or not model.__module__.startswith(_STOCK_MODELS)
+
+
+def has_own_step(trainer: TrainerLike) -> bool:
+    """True if `training_step` may compute the loss without `compute_loss`.
+
+    The script overrides it, in a class or on the object, or a library's class does without `compute_loss`
+    (`OnlineDPOTrainer`).
+    """
+    is_replaced = not _is_own(trainer, unsteered(trainer.training_step))
+    owner = _owner_of(trainer, "training_step")
+    is_known = owner.__module__.startswith(_KNOWN_AUTHORS) and issubclass(_owner_of(trainer, "compute_loss"), owner)
+    return is_replaced or not is_known
+
+
+def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """Returns the name of the loss for messages."""
+    if callable(trainer.compute_loss_func):
+        return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
+    if not _is_own(trainer, compute_loss):
+        return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
+    if isinstance(loss := getattr(trainer, "loss", None), nn.Module):  # sentence-transformers
+        return f"the loss {type(loss).__name__}"
+    owner = _owner_of(trainer, "compute_loss")
+    if owner.__module__.startswith("transformers."):
+        stepper = _owner_of(trainer, "training_step")
+        if not stepper.__module__.startswith("transformers."):
+            return f"the loss of {stepper.__name__}.training_step"
+        return f"the loss of {class_of(base_model(trainer.model)).__name__}"
+    return f"{owner.__name__}.compute_loss"
+
+
+def _is_own(trainer: TrainerLike, method: Any) -> bool:
+    return getattr(method, "__self__", None) is trainer
+
+
+def _owner_of(trainer: TrainerLike, method: str) -> type:
+    return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
+
+
 def gathering_losses(trainer: TrainerLike) -> list[nn.Module]:
     """Returns the loss modules of sentence-transformers that can gather rows from all ranks; [] for other trainers.
 
@@ -169,7 +236,7 @@ def has_router_loss(trainer: TrainerLike) -> bool:
 
 def _sums_tokens(trainer: TrainerLike, name: str) -> bool:
     """True if a language model's loss is the sum over labelled tokens, divided by their number in the step."""
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+    if not _takes_count(trainer):
         return False
     model = base_model(trainer.model)
     if name == "Trainer" and not class_of(model).__name__.endswith("ForCausalLM"):
@@ -215,51 +282,49 @@ def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[
 
     `mean_over` is one of `possible_means`; `class_weights` are for a mean that is weighted by them.
     """
-    if mean_over == SUM:
-        return 1.0
-    if mean_over == ROWS:
-        return float(_num_rows(inputs))
-    labels: Any = inputs.get("labels")
-    num_dims = labels.dim() if isinstance(labels, torch.Tensor) else 0
-    if mean_over in (TOKENS, NEXT):
-        if num_dims < (2 if mean_over == NEXT else 1):
-            return None
-        if num_dims == 1 and labels.is_floating_point():
-            return float(len(labels))
-        return float((labels[:, 1:] if mean_over == NEXT else labels).ne(IGNORED).sum())
-    if mean_over == CLASSES:
-        if not num_dims or labels.is_floating_point():
-            return None
-        table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
-        return float(table[labels[labels.ne(IGNORED)]].sum())
-    is_next = mean_over.startswith(_NEXT_SUM_OF)
-    values = inputs.get(mean_over.removeprefix(_NEXT_SUM_OF if is_next else _SUM_OF))
-    if not isinstance(values, torch.Tensor) or values.dim() < (2 if is_next else 1) or values.is_complex():
-        return None
-    return float((values[:, 1:] if is_next else values).sum(dtype=sum_dtype(values.device)))
+    return next((float(count()) for name, count in possible_means(inputs, class_weights) if name == mean_over), None)
 
 
-def possible_means(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
-    """Yields what the loss of a collated micro-batch may average over, the most likely first.
+def possible_means(
+    inputs: Mapping[str, Any], class_weights: Sequence[float] = ()
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields what the loss of a collated micro-batch may average over, the most likely first, and what counts it.
 
-    Class weights, of `num_classes`, come first, because rows fit as well if all labels are of one class.
+    Class weights come first, because rows fit as well if all labels are of one class.
     """
     labels: Any = inputs.get("labels")
-    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-        valid = labels[labels.ne(IGNORED)]
-        if num_classes and valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
-            yield CLASSES
+    if isinstance(labels, torch.Tensor) and labels.dim():
+        is_index = not labels.is_floating_point()
+        is_valid = labels.ne(IGNORED) if is_index else torch.ones_like(labels)
+        if class_weights and is_index:
+            valid = labels[is_valid]
+            if not bool(((valid < 0) | (valid >= len(class_weights))).any()):
+                table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
+                yield CLASSES, table[valid].sum
+        if labels.dim() >= 2 and is_index:
+            yield NEXT, is_valid[:, 1:].sum
         # With one label per row, models average over labels.
-        yield from (NEXT, TOKENS) if labels.dim() >= 2 else (TOKENS,)
-    yield ROWS
-    yield SUM
+        yield TOKENS, is_valid.sum
     rows = _num_rows(inputs)
+    yield ROWS, lambda: rows
+    yield SUM, lambda: 1
     for name, value in inputs.items():
         is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
         if is_weight and not value.is_complex() and len(value) == rows and not bool((value < 0).any()):
-            yield _SUM_OF + name
+            dtype = sum_dtype(value.device)
+            yield f"sum of {name}", functools.partial(value.sum, dtype=dtype)
             if value.dim() == 2:
-                yield _NEXT_SUM_OF + name
+                yield f"sum after the first of {name}", functools.partial(value[:, 1:].sum, dtype=dtype)
+
+
+def shared_means(batches: Sequence[Any], class_weights: Sequence[float], asked: str) -> list[str]:
+    """Returns what the loss of each of these micro-batches and parts may average over, given `loss_reduction`."""
+    names = [ROWS, SUM]
+    if all(isinstance(batch, Mapping) for batch in batches):
+        names = [name for name, _ in possible_means(batches[0], class_weights)]
+        names = [name for name in names if all(count_of(b, name, class_weights) is not None for b in batches)]
+    # Labels may be those of the next token.
+    return [name for name in names if asked != TOKEN_MEAN or name in (TOKENS, NEXT)]
 
 
 def _num_rows(inputs: Mapping[str, Any]) -> int:
@@ -272,23 +337,3 @@ def _form(value: Any) -> str:
         size = " x ".join(map(str, value.shape)) or "one number"
         return f"{size} of {str(value.dtype).removeprefix('torch.')}"
     return f"of type {type(value).__name__}"
-
-
-def without_effect(loss: torch.Tensor) -> torch.Tensor:
-    """Returns a zero loss with a zero gradient for each parameter, for a rank that only joins the all-reduce."""
-    if bool(torch.isfinite(loss)):
-        return loss * 0.0
-    # 0 * NaN is NaN, so this sums the parameters of the graph, each multiplied by 0.
-    parameters, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "Checkpoint" in node.name():
-            return loss * 0.0  # The graph hides the parameters of a checkpointed block.
-        if hasattr(node, "variable"):
-            parameters.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
-    return zero if zero.requires_grad else loss * 0.0

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unsloth_multigpu.deal.deal import Piece
-from unsloth_multigpu.deal.step import MicroBatch, Step
+from unsloth_multigpu.deal.deal import MicroBatch, Piece, Step
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.loss import IGNORED

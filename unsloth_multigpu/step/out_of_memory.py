@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -99,13 +98,3 @@ def advice(args: ArgumentsLike, *, is_evaluation: bool, shards: bool | None, off
         ways.append("start fewer ranks, which share the machine's memory")
     text = "; ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
-
-
-def size_of(inputs: Any) -> str:
-    """Describes the largest two-dimensional tensor of a micro-batch: "8 rows x 512 tokens"; "" if there is none."""
-    values = inputs.values() if isinstance(inputs, Mapping) else ()
-    shapes = [v.shape for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
-    if not shapes:
-        return ""
-    rows, tokens = max(shapes, key=lambda shape: shape.numel())
-    return f"{rows} rows x {tokens} tokens"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.deal.balance import Balancer
+from unsloth_multigpu.deal.deal import MicroBatch, Step, without_labels
 from unsloth_multigpu.deal.one_process import counted_as_one_process
-from unsloth_multigpu.deal.step import MicroBatch, Step, without_labels
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, unsteered
@@ -23,15 +23,18 @@ from unsloth_multigpu.step.loss import (
     LossReduction,
     gathering,
     gathering_losses,
-    without_effect,
+    has_own_step,
+    is_of_script,
 )
 from unsloth_multigpu.step.metrics import Metrics
-from unsloth_multigpu.step.own_code import has_own_step, is_of_script, name_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:
     from unsloth_multigpu.step.sequence import SharedSequence
+
+# Surrounds a micro-batch of a step.
+Around = Callable[[MicroBatch, Step], AbstractContextManager[None]]
 
 
 class StepPasses:
@@ -74,27 +77,12 @@ class StepPasses:
         # Otherwise each rank would divide by its own tokens.
         self._trainer.args.average_tokens_across_devices = not self.is_alone
         with ExitStack() as stack:
-            stack.enter_context(self.balancer.stopwatch.on_model())
             stack.enter_context(gathering(gathering_losses(self._trainer), False))
             if self._manager.config.sequence_parallel > 1:
                 from unsloth_multigpu.step.sequence import shared_sequence
 
                 self.sequence = stack.enter_context(shared_sequence(self._trainer, self._manager))
             yield
-
-    def check_sequences(self) -> None:
-        """Checks that the loss allows `sequence_parallel`, if it is on.
-
-        Raises:
-            SetupError: The loss is not known to be a sum over tokens.
-        """
-        if self.sequence is not None and (not self.reduction.is_token_normalised or has_own_step(self._trainer)):
-            raise SetupError(
-                "sequence_parallel shares losses that are sums over tokens, and it is not known that "
-                f"{name_of(self._trainer, self.compute_loss)} is one.",
-                hint="Leave sequence_parallel out; or set loss_reduction='token_sum' where it is one, divided by "
-                "num_items_in_batch, and reads labels and logits alone.",
-            )
 
     @property
     def is_repeated(self) -> bool:
@@ -117,7 +105,7 @@ class StepPasses:
         if step is None:
             return [], None
         if step.left_over is not None:
-            step.left_over_items = self.counted(step.left_over)
+            step.left_over.num_items = self.counted(step.left_over)
         return [step], self.counted(step)
 
     def counted(self, step: Step) -> Any:
@@ -169,47 +157,48 @@ class StepPasses:
 
         `original` is `Trainer.training_step`. Gradients are synchronized in the last backward pass.
         """
-        losses = torch.stack(self._train(original, model, step, num_items))
+        found = []
+        if (rest := step.left_over) is not None:
+            found = self._computed(original, model, rest, rest.num_items, self._noted, is_synced=False)
+        losses = torch.stack(found + self._computed(original, model, step, num_items, self._noted, is_synced=True))
         self._multiply_gradients(model)
         self.balancer.end_step()
         self.metrics.end_step(losses, is_shared=self.shares_micro_batches(step.sizes))
         return losses.sum()
 
-    def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
+    def compare(self, model: nn.Module, step: Step, num_items: Any, around: Around, *, is_synced: bool) -> None:
         """Computes the gradient of a step that `counted` has prepared, by the script's methods, without metrics.
 
-        Before each micro-batch it yields the index of the reference micro-batch (one process) that it belongs to. With
-        `is_synced` gradients are synchronized in the last backward pass.
+        `around` surrounds each micro-batch. With `is_synced` gradients are synchronized in the last backward pass.
         """
-        training_step = unsteered(self._trainer.training_step)
         loss = functools.partial(self.loss, unsteered(self._trainer.compute_loss))
         with instance_attribute(self._trainer, "compute_loss", loss):
-            for i, micro_batch in enumerate(self._each(step)):
-                yield micro_batch.piece.reference
-                is_last = is_synced and i == len(step.micro_batches) - 1
-                with nullcontext() if is_last else self._trainer.accelerator.no_sync(model):
-                    self._call(training_step, model, micro_batch, num_items)
+            training_step = unsteered(self._trainer.training_step)
+            self._computed(training_step, model, step, num_items, around, is_synced=is_synced)
         self._multiply_gradients(model)
 
-    def _train(
-        self, original: Any, model: nn.Module, step: Step, num_items: Any, *, is_last: bool = True
+    def _computed(
+        self, training_step: Any, model: nn.Module, step: Step, num_items: Any, around: Around, *, is_synced: bool
     ) -> list[torch.Tensor]:
         losses = []
-        if step.left_over is not None:
-            losses = self._train(original, model, step.left_over, step.left_over_items, is_last=False)
-        for i, micro_batch in enumerate(self._each(step)):
-            self.balancer.stopwatch.start()
-            is_synced = is_last and i == len(step.micro_batches) - 1
-            noted = self.metrics.micro_batch(micro_batch, step, self.sequence)
-            with noted, nullcontext() if is_synced else self._trainer.accelerator.no_sync(model):
-                loss = self._call(original, model, micro_batch, num_items)
+        for micro_batch in self._each(step):
+            is_last = is_synced and micro_batch is step.micro_batches[-1]
+            with around(micro_batch, step), nullcontext() if is_last else self._trainer.accelerator.no_sync(model):
+                loss = self._call(training_step, model, micro_batch, num_items)
             # The mean over no rows is NaN; its weight is 0.
             losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
-            self.balancer.note(micro_batch.piece)
-            self.num_micro_batches += 1
-            is_counted = not (micro_batch.piece.is_filler or self.is_repeated)
-            self.num_samples += len(micro_batch.piece.positions) if is_counted else 0
         return losses
+
+    @contextmanager
+    def _noted(self, micro_batch: MicroBatch, step: Step) -> Iterator[None]:
+        """Surrounds a micro-batch of the training."""
+        timed = self.balancer.stopwatch.timing(self._trainer.model)
+        with timed, self.metrics.micro_batch(micro_batch, step, self.sequence):
+            yield
+        self.balancer.note(micro_batch.piece)
+        self.num_micro_batches += 1
+        if not (micro_batch.piece.is_filler or self.is_repeated):
+            self.num_samples += len(micro_batch.piece.positions)
 
     def _each(self, step: Step) -> Iterator[MicroBatch]:
         """Yields the micro-batches of a step, each with its loss factor, while the divisors of the Trainer are set."""
@@ -232,15 +221,10 @@ class StepPasses:
             trainer.args.gradient_accumulation_steps = 1
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
-        """Calls `training_step` once; returns the weighted loss.
-
-        Raises:
-            SetupError: A script's own step calls `backward()` by itself, and the model is sharded.
-        """
+        """Calls `training_step` once; returns the weighted loss."""
         micro_batch.is_weighed, self._is_own_backward = False, True
-        is_left_out = micro_batch.piece.is_filler and has_own_step(self._trainer)
         shared = nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
-        with _without_gradient(model) if is_left_out else nullcontext(), shared:
+        with nullcontext() if micro_batch.factor else _without_gradient(model), shared:
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
         if self._is_own_backward and self.is_lockstep:
@@ -293,7 +277,7 @@ class StepPasses:
                 "A micro-batch has no label, and its mean loss is not a number: sharded ranks cannot leave it out.",
                 hint="Let the loss be a sum divided by num_items_in_batch, or leave rows without a label out.",
             )
-        return loss * factor if factor else without_effect(loss)
+        return loss * factor if factor else loss.nan_to_num() * 0.0
 
     def _factor(self, micro_batch: MicroBatch, step: Step) -> float:
         """Returns the factor of a micro-batch's loss with which DDP's mean over ranks is the gradient of one process.
@@ -327,7 +311,7 @@ class StepPasses:
 
 @contextmanager
 def _without_gradient(model: nn.Module) -> Iterator[None]:
-    """Makes backward passes add zero to gradients: a script's own step may call `backward()` on a filler."""
+    """Makes backward passes add zero to gradients: a mean over no labels is NaN; a script's step may not weigh it."""
     with ExitStack() as stack:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -346,11 +330,7 @@ def on_device(trainer: TrainerLike, inputs: Any) -> Any:
 
 
 def take(trainer: TrainerLike, step: Step, given: Sequence[Any], batches: Sequence[Any]) -> None:
-    """Takes the batches that `get_batch_samples` has returned for those `given`: a script's own may have changed them.
-
-    Raises:
-        SetupError: These are not as many.
-    """
+    """Takes the batches that `get_batch_samples` has returned for those `given`: a script may have changed them."""
     if len(batches) != len(given):
         raise SetupError(
             f"{type(trainer).__name__}.get_batch_samples() returned {len(batches)} batches, and was given {len(given)}:"

@@ -1,8 +1,7 @@
 """Compares the gradient of a step with that of one process, before the step is trained.
 
-The step is computed twice: as one process computes it, and as the ranks share it. No knowledge of the loss, the hooks
-or the collator is needed, since all of them show in the gradient. Both passes start from the same weights, buffers,
-random state and script state, and restore them.
+The step is computed twice: as one process computes it, and as the ranks share it. Both passes start from the same
+weights, buffers, random state and script state, and restore them. Loss, hooks and collator show in the gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.deal.deal import MicroBatch, Step
 from unsloth_multigpu.deal.one_process import counted_as_one_process, without_other_ranks
-from unsloth_multigpu.deal.step import Step
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, read_random_state
@@ -29,28 +28,38 @@ from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pa
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.comparison import Comparison, Difference
-from unsloth_multigpu.step.lone_pass import ERRORS, TIMED_AGAIN_S, LonePass
+from unsloth_multigpu.step.comparison import (
+    MOST_ROUNDING,
+    Comparison,
+    Difference,
+    difference,
+    last_bits_changed,
+    mean_of,
+    names_of,
+    rounding_bound,
+    sketch,
+)
 from unsloth_multigpu.step.loss import (
     AUTO,
-    NEXT,
-    ROWS,
-    SUM,
     TOKEN_MEAN,
     TOKEN_SUM,
-    TOKENS,
     WHOLE,
     LossReduction,
-    count_of,
-    possible_means,
+    name_of,
+    own_code,
+    shared_means,
     whole_ways,
 )
-from unsloth_multigpu.step.out_of_memory import is_out_of_memory
-from unsloth_multigpu.step.own_code import name_of, own_code
 from unsloth_multigpu.step.passes import on_device
-from unsloth_multigpu.step.rounding import MOST_ROUNDING, last_bits_changed, rounding_bound
-from unsloth_multigpu.step.sketch import difference, mean_of, names_of, sketch
-from unsloth_multigpu.step.snapshot import Still, is_close, kept_objects, kept_training_state
+from unsloth_multigpu.step.snapshot import (
+    ERRORS,
+    TIMED_AGAIN_S,
+    KeptObjects,
+    LonePass,
+    Still,
+    is_close,
+    kept_training_state,
+)
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
@@ -111,11 +120,7 @@ class StepProof:
         self._is_epoch_begin = True
 
     def before(self, model: nn.Module, step: Step) -> None:
-        """Compares the step that is about to be trained, if a comparison is due. Collective in that case.
-
-        Raises:
-            SetupError: The gradients differ, and `inexact="raise"`.
-        """
+        """Compares the step that is about to be trained, if a comparison is due. Collective in that case."""
         self._num_steps += 1
         is_epoch_begin, self._is_epoch_begin = self._is_epoch_begin, False
         how = self._manager.config.check_first_step
@@ -126,7 +131,8 @@ class StepProof:
         # A wrong loss reduction may give the right gradient in one step by chance.
         may_be_early = self._num_steps <= _EARLY_STEPS and not self._told_off
         is_early = may_be_early and self._is_unknown and self._seconds < _MOST_S
-        if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and self._may_change)):
+        may_change = self._feed.passes.reduction.kind == AUTO or self._own_code
+        if not (is_first or how == "every" or ((is_power or is_epoch_begin or is_early) and may_change)):
             return
         if step.left_over is not None or not step.sizes:
             return  # This step ends one pass of a stream and begins the next. The next step is compared.
@@ -138,10 +144,6 @@ class StepProof:
         if is_first or not (found.is_exact or found.unproven):
             self._beat.tell_first_step(found.in_short())
         self._say(found, is_first=is_first)
-
-    @functools.cached_property
-    def _may_change(self) -> bool:
-        return self._feed.passes.reduction.kind == AUTO or bool(self._own_code)
 
     @functools.cached_property
     def _own_code(self) -> list[str]:
@@ -169,46 +171,47 @@ class StepProof:
 
     def _measured(self, base: Comparison, model: nn.Module, step: Step, *, is_first: bool) -> Comparison:
         """Runs both passes; raises NotPossibleError on all ranks if they cannot be run."""
-        config, loader = self._manager.config, self._feed.loader
-        if not config.is_synchronous:
+        loader, gather = self._feed.loader, self._manager.gather_json
+        if not self._manager.config.is_synchronous:
             raise NotPossibleError("ranks do not meet in every step, by the options")
         assert loader is not None
         batches = loader.one_process
-        with kept_objects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():
+        with KeptObjects(batches.collate_fn, batches.dataset) as kept, _without_optimizer():
             with self._feed.passes.accumulation_of_script():
                 rows = StepRows(loader.dataset, step, self._seed, kept.restore)
             # The time of one micro-batch decides how many are compared; it is the same number on all ranks.
             seconds = self._tried(model, rows, 1)[2]
             num_compared = _affordable(base.num_references, base.num_ranks, seconds)
-            rows = rows.part(num_compared, loader.shape)
+            rows = rows.part(num_compared, loader.steps.shape)
             one, still, one_s = self._tried(model, rows, num_compared)
             off, dealt_s = self._as_dealt(model, rows, one, still)
-            if is_first and one_s + max(self._manager.gather_json(dealt_s)) < TIMED_AGAIN_S:
+            if is_first and one_s + dealt_s < TIMED_AGAIN_S:
                 one_s = self._tried(model, rows, num_compared)[2]
                 dealt_s = self._dealt_once(model, rows, one)[1]
-            has_drawn = self._any(still.has_drawn)
-            is_random = has_drawn and self._any(not self._is_within(self._drawn_again(model, rows, one)))
+            is_random = any(gather(still.has_drawn))
+            if is_random:
+                again = self._again(model, rows, one, self._seed + 1)
+                is_random = any(gather(not self._is_within(again)))
             if not self._is_within(off) and off.off <= MOST_ROUNDING:
-                base = replace(base, rounding=self._rounding(model, rows, one))
-            mine = [still.has_dropped, rows.is_drawn, rows.are_rows_drawn, is_random]
-            ranks = self._manager.gather_json(mine)
+                with last_bits_changed(self._trainer.model):
+                    again = self._again(model, rows, one, self._seed)
+                base = replace(base, rounding=max(gather(again.off)))
         if is_random and not self._is_within(off):
             why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
             raise NotPossibleError(why)
-        names = ("dropout", "the collator", "the data set", "the model or its loss")
-        draws = tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
-        dealt_s = max(self._manager.gather_json(dealt_s))
         base = replace(base, num_compared=num_compared, bound=rounding_bound(self._trainer), difference=off)
-        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=self._counts(still))
+        draws, counts = self._notes(still, rows, is_random=is_random)
+        return replace(base, one_s=one_s, dealt_s=dealt_s, draws=draws, counts=counts)
 
-    def _counts(self, one: Still) -> tuple[str, ...]:
-        """Returns names of script counters that differ from those of one process on any rank. Collective."""
-        before, dealt = one.numbers, self._numbers
-        mine = [name for name in {**before, **dealt} if not is_close(before.get(name), dealt.get(name))]
-        return tuple(sorted({name for names in self._manager.gather_json(mine) for name in names}))
-
-    def _any(self, is_here: bool) -> bool:
-        return any(self._manager.gather_json(is_here))
+    def _notes(self, one: Still, rows: StepRows, *, is_random: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns what draws random numbers, and the script's counters that differ, on any rank. Collective."""
+        drawing = {"dropout": one.has_dropped, "the collator": rows.is_drawn, "the data set": rows.are_rows_drawn}
+        drawing["the model or its loss"] = is_random
+        names = {**one.numbers, **self._numbers}
+        counts = [name for name in names if not is_close(one.numbers.get(name), self._numbers.get(name))]
+        ranks = self._manager.gather_json([[name for name, is_drawn in drawing.items() if is_drawn], counts])
+        draws = tuple(name for name in drawing if any(name in theirs for theirs, _ in ranks))
+        return draws, tuple(sorted({name for _, theirs in ranks for name in theirs}))
 
     def _is_within(self, found: Difference) -> bool:
         return found.is_within(rounding_bound(self._trainer))
@@ -249,6 +252,8 @@ class StepProof:
                 ) from error
             if has_shards(self._trainer.model):
                 raise
+            from unsloth_multigpu.step.out_of_memory import is_out_of_memory
+
             why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
             if is_out_of_memory(error):
                 why = "the script's own micro-batch does not fit on one device"
@@ -277,16 +282,9 @@ class StepProof:
             found, seconds = self._lone.gradient(model, len(batches), compute)
             return found, still, seconds
 
-    def _drawn_again(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> Difference:
-        again = self._as_one(model, rows, self._seed + 1)[0]
-        return difference([one], [again], names_of(self._trainer.model))
-
-    def _rounding(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> float:
-        """Returns how much rounding changes the gradient of one process, by its norm. Collective."""
-        with last_bits_changed(self._trainer.model):
-            again = self._as_one(model, rows, self._seed)[0]
-        off = difference([one], [again], names_of(self._trainer.model)).off
-        return float(max(self._manager.gather_json(off)))
+    def _again(self, model: nn.Module, rows: StepRows, one: Sequence[float], seed: int) -> Difference:
+        """Computes the step as one process does once more, and compares its gradient with `one`."""
+        return difference([one], [self._as_one(model, rows, seed)[0]], names_of(self._trainer.model))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -326,9 +324,9 @@ class StepProof:
             return [known]
         if not self._feed.passes.shares_micro_batches(rows.sizes):
             return [known]
-        mine = self._means(rows, still)
-        if asked == TOKEN_MEAN:  # Labels may be those of the next token.
-            mine = [name for name in mine if name in (TOKENS, NEXT)]
+        whole = rows.as_one_process()
+        parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
+        mine = shared_means([*whole, *parts], still.class_weights, asked)
         ranks = self._manager.gather_json([mine, still.class_weights])
         weights = tuple(ranks[0][1])
         names = [name for name in ranks[0][0] if all(name in others for others, _ in ranks)]
@@ -337,18 +335,8 @@ class StepProof:
             return found
         return [known, *(each for each in found if each.mean_over != known.mean_over)]
 
-    def _means(self, rows: StepRows, still: Still) -> list[str]:
-        """Returns what the loss may average over (labels, rows, ...), given the inputs of this rank."""
-        whole = rows.as_one_process()
-        parts = [m.inputs for m in rows.as_dealt().micro_batches if not m.piece.is_filler]
-        if not all(isinstance(batch, Mapping) for batch in [*whole, *parts]):
-            return [ROWS, SUM]
-        weights = still.class_weights
-        names = possible_means(whole[0], len(weights))
-        return [name for name in names if all(count_of(b, name, weights) is not None for b in [*whole, *parts])]
-
     def _dealt_once(self, model: nn.Module, rows: StepRows, one: Sequence[float]) -> tuple[Difference, float]:
-        """Computes the step once on all ranks; returns the difference from `one`, and the seconds. Collective."""
+        """Computes the step once on all ranks; returns the difference from `one`, and the slowest rank's seconds."""
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.strategy, DDP) and manager.identity.world_size > 1
         with self._pass() as still:
@@ -358,9 +346,7 @@ class StepProof:
             manager.gather_json(None)  # All ranks start at the same time.
             begin = moment(trainer.args.device)
             try:
-                for place in self._feed.passes.computed(model, step, num_items, is_synced=is_exchanged):
-                    # A complete micro-batch then draws the same random numbers as in one process.
-                    _seed_all(draw_seed(self._seed, place))
+                self._feed.passes.compare(model, step, num_items, self._seeded, is_synced=is_exchanged)
             except ERRORS as error:
                 what = f"{type(error).__name__}: {str(error)[:200]}"
                 raise SetupError(
@@ -378,7 +364,8 @@ class StepProof:
             seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
         self._numbers = still.numbers
-        ones, dealt = zip(*manager.gather_json([one, mine]), strict=True)
+        ones, dealt, times = zip(*manager.gather_json([one, mine, seconds]), strict=True)
+        seconds = max(times)
         names = names_of(trainer.model)
         if has_shards(trainer.model):
             return difference(ones, dealt, names), seconds
@@ -386,6 +373,12 @@ class StepProof:
             return difference([mean_of(ones[:1])], [mean_of(dealt)], names), seconds
         each = [difference([mine], [theirs], names) for mine, theirs in zip(ones, dealt, strict=True)]
         return max(each, key=lambda found: found.off), seconds
+
+    @contextmanager
+    def _seeded(self, micro_batch: MicroBatch, _: Step) -> Iterator[None]:
+        """Lets a complete micro-batch draw the same random numbers as in one process."""
+        _seed_all(draw_seed(self._seed, micro_batch.piece.reference))
+        yield
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):

@@ -19,7 +19,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.step.loss import IGNORED
+from unsloth_multigpu.step.loss import IGNORED, LossReduction, has_own_step, name_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 _WITHOUT = "Leave sequence_parallel out."
@@ -43,6 +43,16 @@ class SharedSequence:
         self._length = self._num_shared = self.num_targets = 0
         self.number = dist.get_rank() // self._size + 1
         self.is_on = False
+
+    def check_loss(self, trainer: TrainerLike, compute_loss: Callable[..., Any], reduction: LossReduction) -> None:
+        """Raises SetupError if a loss is not known to be a sum over tokens."""
+        if not reduction.is_token_normalised or has_own_step(trainer):
+            raise SetupError(
+                "sequence_parallel shares losses that are sums over tokens, and it is not known that "
+                f"{name_of(trainer, compute_loss)} is one.",
+                hint="Leave sequence_parallel out; or set loss_reduction='token_sum' where it is one, divided by "
+                "num_items_in_batch, and reads labels and logits alone.",
+            )
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -169,11 +179,7 @@ def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 @contextmanager
 def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[SharedSequence]:
-    """Surrounds a training whose ranks share samples (`sequence_parallel`). Collective.
-
-    Raises:
-        SetupError: Samples of this model or training cannot be shared.
-    """
+    """Surrounds a training whose ranks share samples, or raises SetupError if these cannot be shared. Collective."""
     if getattr(trainer.args, "torch_compile", False):
         raise SetupError("sequence_parallel works within layers, and torch_compile=True compiles them.", hint=_WITHOUT)
     shared = SharedSequence(trainer.model, manager.sequence_group)
@@ -182,11 +188,7 @@ def shared_sequence(trainer: TrainerLike, manager: DDPManager) -> Iterator[Share
 
 
 def layers_of(model: Any, size: int) -> list[nn.Module]:
-    """Returns the decoder layers of a model whose samples `size` ranks share.
-
-    Raises:
-        SetupError: Samples of this model cannot be shared.
-    """
+    """Returns the decoder layers of a model whose samples `size` ranks share; raises SetupError if they cannot."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = text_config(model)

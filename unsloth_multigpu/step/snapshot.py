@@ -1,4 +1,4 @@
-"""Runs a pass over a step without side effects: dropout is off, and all changed state is restored afterwards."""
+"""Runs a pass over a step without side effects: no dropout, no exchange, and all changed state is restored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import operator
 import random
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,21 +19,23 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.step.comparison import sketch
 from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.wire.heartbeat import HeartbeatPage
+
+# If both passes of a comparison take less time than this, they are timed again: kernels compile in the first one.
+TIMED_AGAIN_S = 20.0
+# Errors of code that computes a micro-batch, which a comparison reports.
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 _DROPOUTS = {
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.alpha_dropout,
-    functional.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-    torch.alpha_dropout,
-    torch.feature_dropout,
+    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
+    *(functional.alpha_dropout, functional.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout),
 }
 # The first parameters of all of them.
 _DROPOUT = inspect.signature(lambda input, p=0.5, training=True, inplace=False, **_: None)
@@ -64,8 +66,7 @@ class Still(TorchFunctionMode):
 
     Attributes:
         has_dropped: A dropout was switched off.
-        has_drawn: Random numbers were drawn nevertheless. Set by the caller.
-        numbers: Counters of the script after the pass, by name. Set by the caller.
+        has_drawn, numbers: Set by the caller: random numbers were drawn nevertheless; the script's counters, by name.
     """
 
     def __init__(self) -> None:
@@ -106,8 +107,8 @@ class Still(TorchFunctionMode):
 def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
     """Restores, on exit, all state that a forward and backward pass may change; yields the saved objects.
 
-    This covers random states, gradients, and what `kept_objects` finds from the trainer: its model, and the script's
-    own objects. Writes to files or trackers cannot be undone; `Trainer.log` does nothing meanwhile.
+    This covers random states, gradients, and what `KeptObjects` finds from the trainer. Writes to files or trackers
+    cannot be undone; `Trainer.log` does nothing meanwhile.
     """
     device = trainer.args.device
     devices = [] if device.type == "cpu" else [device]
@@ -119,7 +120,7 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
-        kept = stack.enter_context(kept_objects(trainer))
+        kept = stack.enter_context(KeptObjects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
         for parameter, _ in gradients:
             parameter.grad = None
@@ -130,25 +131,15 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
                 parameter.grad = gradient
 
 
-@contextmanager
-def kept_objects(*roots: Any) -> Iterator[KeptObjects]:
-    """Restores, on exit, the state of objects: counters, metrics, running sums, buffers, random generators.
-
-    It follows the roots, modules, objects and classes of the script, closures and global variables of the script's
-    functions, and plain containers. New attributes are deleted, except for objects of libraries, so that a teacher
-    model is not loaded again in each pass.
-    """
-    kept = KeptObjects(roots)
-    try:
-        yield kept
-    finally:
-        kept.restore()
-
-
 class KeptObjects:
-    """Walks through objects breadth-first, from `roots`, and saves their state."""
+    """Restores, at the end of a context, the state of objects: counters, metrics, running sums, buffers, generators.
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    It follows, breadth-first, the roots, modules, objects and classes of the script, closures and global variables of
+    the script's functions, and plain containers. New attributes are deleted, except for objects of libraries, so that
+    a teacher model is not loaded again in each pass.
+    """
+
+    def __init__(self, *roots: Any) -> None:
         self._roots = {id(root) for root in roots}
         # References keep the objects alive, so that ids stay unique.
         self._seen: dict[int, Any] = {}
@@ -161,6 +152,12 @@ class KeptObjects:
             if not isinstance(value, (int, float, str, bytes, type(None))) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._look(value)
+
+    def __enter__(self) -> KeptObjects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def numbers(self) -> dict[str, Any]:
         """Returns the numbers in attributes and variables of the script, by name, without those of libraries.
@@ -200,18 +197,16 @@ class KeptObjects:
             self._function(value)
         elif isinstance(value, tuple):
             self._next += value[:_MOST_PARTS]
-        elif self._is_followed(value):
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             self._attributes(value)
-
-    def _is_followed(self, value: Any) -> bool:
-        if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
-            return False
-        return id(value) in self._roots or isinstance(value, nn.Module) or _is_own(value)
 
     def _attributes(self, value: Any) -> None:
         """Saves the attributes of an object, and follows methods and class attributes of the script's classes."""
+        is_own = id(value) in self._roots or _is_own(value)
+        if not (is_own or isinstance(value, nn.Module)):
+            return
         self._variables(vars(value))
-        if id(value) in self._roots or _is_own(value):
+        if is_own:
             buffers = value._buffers if isinstance(value, nn.Module) else {}
             self._counted.append((lambda: [*vars(value).items(), *buffers.items()], type(value)))
         for cls in type(value).__mro__:
@@ -352,3 +347,63 @@ def is_close(one: Any, other: Any) -> bool:
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=1e-3) or (one != one and other != other)
     return bool(one == other)
+
+
+class LonePass:
+    """Computes gradients that are neither synchronized nor trained. The caller restores the state of the training."""
+
+    def __init__(self, trainer: TrainerLike, beat: HeartbeatPage) -> None:
+        self._trainer = trainer
+        self._beat = beat
+        # Parameters that got a gradient, if DDP searches for unused ones.
+        self._used: list[nn.Parameter] = []
+
+    def gradient(
+        self, model: nn.Module, num_micro_batches: int, compute: Callable[[nn.Module, int], object]
+    ) -> tuple[list[float], float]:
+        """Computes micro-batches one after the other.
+
+        Args:
+            model: The wrapped model of the training.
+            compute: Runs forward and backward pass, given the model without DDP's wrapper and the micro-batch's index.
+
+        Returns:
+            A sketch of the gradient, and the seconds on this rank.
+        """
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        device, gradient_state = trainer.args.device, accelerator.gradient_state
+        before = gradient_state.sync_gradients
+        # DDP's wrapper would take this pass for one of the training. In one process there is none.
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        begin = moment(device)
+        try:
+            for i in range(num_micro_batches):
+                is_last = i == num_micro_batches - 1
+                gradient_state._set_sync_gradients(is_last)
+                # Sharded ranks all compute the same gradient here, so its mean is unchanged.
+                is_synced = is_last and has_shards(trainer.model)
+                if is_synced:
+                    # The loop may be within `no_sync`. Leaving such a context turns the reduction of shards on again:
+                    # otherwise this gradient would be added to that of the next pass.
+                    with accelerator.no_sync(model):
+                        pass
+                self._beat.mark(micro_batch=i)
+                with nullcontext() if is_synced else accelerator.no_sync(model):
+                    compute(bare, i)
+        finally:
+            gradient_state._set_sync_gradients(before)
+        seconds = Lap(begin, moment(device)).seconds()
+        if getattr(model, "find_unused_parameters", False):
+            self._used += [p for p in model.parameters() if p.grad is not None]
+        return sketch(trainer.model), seconds
+
+    def zero_used(self) -> None:
+        """Gives parameters of earlier passes a zero gradient: DDP takes them for used in its next all-reduce."""
+        for parameter in self._used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def end(self) -> None:
+        """Ends a comparison, after the gradients of the training are restored."""
+        self.zero_used()
+        self._used.clear()

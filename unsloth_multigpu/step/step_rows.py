@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.deal.step import MicroBatch, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.deal.deal import MicroBatch, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 
 
@@ -70,15 +70,13 @@ class StepRows:
         whole = self.as_one_process()
         if self.is_drawn:
             micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
-            return Step(micro_batches, len(self.sizes), sizes=self.sizes)
+            return Step(micro_batches, len(self.sizes), self.sizes)
         self._begin_again()
         with seeded_draws(self._seed):
             if self._mine is None:
                 self._mine = [self._looked_up(piece.positions) for piece in self._pieces]
             rows = _copied(self._mine)
-            step = collate_step(self._pieces, rows, len(self.sizes), self._dataset.collate)
-        step.sizes = self.sizes
-        return step
+            return collate_step(self._pieces, rows, self.sizes, self._dataset.collate)
 
     def _looked_up(self, positions: Sequence[int]) -> Rows:
         if self.are_rows_drawn:

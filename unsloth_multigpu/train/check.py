@@ -16,7 +16,6 @@ from unsloth_multigpu.group.shards import has_shards, part_of, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory, size_of
 from unsloth_multigpu.train.lead import Lead, Moment
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
@@ -60,8 +59,7 @@ class StepCheck(Part):
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                self._explain(error)
+            self._explain(error)
             raise
 
     def overrides(self) -> dict[str, Override]:
@@ -112,7 +110,7 @@ class StepCheck(Part):
 
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
         """Overrides `Trainer.compute_loss`: records the loss of each micro-batch of the step."""
-        size = size_of(inputs)
+        size = _size_of(inputs)
         self._is_evaluation = not model.training
         place = "a batch of the evaluation" if self._is_evaluation else f"micro-batch {len(self._losses)}"
         self._place = f"{place} of step {self._step}" + (f" ({size})" if size else "")
@@ -201,6 +199,10 @@ class StepCheck(Part):
         return describe(self._step, norm, losses, parameters)
 
     def _explain(self, error: BaseException) -> None:
+        from unsloth_multigpu.step.out_of_memory import advice, explain, filled, is_out_of_memory
+
+        if not is_out_of_memory(error):
+            return
         args, config = self._trainer.args, self._manager.config
         place = self._place or f"step {self._step}, outside forward and backward passes"
         parameters = list(self._trainer.model.parameters())
@@ -219,6 +221,16 @@ class StepCheck(Part):
             place=f"{place} ({held})" if held else place,
             hint=advice(args, is_evaluation=self._is_evaluation, shards=shards, offloads=config.shard_offload),
         )
+
+
+def _size_of(inputs: Any) -> str:
+    """Describes the largest two-dimensional tensor of a micro-batch: "8 rows x 512 tokens"; "" if there is none."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    shapes = [v.shape for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
+    if not shapes:
+        return ""
+    rows, tokens = max(shapes, key=lambda shape: shape.numel())
+    return f"{rows} rows x {tokens} tokens"
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:

@@ -269,7 +269,7 @@ class Waiting(Part):
 
     def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._waits = manager.waits
-        self._watch = Stopwatch(lambda: trainer.model, trainer.args.device)
+        self._watch = Stopwatch(trainer.args.device)
         self._hooks = ExitStack()
         self._hooked: nn.Module | None = None
         self._is_computing = False
@@ -277,7 +277,7 @@ class Waiting(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        with self._hooks, self._watch.on_model():
+        with self._hooks:
             yield
 
     def overrides(self) -> dict[str, Override]:
@@ -286,10 +286,10 @@ class Waiting(Part):
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model is not self._hooked:
             self._watch_forward(model)
-        self._watch.start()
         self._is_computing = True
         try:
-            result = original(model, *args, **kwargs)
+            with self._watch.timing(model):
+                result = original(model, *args, **kwargs)
         finally:
             self._is_computing = False
         if self._watch.last_gradient is not None:

@@ -22,7 +22,7 @@ from unsloth_multigpu.part import GradientExchange, Part
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.snapshot import kept_objects
+from unsloth_multigpu.step.snapshot import KeptObjects
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping, TrainedParameters
@@ -118,7 +118,7 @@ class DDPTrainer:
         self._shard(engine)
         # Reading rows for the comparison must not change counters of a data set. It is seeded, so that one that draws
         # random numbers returns the same rows on all ranks and when the training resumes.
-        with seeded_draws(0), kept_objects(self.trainer.train_dataset, self.trainer.eval_dataset):
+        with seeded_draws(0), KeptObjects(self.trainer.train_dataset, self.trainer.eval_dataset):
             facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
             if self._resume is not None:
                 self._resume.of_run = facts
@@ -258,7 +258,7 @@ class DDPTrainer:
             self.meter.resumed_step,
             os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else "",
             self.steps.proof.values(),
-            self.steps.inexact.cause if self.steps.inexact is not None else "",
+            self.steps.inexact,
         )
         # A single process that trains its own batches ends as without enable_multi_gpu().
         has_trained = not self._is_alone and self.progress.num_steps > 0

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_multigpu.deal import balance
-from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.plan import CostModel
 
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])

@@ -226,16 +226,16 @@ for job in jobs:
     watcher = GradientNorms()
     trainer.add_callback(watcher)
     seen = []
-    original = StepPasses._train
+    original = StepPasses.train
 
     def computed(self, original_step, model, step, *rest, _original=original, _seen=seen, **more):
         _seen.append([[p.piece.is_filler, *p.piece.positions] for p in step.micro_batches])
         return _original(self, original_step, model, step, *rest, **more)
 
-    StepPasses._train = computed
+    StepPasses.train = computed
     earlier = Path(os.environ["RESUME"], job, "checkpoints", "checkpoint-3") if "RESUME" in os.environ else None
     trainer.train(resume_from_checkpoint=earlier and str(earlier))
-    StepPasses._train = original
+    StepPasses.train = original
     model = trainer.model
     after = {n: whole_of(p.detach()).cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

@@ -428,7 +428,7 @@ def compare_samples(reference: RunTrace, other: RunTrace) -> tuple[int, int]:
 
 def compare_weights(reference: RunTrace, other: RunTrace) -> float | None:
     """Returns the largest relative difference of a trained tensor; None if some are missing."""
-    from unsloth_multigpu.step.sketch import difference
+    from unsloth_multigpu.step.comparison import difference
 
     expected, found = ({r["training"]: r["weights"] for r in t.of("end") if r["rank"] == 0} for t in (reference, other))
     worst = 0.0

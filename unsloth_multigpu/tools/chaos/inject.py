@@ -20,8 +20,8 @@ import torch
 
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.comparison import sketch_of
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
-from unsloth_multigpu.deal.cost import CostModel
+from unsloth_multigpu.deal.plan import CostModel
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import variable

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.deal.balance import throughput
-from unsloth_multigpu.deal.cost import fit_cost
-from unsloth_multigpu.deal.deal import Balance, Plan, balance_step, deal_step
-from unsloth_multigpu.deal.step import MakePlan
+from unsloth_multigpu.deal.deal import Balance, MakePlan, Plan, balance_step, deal_step
+from unsloth_multigpu.deal.plan import fit_cost
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
@@ -95,7 +94,7 @@ class Forecast(FirstSteps):
                 hint=f"{reason.hint if reason is not None and reason.hint else 'Set balance=auto.'} Or let "
                 "`unsloth-multigpu verify` time some steps on one GPU and on all.",
             )
-        loader.deal(dataclasses.replace(loader.shape, planner=self._planner))
+        loader.steps.shape = dataclasses.replace(loader.steps.shape, planner=self._planner)
 
     def _planner(self, samples: Sequence[int], sizes: Sequence[int]) -> MakePlan:
         """The planner of the one rank, which gets the micro-batches of several."""

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.step.comparison import times_in_words
-from unsloth_multigpu.step.rounding import FINE
-from unsloth_multigpu.step.sketch import difference
+from unsloth_multigpu.step.comparison import FINE, difference, times_in_words
 
 # Facts that must be equal in both runs.
 _SAME_FACTS = ("device", "rounding", "optimizer", "trainer")

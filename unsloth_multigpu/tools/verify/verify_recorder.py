@@ -20,8 +20,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.step.rounding import FINE, rounding_bound
-from unsloth_multigpu.step.sketch import sketch_of
+from unsloth_multigpu.step.comparison import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.tools.script_program import FirstSteps
@@ -156,8 +155,8 @@ class Verify(FirstSteps):
             advice = "--no-dropout" if name == _DROPOUT else "turn off its randomness"
             found = "draws random numbers, which differ between ranks and one process"
             yield {"name": name, "found": found, "advice": advice}
-        if self._steps is not None and (inexact := self._steps.inexact):
-            yield {"name": "loss", "found": inexact.cause, "advice": inexact.ways.rstrip(".")}
+        if self._steps is not None and self._steps.inexact:
+            yield {"name": "loss", "found": self._steps.inexact, "advice": self._steps.ways_out.rstrip(".")}
 
 
 def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:

@@ -1,0 +1,140 @@
+"""Sketches of gradients: what they tell apart, and what is rounding."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from unsloth_multigpu.step.comparison import (
+    NUM_PROJECTIONS,
+    Comparison,
+    Difference,
+    difference,
+    last_bits_changed,
+    mean_of,
+    names_of,
+    sketch,
+)
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def model_with(gradients=None, seed=0, size=40):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(size, 30), torch.nn.Linear(30, 5))
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn_like(parameter) if gradients is None else gradients[i].clone()
+    return model
+
+
+def gradients_of(model):
+    return [p.grad for p in model.parameters()]
+
+
+def found(one, other):
+    return difference([sketch(one)], [sketch(other)], names_of(one))
+
+
+def test_equal_gradients_do_not_differ():
+    model = model_with()
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients_of(model)))
+    same = found(model, model_with(gradients_of(model)))
+    assert (same.off, same.worst_off) == (0.0, 0.0)
+    assert same.norm == pytest.approx(norm, rel=1e-6)
+    assert len(sketch(model)) == len(NAMES) * (1 + NUM_PROJECTIONS)
+
+
+def test_difference_is_estimated_and_its_parameter_named():
+    """Of 200 pairs with the same norms, by which alone nothing shows."""
+    sizes = []
+    for seed in range(200):
+        model = model_with(seed=seed, size=8)
+        turned = [g.clone() for g in gradients_of(model)]
+        turned[2] = turned[2].flip(0)
+        true = float((turned[2] - model[1].weight.grad).norm()) / found(model, model).norm
+        off = found(model, model_with(turned, size=8))
+        assert off.worst == "1.weight"
+        sizes.append(off.off / true)
+    assert 0.85 < sum(sizes) / len(sizes) < 1.05
+    assert min(sizes) > 0.05
+
+
+def test_small_parameter_that_is_wrong_is_found_and_one_of_rounding_is_not():
+    model = model_with()
+    gradients = [g.clone() for g in gradients_of(model)]
+    gradients[3] = gradients[3] * 1e-4
+    model[1].bias.grad = gradients[3].clone()
+    gradients[3] = -gradients[3]
+    wrong = found(model, model_with(gradients))
+    assert wrong.off < 1e-4 < wrong.worst_off
+    assert not wrong.is_within(1e-5)
+    gradients[3] = model[1].bias.grad + 1e-8 * torch.randn(5)
+    assert found(model, model_with(gradients)).is_within(1e-5)
+
+
+def test_mean_of_sketches_is_the_sketch_of_the_mean():
+    one, other = model_with(seed=1), model_with(seed=2)
+    mean = model_with([(a + b) / 2 for a, b in zip(gradients_of(one), gradients_of(other), strict=True)])
+    expected, mine = mean_of([sketch(mean)] * 2), mean_of([sketch(one), sketch(other)])
+    assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def gradient_of(model, loss):
+    model.zero_grad()
+    loss(model(torch.linspace(-1, 1, 640).reshape(64, 10))).backward()
+    return sketch(model)
+
+
+def model_of():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+    with torch.no_grad():
+        model[0].bias[:5] = torch.tensor([0.0, -0.0, 1e30, -1e-30, 1.0])
+    return model
+
+
+def test_last_bits_are_changed_and_put_back():
+    model = model_of().append(torch.nn.Linear(3, 3).to(torch.bfloat16))
+    before = [p.clone() for p in model.parameters()]
+    with last_bits_changed(model):
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert bool((parameter != old if old.dtype == torch.float32 else parameter == old).all())
+            assert torch.allclose(parameter, old, rtol=2e-7, atol=2e-45)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        bits = torch.int32 if old.dtype == torch.float32 else torch.int16
+        assert torch.equal(parameter.data.view(bits), old.view(bits))
+
+
+@pytest.mark.parametrize(
+    ("loss", "least", "most"),
+    [
+        (lambda out: out.square().mean(), 0.0, 1e-6),
+        # The sum is always 1, so what it adds to the gradient is rounding alone.
+        (lambda out: out.square().mean() + 1e3 * out.softmax(-1).sum(), 1e-5, 1e-2),
+    ],
+)
+def test_what_is_badly_conditioned_changes_more(loss, least, most):
+    model = model_of()
+    one = gradient_of(model, loss)
+    with last_bits_changed(model):
+        again = gradient_of(model, loss)
+    assert least < difference([one], [again], names_of(model)).off < most
+
+
+def test_difference_of_the_size_of_rounding_is_equal():
+    base = Comparison(1, 2, 1, 1, difference=Difference(1.0, 1.0, 6e-5, "bias", 0.05), bound=1e-5)
+    assert not base.is_exact
+    assert "the gradient differs by 6.0e-05" in str(base)
+    assert base.values()["rounding"] is None
+    explained = dataclasses.replace(base, rounding=3e-4)
+    assert explained.is_exact
+    assert str(explained).endswith("equal gradient, differs by 6.0e-05 (rounding changes it by 3.0e-04)")
+    assert not dataclasses.replace(base, rounding=1e-6).is_exact
+    assert not dataclasses.replace(explained, unproven="it draws").is_exact
+    assert not dataclasses.replace(base, rounding=math.nan).is_exact
+
+
+def test_bound_of_a_lower_precision_is_told():
+    found = Comparison(1, 2, 1, 1, difference=Difference(1.0, 1.0, 2.6e-3), bound=5e-2)
+    assert str(found).endswith("equal gradient, differs by 2.6e-03 (rounding in this precision: up to 5e-02)")
