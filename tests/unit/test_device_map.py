@@ -40,10 +40,9 @@ def test_map_of_other_cards_is_an_error(device_map):
         assert "shard='on' divides it" in str(error.value)
 
 
-@pytest.mark.parametrize("target", ["FastLanguageModel", "FastModel", "PreTrainedModel"])
-def test_map_by_which_a_model_would_be_split_is_told(target, caplog):
+def test_map_by_which_a_model_would_be_split_is_told(caplog):
     def told(device_map, rank=0):
-        (patch,) = (p for p in Placement("cuda", 1, rank, num_ranks=2).patches() if f":{target}." in p.target)
+        patch = Placement("cuda", 1, rank, num_ranks=2).patches()[0]
         caplog.clear()
         assert patch.wrap(lambda **kwargs: kwargs, device_map=device_map) == {"device_map": HERE}
         return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text

@@ -18,7 +18,6 @@ from torch.distributed.rendezvous import TCPStore
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.board import Board
-from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
@@ -223,11 +222,15 @@ class DDPManager(Board):
         if self.rank > 0:
             outcome = json.loads(self.wait_for(key, f"rank 0 in {what}", timeout_s=timeout_s))
             if "error" in outcome:
+                from unsloth_multigpu.group.outcome import error_of
+
                 raise error_of(outcome, what)
             return outcome["value"]  # type: ignore[no-any-return]
         try:
             value = work()
         except BaseException as error:
+            from unsloth_multigpu.group.outcome import failure
+
             self.publish(key, json.dumps(failure(error)))
             raise
         self.publish(key, json.dumps({"value": value}))

@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.wait import POLL_S, wait_until
 
@@ -81,6 +80,8 @@ class Saves:
             yield
         except BaseException as error:
             if not self._rank:
+                from unsloth_multigpu.group.outcome import failure
+
                 self._publish(failure(error))
             raise
         finally:
@@ -223,6 +224,8 @@ class Saves:
 
     def _result(self, outcome: dict[str, Any]) -> Any:
         if "error" in outcome:
+            from unsloth_multigpu.group.outcome import error_of
+
             raise error_of(outcome, self._at.what)
         identity, path = self._manager.identity, outcome["path"]
         is_one_disk = identity.rank == identity.local_rank  # Another node may have another disk.
