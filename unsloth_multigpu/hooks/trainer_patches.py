@@ -220,14 +220,10 @@ class TrainerHooks:
 
 def _told_world_size(world_size: int, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls a function while WORLD_SIZE, if it is set, has this value."""
-    before = os.environ.get("WORLD_SIZE")
-    if before is None:
+    from accelerate.utils import patch_environment
+
+    with patch_environment(WORLD_SIZE=world_size) if "WORLD_SIZE" in os.environ else nullcontext():
         return call(*args, **kwargs)
-    os.environ["WORLD_SIZE"] = str(world_size)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        os.environ["WORLD_SIZE"] = before
 
 
 def _batch_of_one_process(original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
