@@ -10,11 +10,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.group import manager as manager_module
 from unsloth_multigpu.group.board import Board
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.identity import RankIdentity
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
@@ -87,31 +83,3 @@ def test_stay_has_a_limit_and_says_for_whom(caplog):
     # Rank 2 has not come yet.
     assert 0.2 <= seconds_to_leave(store, 4, 0.2) < 20.0
     assert "rank(s) 1, 2 have not left within 0.2 s" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("launcher", "world_size", "agent", "stays"),
-    [
-        ("slurm", 2, None, True),
-        ("torchrun", 2, None, True),  # Ray sets the variables of torchrun, and serves no store.
-        ("torchrun", 2, "True", False),
-        ("unsloth_multigpu", 2, "True", False),
-        ("notebook", 2, None, False),
-        ("none", 1, None, False),
-    ],
-)
-def test_only_a_store_that_goes_with_rank_0_is_left(monkeypatch, launcher, world_size, agent, stays):
-    store = HashStore()
-    monkeypatch.setattr(manager_module, "TCPStore", lambda *_, **__: store)
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    if agent is not None:
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
-    left = []
-    monkeypatch.setattr(Board, "leave", lambda _, world_size, limit_s: left.append(limit_s))
-    manager.leave_store(1.0)  # Nobody has met there.
-    assert left == []
-    manager.publish("key")
-    for limit_s in (2.0, 3.0):  # Once.
-        manager.leave_store(limit_s)
-    assert left == ([2.0] if stays else [])

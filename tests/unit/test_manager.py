@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError, ResumeError
 from unsloth_multigpu.group import manager as module
+from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.manager import DDPManager, find_accelerator
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
@@ -34,6 +35,32 @@ def test_keys_of_an_attempt_are_not_seen_in_the_next(store, monkeypatch):
             assert not manager.is_published("key")
             manager.publish("key")
             assert manager.is_published("key")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world_size", "agent", "stays"),
+    [
+        ("slurm", 2, None, True),
+        ("torchrun", 2, None, True),  # Ray sets the variables of torchrun, and serves no store.
+        ("torchrun", 2, "True", False),
+        ("unsloth_multigpu", 2, "True", False),
+        ("notebook", 2, None, False),
+        ("none", 1, None, False),
+    ],
+)
+def test_only_a_store_that_goes_with_rank_0_is_left(store, monkeypatch, launcher, world_size, agent, stays):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if agent is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
+    left = []
+    monkeypatch.setattr(Board, "leave", lambda _, world_size, limit_s: left.append(limit_s))
+    manager.leave_store(1.0)  # Nobody has met there.
+    assert left == []
+    manager.publish("key")
+    for limit_s in (2.0, 3.0):  # Once.
+        manager.leave_store(limit_s)
+    assert left == ([2.0] if stays else [])
 
 
 @pytest.mark.timeout(60)
