@@ -11,14 +11,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.card import of_ranks
 from tests.helpers.run import PLAIN, Finished, run_python
 
-SCRIPT, SCALED, SUPERVISED = (Path(__file__).with_name(f"{name}.py") for name in ("training", "scaled", "supervised"))
+SCRIPT, SUPERVISED = (Path(__file__).with_name(f"{name}.py") for name in ("training", "supervised"))
 MESSAGE_CHARACTERS = 1500
 DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
 IS_TINY = os.environ.get("GPU_KIT_TINY") == "1"
@@ -113,8 +113,8 @@ def host_waits() -> dict[str, Any]:
 
 
 def loss_scale() -> dict[str, Any]:
-    """fp16: scales and gradient norms of one process and of two ranks; see `scaled.py`."""
-    return {name: finished(num, "fp16", [SCALED, str(num)]) for name, num in (("one_process", 1), ("ours", 2))}
+    """fp16: scales and gradient norms of one process and of two ranks."""
+    return {"one_process": finished(1, "fp16"), "ours": finished(2, "fp16")}
 
 
 def beyond_vocabulary() -> dict[str, Any]:
@@ -127,8 +127,8 @@ def out_of_memory() -> dict[str, Any]:
     return failed("out_of_memory")
 
 
-def finished(num_ranks: int, kind: str, command: Sequence[Any] = ()) -> dict[str, Any]:
-    run, out = train(num_ranks, kind, command)
+def finished(num_ranks: int, kind: str) -> dict[str, Any]:
+    run, out = train(num_ranks, kind)
     if run.code:
         raise RuntimeError(f"{kind}, {num_ranks} rank(s): exit code {run.code}: {run.err[-900:]}")
     return dict(json.loads(out.read_text()))
@@ -141,11 +141,10 @@ def failed(kind: str) -> dict[str, Any]:
     return {"code": run.code, "message": "\n".join(lines)[-MESSAGE_CHARACTERS:]}
 
 
-def train(num_ranks: int, kind: str, command: Sequence[Any] = ()) -> tuple[Finished, Path]:
-    """Runs the command, else `training.py`; 0 ranks = without the line."""
+def train(num_ranks: int, kind: str) -> tuple[Finished, Path]:
+    """Runs `training.py`; 0 ranks = without the line."""
     out = Path.cwd() / f"{kind}_{num_ranks}.json"
-    started = [*(command or [SCRIPT, str(num_ranks), kind]), out]
-    run = run_python(started, Path.cwd(), {**PLAIN, **of_ranks(max(1, num_ranks))})
+    run = run_python([SCRIPT, str(num_ranks), kind, out], Path.cwd(), {**PLAIN, **of_ranks(max(1, num_ranks))})
     sys.stderr.write(run.err)
     return run, out
 

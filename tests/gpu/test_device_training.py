@@ -17,8 +17,7 @@ from tests.helpers.run import BARE, ROOT, Finished, light, light_with_bits, run_
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
-SCALED = Path(__file__).with_name("scaled.py")
-COMPARED = Path(__file__).with_name("compared.py")
+TRAINING = Path(__file__).with_name("training.py")
 IN_PARTS = Path(__file__).with_name("in_parts.py")
 pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices. test_nccl.py has tests of a killed rank and of other numbers of ranks.
@@ -49,7 +48,7 @@ def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path, num_ra
 
     def train(num_ranks: int, checkpoint: str = "") -> dict[str, list[float]]:
         out = tmp_path / f"{num_ranks}.json"
-        arguments = [SCALED, str(num_ranks), out, *filter(None, [checkpoint])]
+        arguments = [TRAINING, str(num_ranks), "fp16", out, *filter(None, [checkpoint])]
         run_well(arguments, tmp_path, {**BARE, **cards(num_ranks)})
         found: dict[str, list[float]] = json.loads(out.read_text())
         return found
@@ -91,7 +90,7 @@ def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_lat
     def train(num_ranks: int, check: str) -> dict[str, Any]:
         out = tmp_path / f"{num_ranks}_{check}.json"
         options = {"UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": check}
-        run_well([COMPARED, str(num_ranks), out], tmp_path, {**BARE, **cards(num_ranks), **options})
+        run_well([TRAINING, str(num_ranks), "compared", out], tmp_path, {**BARE, **cards(num_ranks), **options})
         return dict(json.loads(out.read_text()))
 
     one, compared, without = train(1, "off"), train(2, "auto"), train(2, "off")

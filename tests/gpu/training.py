@@ -1,7 +1,7 @@
-"""A training for the facts of `fact.py`: something is counted in it, or one of its ranks meets a fault.
+"""A training in which something is counted or measured, or one of whose ranks meets a fault.
 
-Usage: training.py NUM_RANKS KIND OUT.json
-0 ranks: without the line. KIND is waits, beyond_vocabulary or out_of_memory.
+Usage: training.py NUM_RANKS KIND OUT.json [CHECKPOINT]
+0 ranks: without the line. KIND is a key of KINDS. Rank 0 writes what `found` of the callback says.
 """
 
 import json
@@ -14,8 +14,14 @@ from pathlib import Path
 import unsloth_multigpu as ump
 
 num_ranks, kind, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+LINES = {
+    # What overflows is a sum over the rows of a micro-batch: ranks are to compute those of one process.
+    "fp16": {"balance": "off"},
+    # Whole micro-batches, two for each process and one for each rank.
+    "compared": {"balance": "off", "loss_reduction": "whole"},
+}
 if num_ranks:
-    ump.enable_multi_gpu(num_gpus=num_ranks)
+    ump.enable_multi_gpu(num_gpus=num_ranks, **LINES.get(kind, {}))
 
 import torch
 
@@ -23,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts")
 from common import arguments
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback
+
+from unsloth_multigpu.step.proof import StepProof
 
 VOCABULARY = 64
 # Counted in these steps: planner and stopwatch are through with what they do at first.
@@ -33,12 +41,13 @@ SKIPPED = (os.path.dirname(torch.__file__) + os.sep, warnings.__file__)
 if "fake_cuda" in sys.modules:
     SKIPPED += (sys.modules["fake_cuda"].__file__,)
 rank = int(os.environ.get("RANK", "0"))
+IS_CUDA = torch.cuda.is_available()
 
 
 class Waits(TrainerCallback):
     """Counts where the host waits for the device, by the innermost line that is not torch's."""
 
-    def __init__(self):
+    def __init__(self, model):
         self.counts, self.is_counted = Counter(), hasattr(torch._C, "_cuda_set_sync_debug_mode")
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -55,7 +64,7 @@ class Waits(TrainerCallback):
         if "synchronizing CUDA operation" in str(message):
             self.counts[calling_line(sys._getframe(1))] += 1
 
-    def found(self, trainer):
+    def found(self):
         per_step = {place: count / (LAST - FIRST) for place, count in self.counts.most_common()}
         return {"is_counted": self.is_counted, "per_step": per_step}
 
@@ -85,32 +94,102 @@ class Fault(TrainerCallback):
             torch.empty(TOO_MANY_BYTES, dtype=torch.uint8, device=inputs[0].device)
         return (torch.full_like(inputs[0], VOCABULARY),) if self.is_on else None
 
-    def found(self, trainer):
+    def found(self):
         return {}
 
 
+class Scale(TrainerCallback):
+    """In fp16, with a scale that begins so high that steps are skipped: the scales, and the norms of this start."""
+
+    def __init__(self, model):
+        self.scales = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Without a device there is none.
+        self.scales.append(trainer.accelerator.scaler.get_scale() if IS_CUDA else 1.0)
+
+    def found(self):
+        norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+        return {"scales": self.scales, "norms": list(map(str, norms[-len(self.scales) :]))}
+
+
+class Compared(TrainerCallback):
+    """What the comparison of the first step costs: memory above what is there before, waits in later steps.
+
+    `step_bytes` is the most memory of the first step without its update, `compared_bytes` that of the comparison,
+    `left_bytes` what it leaves; `waits` is how often the host waits for the device in each step after the second.
+    """
+
+    def __init__(self, model):
+        from fake_cuda import trace_waits, waits
+
+        trace_waits()
+        self.counted = waits
+        self.facts = {"waits": [], "gradient_bytes": sum(p.nbytes for p in model.parameters())}
+        compared = StepProof._compared
+
+        def measured(proof, *args, **kwargs):
+            before = self.begin()
+            found = compared(proof, *args, **kwargs)
+            self.facts["compared_bytes"] = torch.cuda.max_memory_allocated() - before
+            self.facts["left_bytes"] = torch.cuda.memory_allocated() - before
+            self.facts["is_exact"] = found.is_exact
+            return found
+
+        StepProof._compared = measured
+
+    @staticmethod
+    def begin():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.before, self.waits = self.begin(), self.counted.total()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.facts.setdefault("step_bytes", torch.cuda.max_memory_allocated() - self.before)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # In the last step the report waits for what is not known yet.
+        if 2 < state.global_step < state.max_steps:
+            self.facts["waits"].append(self.counted.total() - self.waits)
+
+    def found(self):
+        return self.facts
+
+
+# Callback, sizes of the model, batch, accumulation, arguments.
+SCALED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-3, "fp16": IS_CUDA}
+KINDS = {
+    "waits": (Waits, {}, 4, 4, {"max_steps": LAST + 2, "logging_steps": 100}),
+    "beyond_vocabulary": (Fault, {}, 4, 1, {"max_steps": 16, "logging_steps": 100}),
+    "out_of_memory": (Fault, {}, 4, 1, {"max_steps": 16, "logging_steps": 100}),
+    # Whole micro-batches for 2 and 3 ranks.
+    "fp16": (Scale, {}, 2, 6, SCALED),
+    "compared": (Compared, {"hidden_size": 512, "num_layers": 3}, 2, 2, {"max_steps": 6, "logging_steps": 100}),
+}
+callback_class, sizes, batch, accumulation, given = KINDS[kind]
 torch.manual_seed(0)
-model = tiny_llama(vocab_size=VOCABULARY)
+model = tiny_llama(vocab_size=VOCABULARY, **sizes)
 if kind == "waits":
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-watch = Waits() if kind == "waits" else Fault(model)
-rows = RaggedRows(512, vocab_size=VOCABULARY)
+watch = callback_class(model)
+rows = RaggedRows(72 if kind == "fp16" else 512, vocab_size=VOCABULARY)
 rows.lengths = [len(row) for row in rows.rows]  # For the planner.
+if kind == "compared":
+    # Nothing of a step is the script's own code, which would be compared again in step 4.
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (20, 24)).tolist()]
 trainer = Trainer(
     model=model,
-    args=arguments(
-        "checkpoints",
-        4,
-        4 if kind == "waits" else 1,
-        max_steps=LAST + 2 if kind == "waits" else 16,
-        logging_steps=100,
-    ),
+    args=arguments(out.stem, batch, accumulation, **given),
     train_dataset=rows,
-    data_collator=collate,
+    data_collator=None if kind == "compared" else collate,
     callbacks=[watch],
 )
-trainer.train()
+if kind == "fp16" and IS_CUDA:
+    trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
 if rank == 0:
-    out.write_text(json.dumps(watch.found(trainer)))
+    out.write_text(json.dumps(watch.found()))

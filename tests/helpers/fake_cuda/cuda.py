@@ -158,38 +158,22 @@ def _triton(run: Any, module: Any) -> None:
     run(module)
     import torch
     from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
     from triton.runtime import driver
 
-    class Driver(DriverBase):  # type: ignore[misc]
-        utils = types.SimpleNamespace(
-            get_device_properties=lambda device: {"multiprocessor_count": 4, "max_shared_mem": 65536}
+    def target() -> Any:
+        major, minor = torch.cuda.get_device_capability()
+        return GPUTarget("cuda", major * 10 + minor, 32)
+
+    properties = {"multiprocessor_count": 4, "max_shared_mem": 65536}
+    driver.set_active(
+        types.SimpleNamespace(
+            utils=types.SimpleNamespace(get_device_properties=lambda device: properties),
+            get_current_target=target,
+            get_active_torch_device=lambda: torch.device("cuda", torch.cuda.current_device()),
+            get_current_device=lambda: torch.cuda.current_device(),
+            get_current_stream=lambda device: 0,
         )
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            raise NotImplementedError("Nothing is compiled here.")
-
-        def get_benchmarker(self) -> Any:
-            raise NotImplementedError("Nothing is tuned here.")
-
-        def get_current_target(self) -> Any:
-            major, minor = torch.cuda.get_device_capability()
-            return GPUTarget("cuda", major * 10 + minor, 32)
-
-        def get_active_torch_device(self) -> Any:
-            return torch.device("cuda", torch.cuda.current_device())
-
-        def get_current_device(self) -> int:
-            return torch.cuda.current_device()
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    driver.set_active(Driver())
+    )
 
 
 _AROUND = {
