@@ -41,26 +41,13 @@ def pid(reply) -> int:
     return reply.content["metrics"]["pid"]
 
 
-class Told(logging.Handler):
-    """Warnings of this package, until they are taken."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
-
-    def take(self) -> str:
-        texts, self._texts = self._texts, []
-        return "\n".join(texts)
-
-
 @pytest.fixture(scope="module")
 def told():
-    handler, logger = Told(), logging.getLogger("unsloth_multigpu")
+    """Warnings of this package, until they are taken."""
+    texts, handler, logger = [], logging.Handler(logging.WARNING), logging.getLogger("unsloth_multigpu")
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
-    yield handler
+    yield texts
     logger.removeHandler(handler)
 
 
@@ -93,8 +80,10 @@ def rounds(folder, told):
 
         def send(name, *messages, **options) -> Round:
             begin_s = time.monotonic()
+            told.clear()
             replies = grid.send_and_receive(messages, **options)
-            found[name] = Round(replies, take_records(grid), told.take(), time.monotonic() - begin_s)
+            records, grid.records = grid.records, []
+            found[name] = Round(replies, records, "\n".join(told), time.monotonic() - begin_s)
             return found[name]
 
         def marker(name) -> str:
@@ -127,11 +116,6 @@ def rounds(folder, told):
     found["orphans"] += orphans(marker("others"))
     found["grid"] = grid
     return found
-
-
-def take_records(grid):
-    records, grid.records = grid.records, []
-    return records
 
 
 def interrupt(grid, message, marker: Path) -> bool:

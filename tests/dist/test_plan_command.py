@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python, run_well
+from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python
 
-SCRIPT = Path(__file__).parent / "scripts" / "plan_me.py"
+SCRIPT = [str(Path(__file__).parent / "scripts" / "plan_me.py"), "model"]
 PLAN = ["-m", "unsloth_multigpu.cli.main", "plan"]
 LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
+# Of a layer: inputs and outputs of its matrices; of all layers, the elements of these.
+FEATURES = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3
+LINEAR = LAYERS * (3 * HIDDEN**2 + 3 * HIDDEN * INNER)
 # bitsandbytes is needed.
 QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
 
 
-def plan(folder: Path, what: str, *options: str, **variables: str) -> Finished:
+def plan(folder: Path, program: list[str], *options: str, **variables: str) -> Finished:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -27,11 +30,12 @@ def plan(folder: Path, what: str, *options: str, **variables: str) -> Finished:
         vocab_size=VOCABULARY,
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
     )
     config.save_pretrained(folder / "model")
     scratch = folder / "scratch"
     scratch.mkdir()
-    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**PLAIN, "TMPDIR": str(scratch), **variables})
+    run = run_python([*PLAN, *options, *program], folder, {**PLAIN, "TMPDIR": str(scratch), **variables})
     assert "the script has gone on" not in run.out
     assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
     assert orphans(str(scratch)) == []
@@ -39,23 +43,18 @@ def plan(folder: Path, what: str, *options: str, **variables: str) -> Finished:
 
 
 def test_model_is_forecast_from_its_configuration_alone(tmp_path: Path) -> None:
-    config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4)
-    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
-    config.save_pretrained(tmp_path / "model")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
     options = ["--model", "model", "--lora", "8", "--bits", "4", "--tokens", "30", "--gpus", "2", "--memory", "24GiB"]
-    run = run_well([*PLAN, *options, "--json"], tmp_path, {**QUANTISED, "TMPDIR": str(scratch)})
+    run = plan(tmp_path, [], *options, "--json", **QUANTISED)
+    assert run.code == 0, run.err
     training = json.loads(run.out)["training"]
     # All linear layers but the head.
-    assert training["num_quantised"] == LAYERS * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
-    assert training["num_trainable"] == 8 * LAYERS * (4 * 2 * HIDDEN + 3 * (HIDDEN + INNER))
+    assert training["num_quantised"] == LINEAR
+    assert training["num_trainable"] == 8 * LAYERS * sum(FEATURES)
     assert (training["tokens"], training["checkpointing"], training["autocast"]) == (30, True, "bfloat16")
-    assert list(scratch.iterdir()) == []
 
 
 def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
-    run = plan(tmp_path, "lora", "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
+    run = plan(tmp_path, [*SCRIPT, "lora"], "--json", "--gpus", "1,2,4", UNSLOTH_MULTIGPU_SEQUENCE_PARALLEL="2")
     assert run.code == 0, run.err
     found = json.loads(run.out)
     one, two, four = found["forecasts"]
@@ -75,7 +74,7 @@ def test_samples_that_ranks_share_are_forecast(tmp_path: Path) -> None:
     ],
 )
 def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp_path: Path) -> None:
-    run = plan(tmp_path, what)
+    run = plan(tmp_path, [*SCRIPT, what])
 
     assert run.code == 69
     assert all(fact in run.err for fact in facts), run.err

@@ -1,4 +1,4 @@
-"""Rounds over clients in this process: who is drawn, what is aggregated, what is kept, how it resumes."""
+"""Rounds over clients in this process: which strategies, who is drawn, what is aggregated, kept and resumed."""
 
 import gc
 import json
@@ -13,6 +13,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
@@ -20,10 +21,10 @@ from flwr.serverapp.strategy import (
 
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.federated.flower_strategy import describe, make_strategy
+from unsloth_multigpu.federated.flower_strategy import check_strategy, checked_strategy, layers_of, make_strategy
 from unsloth_multigpu.federated.rounds import ClientRecord, rounds_in
-from unsloth_multigpu.federated.server import FitOptions
-from unsloth_multigpu.federated.training import Start, Training
+from unsloth_multigpu.federated.server import FitOptions, ServerOptions
+from unsloth_multigpu.federated.training import FederatedServer, Start, Training
 
 START = {
     "weight": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
@@ -97,31 +98,14 @@ class LocalGrid(AnsweringGrid):
         return Message(content, reply_to=message)
 
 
-def make_training(
-    strategy,
-    num_rounds=2,
-    grid=None,
-    arrays=START,
-    *,
-    buffers=("running_var", "num_batches_tracked"),
-    output_dir=None,
-    min_success=0.0,
-    config=None,
-    **plan,
-):
-    """Of the server's plan what rounds read; `plan` = what is not the default."""
-    read = {"server_id": "server", "seed": 0, "evaluate_fn": len, "lora_aggregation": "mean", "model_builder": None}
-    read |= {"device": None, **plan}
-    given = SimpleNamespace(
-        new_strategy=lambda: strategy, description=describe(strategy), options=SimpleNamespace(**read)
-    )
+def make_training(strategy, num_rounds=2, grid=None, *, output_dir=None, min_success=0.0, config=None, **options):
+    server = FederatedServer(ServerOptions("server", print, print, **{"evaluate_fn": len, **options}), strategy)
     folder, resume = (None, None) if output_dir is None else (str(output_dir), "auto")
     grid = grid or LocalGrid()
-    options = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
-    start = Start(
-        ArrayRecord({name: Array(value) for name, value in arrays.items()}), frozen=ArrayRecord(), buffers=buffers
-    )
-    return Training(given, grid, options, start)
+    fit = FitOptions(grid.num_clients, num_rounds, config, folder, resume, min_success, 5.0)
+    arrays = ArrayRecord({name: Array(value) for name, value in START.items()})
+    start = Start(arrays, frozen=ArrayRecord(), buffers=("running_var", "num_batches_tracked"))
+    return Training(server, grid, fit, start)
 
 
 def run(*args, **options):
@@ -299,3 +283,57 @@ def test_damaged_round_is_passed_over(tmp_path, caplog):
         caplog.clear()
         assert_same_bits(run(make_strategy("fedadam", {}), 3, output_dir=tmp_path), whole)
         assert "round-3.pt is skipped, because it is damaged: " in caplog.text
+
+
+PRIVATE = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "fact"),
+    [
+        ("fedsgd", {}, r"strategy='fedsgd'; expected one of bulyan, .*fedavg, .*krum"),
+        ("fedavg", {"fraction_fit": 0.5}, "strategy='fedavg' refuses its arguments: .*'fraction_fit'"),
+        ("qfedavg", {}, "strategy='qfedavg' refuses its arguments: .*'client_learning_rate'"),
+        ("fedprox", {}, "strategy='fedprox' needs 'proximal_mu'"),
+        (FedAvg, None, "strategy=<class .*expected a name such as 'fedavg' or a flwr.serverapp"),
+        (FedAvg(), {"fraction_train": 0.5}, "together with an instance as strategy"),
+        ("fedavg", ["a"], r"strategy_kwargs=\['a'\]; expected a dict"),
+    ],
+)
+def test_wrong_arguments_are_named(name, settings, fact):
+    with pytest.raises(ConfigError, match=fact):
+        checked_strategy(name, settings)
+
+
+def test_named_strategy_works_with_one_client_and_flowers_default_is_refused():
+    check_strategy(make_strategy("fedavg", {}), 1)
+    with pytest.raises(ConfigError, match=r"min_train_nodes=2 of FedAvg, but num_clients=1: it would wait forever"):
+        check_strategy(FedAvg(), 1)
+    check_strategy(FedAvg(), 2)
+
+
+def test_strategy_inside_another_is_checked_too():
+    inner = FedAvg(min_available_nodes=5)
+    outer = DifferentialPrivacyServerSideFixedClipping(inner, **PRIVATE)
+    assert list(layers_of(outer)) == [outer, inner]
+    with pytest.raises(ConfigError, match="min_available_nodes=5 of FedAvg, but num_clients=4"):
+        check_strategy(outer, 4)
+    with pytest.raises(ConfigError, match="num_sampled_clients=3 of DifferentialPrivacyServer"):
+        check_strategy(DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE), 2)
+
+
+def test_clipping_by_clients_needs_their_mod():
+    good = DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE)
+    assert checked_strategy(good, None) is good
+    with pytest.raises(ConfigError, match="ClientSideFixedClipping needs clients that clip their updates") as error:
+        checked_strategy(DifferentialPrivacyClientSideFixedClipping(FedAvg(), **PRIVATE), None)
+    assert "DifferentialPrivacyServerSideFixedClipping" in error.value.hint
+
+
+def test_strategy_with_a_loop_of_its_own_is_refused():
+    class Loop(FedAvg):
+        def start(self, *args, **kwargs):
+            return None
+
+    with pytest.raises(ConfigError, match=r"Loop has a start\(\) of its own"):
+        check_strategy(Loop(), 2)

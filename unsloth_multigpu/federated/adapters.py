@@ -116,18 +116,14 @@ def variants(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> list[st
     """Returns reasons why an adapter does not add a plain B A, from names, shapes and PEFT's layers."""
     reasons = not_projectable({name: tuple(value.shape) for name, value in exchanged.items()})
     for name in find_pairs(exchanged):
-        layer, adapter = lora_layer(model, name)
+        path, _, rest = name.rpartition(".lora_")
+        layer: Any = model.get_submodule(path)
+        adapter = rest.removesuffix(".weight").split(".")[-1]
         if kind := getattr(layer, "lora_variant", {}).get(adapter):
             reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
         elif hasattr(layer, "parameter_name") and getattr(layer, "num_experts", 1) > 1:
             reasons.append(f"{name} has the factors of several experts")  # target_parameters
     return reasons
-
-
-def lora_layer(model: nn.Module, name_a: str) -> tuple[Any, str]:
-    """Returns the PEFT layer with a factor of this name, and the adapter's name."""
-    path, _, rest = name_a.rpartition(".lora_")
-    return model.get_submodule(path), rest.removesuffix(".weight").split(".")[-1]
 
 
 def describe_adapter(model: nn.Module) -> str:

@@ -222,13 +222,9 @@ class ProximalPull:
     def _pull(self, optimizer: Optimizer) -> None:
         # A fused optimizer unscales gradients inside its step, by the scale that torch.amp.GradScaler sets.
         scale = getattr(optimizer, "grad_scale", None)
+        factor = self._mu if scale is None else self._mu * scale
         own = [p for group in optimizer.param_groups for p in group["params"] if p in self._start]
         for parameter in own:
-            pull = (parameter - self._start[parameter]).mul_(self._mu)
-            if scale is not None:
-                pull.mul_(scale)
-            if parameter.grad is None:
-                parameter.grad = pull
-            else:
-                parameter.grad.add_(pull)
+            pull = (parameter - self._start[parameter]).mul_(factor)
+            parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
         self.num_steps += bool(own)

@@ -58,15 +58,12 @@ def client_seed(seed: int, server_round: int, who: int | str) -> int:
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seeds Python, NumPy and torch (all devices) within the context, and restores their states, also on `device`."""
-    backend = getattr(torch, device.type) if device.type in KINDS else None
-    state = None if backend is None else backend.get_rng_state(device)
-    with seeded_draws(seed):
-        try:
-            torch.manual_seed(seed)
-            yield
-        finally:
-            if backend is not None:
-                backend.set_rng_state(state, device)
+    kept: dict[str, Any] = (
+        {"devices": [device], "device_type": device.type} if device.type in KINDS else {"devices": []}
+    )
+    with seeded_draws(seed), torch.random.fork_rng(**kept):
+        torch.manual_seed(seed)
+        yield
 
 
 def visible_device() -> torch.device:

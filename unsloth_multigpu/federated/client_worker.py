@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
 import traceback
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch
@@ -28,9 +27,7 @@ _OF_CLIENT = (Exception, SystemExit)
 def main() -> None:
     """Runs this process as a slot until the server is gone."""
     server = connect_to_parent()
-    threading.Thread(
-        target=_end_with_server, args=(int(sys.argv[2]),), name="unsloth_multigpu-server", daemon=True
-    ).start()
+    threading.Thread(target=_end_with_server, args=(int(sys.argv[2]),), daemon=True).start()
     # Otherwise DataLoader workers would keep the socket open, and could write to it.
     os.register_at_fork(after_in_child=server.close)
     kind, sys.argv[:], packed = _receive(server)
@@ -114,9 +111,7 @@ def _receive(server: Connection) -> Any:
 def _end_with_server(pid: int) -> None:
     """Ends the slot when the server has ended, also while a client runs."""
     with suppress(ProcessLookupError):  # It has ended already.
-        poll = select.poll()
-        poll.register(os.pidfd_open(pid), select.POLLIN)
-        poll.poll()
+        wait([os.pidfd_open(pid)])
     _end_process_group()
 
 

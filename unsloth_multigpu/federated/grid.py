@@ -22,8 +22,8 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated.placement import SlotDevice, choose_client, slot_environment
+from unsloth_multigpu.errors import FederatedError, SetupError
+from unsloth_multigpu.federated.placement import SlotDevice, longest_first, slot_environment
 from unsloth_multigpu.federated.rounds import ClientRecord
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.child import Child, read_tail
@@ -57,7 +57,7 @@ class ProcessGrid(Grid):
     Args:
         app: Any ClientApp.
         places: The device of each slot.
-        placement: See `placement.choose_client`.
+        placement: "round_robin" = client_id % number of devices; "balanced" = the longest client first, on any device.
         seed: PYTHONHASHSEED, equal in all slots.
         log_dir: Folder for the clients' output, slot_N.log.
 
@@ -72,7 +72,6 @@ class ProcessGrid(Grid):
         app: ClientApp,
         num_clients: int,
         places: Sequence[SlotDevice],
-        *,
         placement: str = "round_robin",
         seed: int = 0,
         log_dir: str = "logs",
@@ -128,6 +127,9 @@ class ProcessGrid(Grid):
         tasks = [_make_task(message) for message in messages]
         end_s = None if timeout is None else time.monotonic() + timeout
         self._waiting, self._is_over = list(tasks), False
+        if self._placement == "balanced" and tasks:
+            ids = [task.record.client_id for task in tasks]
+            self._waiting = [tasks[n] for n in longest_first(ids, self._seconds[tasks[0].record.kind])]
         try:
             while self._waiting and not self._is_over:
                 self._serve_all(end_s)
@@ -166,13 +168,11 @@ class ProcessGrid(Grid):
     def _take(self, slot: Slot) -> Task | None:
         """Removes and returns the next task for a slot, None without one."""
         with self._lock:
-            if not self._waiting:
-                return None
             devices = list(dict.fromkeys(other.device for other in self.slots if not other.is_retired))
-            ids = [task.record.client_id for task in self._waiting]
-            seconds = self._seconds[self._waiting[0].record.kind]
-            chosen = choose_client(ids, devices.index(slot.device), len(devices), self._placement, seconds)
-            return None if chosen is None else self._waiting.pop(chosen)
+            for n, task in enumerate(self._waiting):
+                if self._placement == "balanced" or devices[task.record.client_id % len(devices)] == slot.device:
+                    return self._waiting.pop(n)
+        return None
 
     def _run(self, slot: Slot, task: Task) -> None:
         """Runs a client once. The task has a reply then, or is left for another attempt."""
@@ -182,7 +182,8 @@ class ProcessGrid(Grid):
         except SlotEnded as ended:
             self._retire(slot, task, str(ended))
             return
-        task.begin(slot)
+        record.slot, record.device, record.begin_s = slot.index, str(slot.device), time.monotonic()
+        record.attempts += 1
         node_config: dict[str, Any] = {"partition-id": record.client_id, "num-partitions": self.num_clients}
         context = Context(task.message.metadata.run_id, record.client_id + 1, node_config, RecordDict(), {})
         try:
@@ -197,8 +198,7 @@ class ProcessGrid(Grid):
             return
         task.answer(result)
         record.peak_memory_bytes = more
-        with self._lock:
-            self._seconds[record.kind][record.client_id] = record.seconds
+        self._seconds[record.kind][record.client_id] = record.seconds
 
     def _retire(self, slot: Slot, task: Task, end: str) -> None:
         """Called when a process has ended before it was ready."""
@@ -228,11 +228,6 @@ class Task:
     message: Message
     record: ClientRecord
     reply: Message | None = None
-
-    def begin(self, slot: Slot) -> None:
-        record = self.record
-        record.slot, record.device, record.begin_s = slot.index, str(slot.device), time.monotonic()
-        record.attempts += 1
 
     def answer(self, reply: Message) -> None:
         """Ends the task with a reply."""
@@ -381,15 +376,10 @@ def task_identity() -> Iterator[None]:
 
     Flower keeps the identity for the whole process; the earlier one is restored at the end.
     """
-    try:
-        # Flower's own simulation sets it in this place, too. It is not public.
-        from flwr.supercore.task_identity import TaskIdentity
+    # Flower's own simulation sets it in this place, too. It is not public.
+    from flwr.supercore.task_identity import TaskIdentity
 
-        before = [getattr(TaskIdentity, name) for name in _IDENTITY]
-    except (ImportError, AttributeError) as error:
-        raise VersionError(
-            f"Flower's TaskIdentity differs from that of 1.41: {error}.", hint='pip install "flwr>=1.41,<2"'
-        ) from error
+    before = [getattr(TaskIdentity, name) for name in _IDENTITY]
     # Flower's identifiers have 64 bits; its databases store them signed.
     own = (1, uuid.uuid4().int >> 66, _SERVER_NODE_ID)
     try:  # By attributes, because the properties refuse None.

@@ -1,4 +1,4 @@
-"""Which devices the slots have, what a slot's process sees, and which client a free slot runs next. Pure."""
+"""Which devices the slots have, what a slot's process sees, and which client is the next one. Pure."""
 
 from __future__ import annotations
 
@@ -74,21 +74,11 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
         ) from hiding
 
 
-def choose_client(
-    client_ids: Sequence[int], device: int, num_devices: int, how: str, seconds: Mapping[int, float]
-) -> int | None:
-    """Returns the index in `client_ids` of the next client; None = no client for this device.
+def longest_first(client_ids: Sequence[int], seconds: Mapping[int, float]) -> list[int]:
+    """Returns the indices of `client_ids` by the time of the client's last run. Without one it counts as the mean.
 
-    "balanced" chooses the longest one. On devices of equal speed the last client then ends within 4/3 of the optimal
-    time (Graham 1969, "Bounds on Multiprocessing Timing Anomalies").
-
-    Args:
-        client_ids: Waiting clients, in their order.
-        device: Index of the slot's device among the `num_devices` that work.
-        how: "round_robin" = client_id % num_devices is the index of the client's device.
-        seconds: Time of each client in its last run. A client without one counts as the mean.
+    On devices of equal speed the last client then ends within 4/3 of the optimal time (Graham 1969, "Bounds on
+    Multiprocessing Timing Anomalies").
     """
-    if how == "round_robin":
-        return next((n for n, client_id in enumerate(client_ids) if client_id % num_devices == device), None)
     mean_s = sum(seconds.values()) / len(seconds) if seconds else 0.0
-    return max(range(len(client_ids)), key=lambda n: seconds.get(client_ids[n], mean_s), default=None)
+    return sorted(range(len(client_ids)), key=lambda n: -seconds.get(client_ids[n], mean_s))

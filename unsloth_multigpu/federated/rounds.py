@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +42,10 @@ class ClientRecord:
 
     Args:
         kind: "train", "evaluate" or "query".
-        slot: Number of the slot that answered it, or of the last attempt; -1 = not begun.
-        device: Device of that slot, such as "cuda:1".
+        slot: Number of the slot of the last attempt; -1 = not begun.
         begin_s: Start of the last attempt, on the clock of `time.monotonic`.
         seconds: Time from the start to the reply.
         peak_memory_bytes: Peak of the memory reserved by torch; 0 on the CPU.
-        attempts: Number of attempts.
     """
 
     client_id: int
@@ -122,11 +120,8 @@ class FederatedReport:
     """All rounds of a federated training. `str()` returns a table.
 
     Args:
-        server_id: Name of the server.
-        num_clients: Number of clients.
         num_slots: Number of processes for clients.
         startup_s: Seconds before the first round: starting slots, building models, reading a saved round.
-        rounds: The rounds in order.
     """
 
     server_id: str
@@ -175,19 +170,14 @@ def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientReco
     for device in dict.fromkeys(devices_of_slots):
         own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
         clients = tuple(r.client_id for r in own if r.kind == "train")
-        busy_s = busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own)
+        busy_s, until_s = 0.0, float("-inf")
+        for record in own:  # Those of several slots may overlap.
+            end_s = record.begin_s + record.seconds
+            busy_s += max(0.0, end_s - max(record.begin_s, until_s))
+            until_s = max(until_s, end_s)
         peak_bytes = max((r.peak_memory_bytes for r in own), default=0)
         reports.append(DeviceReport(device, clients, busy_s, peak_bytes or None))
     return tuple(reports)
-
-
-def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the seconds covered by at least one of the intervals (begin, end), which may overlap."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:

@@ -69,7 +69,6 @@ class FederatedServer:
     A context manager. Without `close` the processes end with this one. Created by `create_multigpu_flower_server`.
 
     Attributes:
-        options: All options but the strategy.
         new_strategy: Returns a new strategy if it was given by name, else the user's instance with its state.
         description: Original settings of the strategy, which a strategy may change during a training.
         client_app: Flower's ClientApp. SuperNodes can run it, too, with a ServerApp of the user.
@@ -134,22 +133,19 @@ class FederatedServer:
         start = None if self._training is None else self._training.start
         self._training = None
         with closing(Console(is_notebook="ipykernel" in sys.modules)), task_identity():
-            if self._grid is None:
-                self._grid = self._make_grid(num_clients)
+            self._grid = self._grid or self._make_grid()
             self._grid.num_clients = num_clients
             training = Training(self, self._grid, options, start)
             result = training.run()
         self._training = training
         return result
 
-    def _make_grid(self, num_clients: int) -> ProcessGrid:
+    def _make_grid(self) -> ProcessGrid:
         given = self.options
         devices = choose_devices(given.num_gpus, given.device, auto_gpu=given.auto_gpu)
         # One slot per device, then a second one: max_workers cuts off the last ones.
         places = (devices * given.clients_per_gpu)[: given.max_workers]
-        return ProcessGrid(
-            self.client_app, num_clients, places, placement=given.placement, seed=given.seed, log_dir=given.log_dir
-        )
+        return ProcessGrid(self.client_app, 0, places, given.placement, given.seed, given.log_dir)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the global trainable tensors and persistent buffers on the CPU. Raises SetupError before `fit`."""
@@ -235,7 +231,6 @@ class Training:
 
     Attributes:
         arrays: The global arrays now.
-        start: The initial state, known after `run` has begun.
     """
 
     def __init__(

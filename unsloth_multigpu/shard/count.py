@@ -223,7 +223,11 @@ def count_step(
     with ExitStack() as stack:
         stack.callback(vars(trainer).update, dict(vars(trainer)))
         stack.callback(vars(trainer).clear)
-        mesh = None if num_ranks is None else stack.enter_context(_mesh_of(num_ranks, device))
+        mesh = None
+        if num_ranks is not None:
+            stack.callback(os.environ.pop, _LOADS_IN_PARTS, None)
+            stack.enter_context(_alone_of(num_ranks))
+            mesh = dist.init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
         counter = stack.enter_context(fake_memory(device))
         vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
         if trainer.args.gradient_checkpointing:
@@ -290,18 +294,6 @@ def _shared(trainer: Any, batch: Any, num_ranks: int) -> Iterator[Any]:
         sequence.is_on = True
         with sequence.around(), sequence.part_of(batch) as mine:
             yield mine
-
-
-@contextmanager
-def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
-    """Creates a device mesh of `num_ranks` ranks, of which only this one exists."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    try:
-        with _alone_of(num_ranks):
-            yield init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
-    finally:
-        os.environ.pop(_LOADS_IN_PARTS, None)
 
 
 def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:

@@ -31,11 +31,9 @@ class Training:
     Args:
         model: Name of the model's class.
         num_parameters: Elements of its parameters; a shared one counts once.
-        num_trainable: Elements of the trainable parameters.
         num_quantised: Elements that bitsandbytes has quantized.
         optimizer: `TrainingArguments.optim`, or the class of the script's own optimizer.
         autocast: dtype of mixed precision; "" = none.
-        checkpointing: Gradient checkpointing is on.
         rows: Samples of a micro-batch.
         tokens: Tokens of its longest sample; 0 = not known before samples are collated.
         accumulation: Micro-batches of a step of one process.
@@ -115,9 +113,7 @@ class MemoryForecast:
 
     Args:
         mode: "ddp" = every rank has the whole model; "sharded" = FSDP2 shards it.
-        num_ranks: Ranks of the run.
         weights: Parameters and buffers.
-        gradients: Gradients of the trainable parameters.
         optimizer: Optimizer states.
         activations: The rest at the peak: saved activations, gathered layers, or temporaries of the update.
         overhead: Bytes outside torch's allocator, by what uses them.

@@ -173,20 +173,9 @@ class Probe(Tool):
         if self._config is None:
             PatchRegistry(meta_patches()).apply()
         self._config = config
-        return dataclasses.replace(
-            config,
-            num_gpus=1,
-            generators=0,
-            max_restarts=0,
-            nnodes=1,
-            rdzv_endpoint=None,
-            rdzv_id=None,
-            resume="off",
-            enable_ddp=True,
-            shard="off",
-            shard_offload=False,
-            sequence_parallel=1,
-        )
+        # One process. Before its train() a script meets these options only.
+        kept = {name: getattr(config, name) for name in ("device", "global_batch", "batch_size_per_gpu")}
+        return MultiGPUConfig(num_gpus=1, **kept)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         values: dict[str, Any]

@@ -66,7 +66,13 @@ class Sharding(GradientExchange):
         if self._engine is Engine.ACCELERATE:
             self._sum_in_32_bits()
             if not is_sharded_already and model is not None:
-                check_no_hooks(model)
+                # Engines accumulate gradients without autograd, which would call the hooks.
+                if (name := next(hooked(model), None)) is not None:
+                    raise SetupError(
+                        f"The script's hook on the gradient of {name} is never called in a sharded training.",
+                        hint="Change gradients in a callback's on_pre_optimizer_step, by model.named_parameters(), or "
+                        "leave shard out.",
+                    )
                 check_shared(model)
                 # Frozen weights, too, as in DDP: they may be initialized randomly.
                 self._packed = in_parts(model)
@@ -153,21 +159,6 @@ def _reshard_without_gradient(model: nn.Module, inputs: Any, output: Any) -> Non
     """Forward hook: reshards after a forward pass without gradients, after which no backward pass will do so."""
     if not torch.is_grad_enabled():
         reshard(model)
-
-
-def check_no_hooks(model: nn.Module) -> None:
-    """Refuses gradient hooks of the script: engines do not call them, because they accumulate without autograd.
-
-    Raises:
-        SetupError: A trainable parameter has a hook.
-    """
-    name = next(hooked(model), None)
-    if name is None:
-        return
-    raise SetupError(
-        f"The script's hook on the gradient of {name} is never called in a sharded training.",
-        hint="Change gradients in a callback's on_pre_optimizer_step, by model.named_parameters(), or leave shard out.",
-    )
 
 
 def check_options(config: MultiGPUConfig, engine: Engine) -> None:

@@ -1,14 +1,12 @@
 """Clients with data of unequal sizes and a small model with buffers and dropout; started by hand it is a server.
 
-Usage: federated_clients.py OUTPUT_DIR. What the file `order` in the current folder says is done in its round:
-"raise 3" = every client raises, "kill 3" = client 0 kills the server.
+Usage: federated_clients.py OUTPUT_DIR. With the variable KILLS client 0 kills the server in round 3.
 """
 
 import os
 import random
 import signal
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -71,7 +69,8 @@ def samples(client_id):
 
 
 def train(model, client):
-    obey(client)
+    if "KILLS" in os.environ and (client.client_id, client.server_round) == (0, 3):
+        os.kill(os.getppid(), signal.SIGKILL)
     # How long a client takes has nothing to do with its number or its result.
     for _ in range(random.SystemRandom().randrange(20)):
         torch.ones(100, 100) @ torch.ones(100, 100)
@@ -95,16 +94,6 @@ def evaluate(model, client):
         len(x),
         {"right": (logits.argmax(1) == y).float().mean().item()},
     )
-
-
-def obey(client):
-    order = Path("order").read_text().split() if Path("order").exists() else []
-    if order[1:] != [str(client.server_round)]:
-        return
-    if order[0] == "raise":
-        raise ValueError("as the file says")
-    if client.client_id == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
 
 
 def make_server(strategy="fedavg", **options):

@@ -59,15 +59,6 @@ def loaded(**options):
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, **options)
 
 
-def full():
-    return loaded()
-
-
-def scaled():
-    """For label smoothing the Trainer asks for the model's class, and a callback changes weights."""
-    return loaded()
-
-
 class ScalesWeights(TrainerCallback):
     def on_evaluate(self, _args, state, control, model, **kwargs):
         with torch.no_grad():
@@ -85,23 +76,11 @@ def with_lora(model, adapters=2):
     return move_off_zero(model, seed=3 + rank)  # Each rank its own: rank 0's are to count.
 
 
-def lora():
-    return with_lora(loaded())
-
-
 def qlora():
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     return with_lora(loaded(quantization_config=config))
-
-
-def sft_full():
-    return loaded()
-
-
-def dpo_lora():
-    return with_lora(loaded(), adapters=1)
 
 
 def unsloth_lm(**options):
@@ -111,14 +90,23 @@ def unsloth_lm(**options):
     return FastLanguageModel.from_pretrained(model_folder, **options)[0]
 
 
-def unsloth_full():
-    return unsloth_lm(full_finetuning=True)
-
-
 def unsloth_lora():
     from unsloth import FastLanguageModel
 
     return FastLanguageModel.get_peft_model(unsloth_lm(), random_state=7, use_gradient_checkpointing=False, **LORA)
+
+
+MODELS = {
+    "full": loaded,
+    # For label smoothing the Trainer asks for the model's class, and a callback changes weights.
+    "scaled": loaded,
+    "lora": lambda: with_lora(loaded()),
+    "qlora": qlora,
+    "sft_full": loaded,
+    "dpo_lora": lambda: with_lora(loaded(), adapters=1),
+    "unsloth_full": lambda: unsloth_lm(full_finetuning=True),
+    "unsloth_lora": unsloth_lora,
+}
 
 
 class Uploads:
@@ -150,27 +138,24 @@ class Uploads:
 
 
 def trainer_of(kind, texts, common, folder):
-    if kind.startswith("unsloth"):
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
-
-        config = SFTConfig(folder, max_length=64, dataset_text_field="text", bf16=False, fp16=False, **common)
-        rows = Dataset.from_dict({"text": texts})
-        return SFTTrainer(model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
-    if kind.startswith(("sft", "dpo")):
-        import trl.trainer.utils
+    if kind.startswith(("unsloth", "sft", "dpo")):
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-        from tests.helpers.log_probs import LogProbs
-        from tests.helpers.tiny import preference_rows
+        config_class, trainer_class, rows = SFTConfig, SFTTrainer, [{"text": text} for text in texts]
+        if kind.startswith("dpo"):
+            import trl.trainer.utils
 
-        trl.trainer.utils._ChunkedLogProbFunction = LogProbs  # TRL's own is a kernel for GPUs.
-        rows = [{"text": text} for text in texts] if kind.startswith("sft") else preference_rows(len(texts))
-        of_kind = (SFTConfig, SFTTrainer) if kind.startswith("sft") else (DPOConfig, DPOTrainer)
-        config = of_kind[0](folder, max_length=64, bf16=False, gradient_checkpointing=False, **common)
-        rows = Dataset.from_list(rows)
-        return of_kind[1](model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
+            from tests.helpers.log_probs import LogProbs
+            from tests.helpers.tiny import preference_rows
+
+            trl.trainer.utils._ChunkedLogProbFunction = LogProbs  # TRL's own is a kernel for GPUs.
+            config_class, trainer_class, rows = DPOConfig, DPOTrainer, preference_rows(len(texts))
+        options = {"max_length": 64, "bf16": False, "fp16": False, **common}
+        if not kind.startswith("unsloth"):
+            options["gradient_checkpointing"] = False
+        config, data = config_class(folder, **options), Dataset.from_list(rows)
+        return trainer_class(model=MODELS[kind](), args=config, train_dataset=data, processing_class=tokenizer)
     rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
     if kind.startswith("asked_"):
         kind, common = kind.removeprefix("asked_"), {**common, "fsdp": num_ranks > 1}
@@ -180,7 +165,7 @@ def trainer_of(kind, texts, common, folder):
     arguments = TrainingArguments(folder, **evaluation, **common)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     trainer = Trainer(
-        model=globals()[kind](), args=arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator
+        model=MODELS[kind](), args=arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator
     )
     if kind == "scaled":
         trainer.add_callback(ScalesWeights())
