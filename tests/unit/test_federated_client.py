@@ -16,8 +16,7 @@ from torch import nn
 from tests.helpers.tiny import build_tiny, topics
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.aggregation import to_tensor
-from unsloth_multigpu.federated.apps import ProximalPull, make_client_app
-from unsloth_multigpu.federated.client import client_seed
+from unsloth_multigpu.federated.client import ProximalPull, client_seed, make_client_app
 from unsloth_multigpu.federated.flower_strategy import changed_by
 
 NUM_CLIENTS = 4

@@ -1,22 +1,36 @@
-"""The model of a slot's process, which clients use one after the other with the global weights and their own seeds."""
+"""What a client does with a message, on the one model of its process, which clients use one after the other."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from unsloth_multigpu.accelerator import KINDS
-from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.adapters import exchanged_tensors, is_quantized, to_arrays, write_arrays
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.adapters import (
+    describe_adapter,
+    exchanged_buffers,
+    exchanged_tensors,
+    frozen_factors,
+    is_quantized,
+    layout_of,
+    to_arrays,
+    variants,
+    write_arrays,
+)
 from unsloth_multigpu.group.manager import find_accelerator
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.replicas import tensor_hashes
@@ -47,6 +61,148 @@ class FederatedClient:
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     server_id: str = ""
+
+
+TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
+EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
+
+
+def make_client_app(
+    model_builder: Callable[[], nn.Module],
+    train_fn: TrainFunction,
+    evaluate_fn: EvaluateFunction | None = None,
+    *,
+    server_id: str = "",
+    seed: int = 0,
+) -> ClientApp:
+    """Creates a Flower ClientApp for a slot, a SuperNode or Flower's simulation.
+
+    It answers "train", "evaluate" (with `evaluate_fn`) and "query.initial". The model is built at the first message and
+    kept. Exceptions of the user's functions propagate; Flower turns them into error replies. The functions are those of
+    `create_multigpu_flower_server`; for `train_fn` the model is in train mode, for `evaluate_fn` in eval mode.
+    """
+    handler = _MessageHandler(ClientModel(model_builder, seed), train_fn, evaluate_fn, server_id, seed)
+    app = ClientApp()
+    app.train()(handler.train)
+    app.query("initial")(handler.describe)
+    if evaluate_fn is not None:
+        app.evaluate()(handler.evaluate)
+    return app
+
+
+@dataclass(eq=False, repr=False)
+class _MessageHandler:
+    """Handles one message after the other in one process."""
+
+    model: ClientModel
+    train_fn: TrainFunction
+    evaluate_fn: EvaluateFunction | None
+    server_id: str
+    seed: int
+    _changed: list[str] = field(init=False, default_factory=list)
+
+    def train(self, message: Message, context: Context) -> Message:
+        with self._prepared(message, context) as (client, model):
+            model.train()
+            mu = float(client.config.get("proximal-mu", 0.0))
+            pull = ProximalPull((value for value in model.parameters() if value.requires_grad and mu), mu)
+            with pull.applied():
+                result = self.train_fn(model, client)
+            num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
+            if mu and num_examples and not pull.num_steps:
+                raise FederatedError(
+                    f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
+                    hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model of train_fn.",
+                )
+            arrays = self.model.read()
+        reply = self._reply(message, {"num-examples": num_examples}, metrics, "train_fn")
+        reply.content["arrays"] = arrays
+        return reply
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        assert self.evaluate_fn is not None
+        with self._prepared(message, context) as (client, model):
+            result = self.evaluate_fn(model.eval(), client)
+        loss, num_examples, metrics = _unpack(result, 3, "evaluate_fn", "(loss, number of examples, metrics)")
+        if not math.isfinite(loss := float(loss)) and num_examples:
+            raise FederatedError(
+                f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
+            )
+        # A client without data may have a NaN loss. Its weight is 0, but 0 * NaN would make the mean NaN.
+        own = {"num-examples": num_examples, "loss": loss if math.isfinite(loss) else 0.0}
+        return self._reply(message, own, metrics, "evaluate_fn")
+
+    def describe(self, message: Message, context: Context) -> Message:
+        """Replies with the exchanged tensors of a newly built model, and the facts for `training.Start`."""
+        built = self.model.build(visible_device())
+        model, tensors = built.model, built.exchanged
+        facts: dict[str, Any] = {
+            "layout": layout_of(model),
+            "adapter_config": describe_adapter(model),
+            "buffers": list(exchanged_buffers(model)),
+            "not_projectable": variants(model, tensors),
+        }
+        frozen = to_arrays(frozen_factors(model, tensors))
+        content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
+        content["config"] = ConfigRecord(facts)
+        return Message(content, reply_to=message)
+
+    @contextmanager
+    def _prepared(self, message: Message, context: Context) -> Iterator[tuple[FederatedClient, nn.Module]]:
+        """Yields the client, and the model with the global weights. Restores the model at the end."""
+        (arrays,) = message.content.array_records.values()
+        config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
+        client = self._client(config, context)
+        try:
+            with seeded(client.seed, client.device):
+                yield client, self.model.prepare(arrays, client.device)
+        finally:
+            self._changed = self.model.release()
+
+    def _client(self, config: Mapping[str, Any], context: Context) -> FederatedClient:
+        client_id, num_clients = context.node_config.get("partition-id"), context.node_config.get("num-partitions")
+        if client_id is None or num_clients is None:
+            raise FederatedError(
+                f"This node has no client number; its node config is {dict(context.node_config)}.",
+                hint="Start the SuperNode with --node-config 'partition-id=0 num-partitions=2'.",
+            )
+        client_id, server_round = int(client_id), int(config.get("server-round", 0))
+        seed = client_seed(self.seed, server_round, client_id)
+        device = visible_device()
+        return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self.server_id)
+
+    def _reply(self, message: Message, own: dict[str, Any], metrics: Any, source: str) -> Message:
+        if taken := own.keys() & (metrics or {}).keys():
+            raise ConfigError(
+                f"The metric name {min(taken)!r} is reserved.", hint="Give the client's metric another name."
+            )
+        content = RecordDict({"metrics": to_metrics(own | dict(metrics or {}), source)})
+        content["client"] = ConfigRecord({CHANGED: self._changed[:3]} if self._changed else {})
+        return Message(content, reply_to=message)
+
+
+def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
+    """Converts metrics to a MetricRecord. Accepts numpy numbers, tensors and bools. `source` is named in errors."""
+    try:
+        values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
+        return MetricRecord({name: int(v) if isinstance(v, bool) else v for name, v in values.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{source} returned {metrics!r}, which are not metrics: {error}",
+            hint="Return a dict of names and numbers, or lists of numbers; write texts to a log.",
+        ) from error
+
+
+def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
+    """Checks the tuple that a user's function returned, and converts its number of examples to int."""
+    if isinstance(result, tuple) and len(result) == length and isinstance(result[-1], Mapping | None):
+        *loss, num_examples, metrics = result
+        if hasattr(num_examples, "__index__") and int(num_examples) >= 0:
+            return *loss, int(num_examples), metrics
+    raise FederatedError(
+        f"{name} returned {result!r}, not {form}.",
+        hint="The number of examples is a whole number, 0 for no data; return an empty dict for no metrics.",
+    )
 
 
 def client_seed(seed: int, server_round: int, who: int | str) -> int:
@@ -215,3 +371,58 @@ class BuiltModel:
 def _ids(container: Any) -> list[int]:
     """Returns the ids of the elements: `==` of tensors does not return a bool."""
     return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]
+
+
+class ProximalPull:
+    """Adds mu (w - w_global) to the gradient of each trainable parameter before each step of any optimizer.
+
+    It is the gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). It
+    is added once per optimizer step, so gradients may be accumulated, and after clipping, which applies to the loss
+    only. The parameters have the global weights now. mu = 0: no proximal term.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
+        self._mu = mu
+        self._start = {parameter: parameter.detach().clone() for parameter in parameters}
+        self._depth = 0
+        self.num_steps = 0
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._mu:
+                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            yield
+        if self._depth:
+            raise FederatedError(
+                "A step of an optimizer raised an error that train_fn caught: later steps had no proximal term.",
+                hint="Let the error leave train_fn, or use another strategy than FedProx.",
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A step may call that of its base class or of a wrapped optimizer.
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
+            # The closure computes the gradients inside the step, after this hook.
+            raise FederatedError(
+                f"proximal-mu does not work with {type(optimizer).__name__}.step(closure).",
+                hint="Call step() without a closure, or use another strategy than FedProx.",
+            )
+        self._pull(optimizer)
+
+    def _after_step(self, *_: Any) -> None:
+        self._depth -= 1
+
+    @torch.no_grad()
+    def _pull(self, optimizer: Optimizer) -> None:
+        # A fused optimizer unscales gradients inside its step, by the scale that torch.amp.GradScaler sets.
+        scale = getattr(optimizer, "grad_scale", None)
+        factor = self._mu if scale is None else self._mu * scale
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._start]
+        for parameter in own:
+            pull = (parameter - self._start[parameter]).mul_(factor)
+            parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
+        self.num_steps += bool(own)

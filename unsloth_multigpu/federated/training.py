@@ -24,8 +24,7 @@ from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError, SetupError
 from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
-from unsloth_multigpu.federated.apps import make_client_app, to_metrics
-from unsloth_multigpu.federated.client import ClientModel, client_seed
+from unsloth_multigpu.federated.client import ClientModel, client_seed, make_client_app, to_metrics
 from unsloth_multigpu.federated.flower_strategy import (
     Kind,
     check_replies,
