@@ -112,7 +112,7 @@ def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
         assert (before.is_enabled, before.world_size, before.launcher) == (True, 2, "unsloth_multigpu")
         assert (before.config.timeout_s, before.config.verify_every) == (77.0, 0)
         if before.rank == 0:
-            print("steered", before.config.num_gpus, [row.state for row in before.patches][0])
+            print("steered", before.config.num_gpus, next(iter(before.patches.values())))
         """)
     )
     options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--verify-every=0"]
