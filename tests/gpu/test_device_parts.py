@@ -21,7 +21,10 @@ from unsloth_multigpu.tools.chaos.fault import Fault
 
 BALANCED = Path(__file__).with_name("balanced.py")
 PEAKS = Path(__file__).with_name("peaks.py")
-SAVED = Path(__file__).with_name("saved_parts.py")
+FOUR_BITS = Path(__file__).with_name("four_bits.py")
+# Adam with a small epsilon makes the rounding of small gradients visible.
+ARGUMENTS = {"batch": 6, "max_steps": 8, "learning_rate": 1e-2, "adam_epsilon": 1e-3}
+SAVES = {"save_strategy": "steps", "save_steps": 3}
 ADAPTER = "adapter_model.safetensors"
 pytestmark = [needs_device, pytest.mark.slow]
 
@@ -38,7 +41,8 @@ def train(
     folder: Path,
     name: str,
     num_ranks: int,
-    *arguments: Path | str,
+    *,
+    arguments: dict[str, str] | None = None,
     faults: tuple[Fault, ...] = (),
     code: int = 0,
     **more: str,
@@ -46,7 +50,8 @@ def train(
     """Leaves checkpoints, norms and the adapter in folder/name."""
     (folder / name).mkdir(exist_ok=True)
     planted = faults_in(folder / name, *faults) if faults else {}
-    command = [SAVED, str(num_ranks), str(folder / "model"), folder / name, *arguments]
+    given = {**ARGUMENTS, **(SAVES if num_ranks > 1 else {}), **(arguments or {})}
+    command = [FOUR_BITS, str(num_ranks), folder / "model", folder / name, json.dumps(given)]
     run = run_python(command, folder, {**variables(num_ranks, **more), **planted})
     assert run.code == code, run.err
     return run.err
@@ -66,7 +71,7 @@ def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> Non
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     build_tiny(tmp_path / "model", vocab_size=300)
     for num_ranks in (1, 2):
-        train(tmp_path, str(num_ranks), num_ranks, "adamw_bnb_8bit", SHARD="off")
+        train(tmp_path, str(num_ranks), num_ranks, arguments={"optim": "adamw_bnb_8bit"}, SHARD="off")
     one, *two = (facts_of(tmp_path, *place) for place in (("1", 0), ("2", 0), ("2", 1)))
     assert "torch.uint8" in one["dtypes"]
     assert [rank["devices"] for rank in two] == [["cuda:0"], ["cuda:1"]]
@@ -136,7 +141,7 @@ def test_full_disk_and_sigterm_cost_no_step(folder: Path, killed: str) -> None:
 
 @pytest.mark.thorough
 def test_three_ranks_go_on_from_the_checkpoint_of_two(folder: Path, killed: str) -> None:
-    train(folder, "three", 3, folder / "killed" / "checkpoints" / "checkpoint-3")
+    train(folder, "three", 3, arguments={"resume": str(folder / "killed" / "checkpoints" / "checkpoint-3")})
     assert facts_of(folder, "three")["norms"][-5:] == pytest.approx(facts_of(folder, "one")["norms"][3:], rel=1e-5)
     assert difference(folder, "three", "one") <= 1e-5
 

@@ -1,7 +1,9 @@
-"""LoRA on a model in 4 bit that is large beside all else: gradient norms, text, and the memory of card and host.
+"""LoRA on a model in 4 bit: gradient norms, text, where weights lie, the memory of card and host, and files.
 
-Usage: in_parts.py NUM_RANKS MODEL OUT.json
-MODEL is quantised already, or is when it is loaded; one process then leaves it in OUT.json_packed. shard by a variable.
+Usage: four_bits.py NUM_RANKS MODEL OUT [ARGUMENTS]
+MODEL is quantised already, or is when it is loaded; one process then leaves it in OUT/packed. ARGUMENTS are those of
+the Trainer in JSON, and "tokens", the most of a row, and "resume", a checkpoint. Other options by variables. Facts of a
+rank are in OUT/facts_RANK.json, the adapter in OUT/adapter.
 """
 
 import ctypes
@@ -19,18 +21,14 @@ import bitsandbytes  # noqa: F401
 import torch
 import transformers.models.llama.modeling_llama
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
-from common import arguments
+from common import arguments, logged
 from tiny_llama import RaggedRows, collate
 
+out, given = Path(sys.argv[3]), {"max_steps": 3, **json.loads(sys.argv[4] if len(sys.argv) > 4 else "{}")}
+batch, num_tokens, resume = given.pop("batch", 2), given.pop("tokens", None), given.pop("resume", None)
 facts = {}
 
 
@@ -45,10 +43,8 @@ def host_bytes():
 
 class Peaks(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:
-            facts["prepared"] = torch.cuda.memory_allocated()
-            facts["peak_prepared"] = torch.cuda.max_memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
+        facts.setdefault("prepared", torch.cuda.memory_allocated())
+        facts.setdefault("peak_prepared", torch.cuda.max_memory_allocated())
 
 
 # It leaves 1.2 GiB of a card free, which this one does not have.
@@ -59,30 +55,30 @@ is_packed = hasattr(AutoConfig.from_pretrained(sys.argv[2]), "quantization_confi
 bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 told = {} if is_packed else {"quantization_config": bits}
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32, **told)
+out.mkdir(exist_ok=True)
 if int(sys.argv[1]) == 1 and not is_packed:
-    model.save_pretrained(f"{sys.argv[3]}_packed")
+    model.save_pretrained(out / "packed")
 facts["weights"] = torch.cuda.memory_allocated()
 facts["peak_loaded"], facts["host_loaded"] = torch.cuda.max_memory_allocated(), host_bytes() - before
 model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
 torch.manual_seed(0)
-model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+model = get_peft_model(model, lora)
 rows = RaggedRows(26)
-rows.rows = [row[:8] for row in rows.rows]  # Activations are to be small beside the weights.
-trainer = Trainer(
-    model=model,
-    args=arguments("checkpoints", 2, max_steps=3),
-    train_dataset=rows,
-    data_collator=collate,
-    callbacks=[Peaks()],
-)
-trainer.train()
-facts["peak_trained"] = torch.cuda.max_memory_allocated()
-model.save_pretrained(f"{sys.argv[3]}_adapter")
+rows.rows = [row[:num_tokens] for row in rows.rows]
+args = arguments(out / "checkpoints", batch, **given)
+trainer = Trainer(model=model, args=args, train_dataset=rows, data_collator=collate, callbacks=[Peaks()])
+trainer.train(resume_from_checkpoint=resume)
+model.save_pretrained(out / "adapter")
 prompt = torch.tensor([[5, 6, 7]], device="cuda")
 facts["said"] = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)[0].tolist()
-facts["norms"] = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+facts |= {
+    "norms": logged(trainer, "grad_norm")["grad_norm"],
+    "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+    "devices": sorted({str(p.device) for p in model.parameters()}),
+}
 try:
     model.merge_and_unload()
 except ump.SetupError as error:
     facts["refused"] = str(error)
-Path(f"{sys.argv[3]}.{os.environ.get('RANK', '0')}").write_text(json.dumps(facts))
+(out / f"facts_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(facts))
