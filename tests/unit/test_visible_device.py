@@ -18,33 +18,24 @@ SECOND_OF_TWO = RankIdentity(1, 1, 2, 2, "slurm")
 
 
 @pytest.fixture
-def sees(monkeypatch):
-    """Lets torch claim so many CUDA devices, and gives back this rank's patches."""
+def land(monkeypatch):
+    """Lets torch claim so many CUDA devices, and lands the patches of this rank in the real accelerate."""
     for name in ("ACCELERATE_BYPASS_DEVICE_MAP", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    registries = []
 
-    def claim(num_devices):
+    def land(num_devices):
+        import accelerate.state  # noqa: F401
+
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: num_devices)
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
         opened = session.Session(MultiGPUConfig(), SECOND_OF_TWO, Console(is_notebook=False))
-        return session._patches(opened)
-
-    return claim
-
-
-@pytest.fixture
-def landed():
-    """Lands patches in the real accelerate."""
-    registries = []
-
-    def land(patches):
-        import accelerate.state  # noqa: F401
-
-        registries.append(PatchRegistry([patch for patch in patches if patch.target.startswith("accelerate.")]))
+        patches = [patch for patch in session._patches(opened) if patch.target.startswith("accelerate.")]
+        registries.append(PatchRegistry(patches))
         registries[-1].apply()
 
     yield land
@@ -53,11 +44,11 @@ def landed():
 
 
 @pytest.mark.parametrize(("num_devices", "device"), [(1, 0), (2, 1)])
-def test_barrier_is_on_the_device_of_the_rank(sees, landed, monkeypatch, num_devices, device):
+def test_barrier_is_on_the_device_of_the_rank(land, monkeypatch, num_devices, device):
     """SLURM binds one card to each task: the second rank of a machine has no card 1."""
     from accelerate.state import DistributedType, PartialState
 
-    landed(sees(num_devices))
+    land(num_devices)
     asked = []
     monkeypatch.setattr(dist, "barrier", lambda *_, **given: asked.append(given))
     state = PartialState.__new__(PartialState)
@@ -72,12 +63,12 @@ def test_barrier_is_on_the_device_of_the_rank(sees, landed, monkeypatch, num_dev
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_cards_that_cannot_be_connected_get_accelerates_variables(sees, landed, monkeypatch, caplog, is_supported):
+def test_cards_that_cannot_be_connected_get_accelerates_variables(land, monkeypatch, caplog, is_supported):
     import accelerate.state
 
     monkeypatch.setattr(accelerate.state, "check_cuda_p2p_ib_support", lambda: is_supported)
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")  # The user's stays.
-    landed(sees(2))
+    land(2)
     with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
         for _ in range(2):
             assert accelerate.state.check_cuda_p2p_ib_support() is is_supported
@@ -86,7 +77,7 @@ def test_cards_that_cannot_be_connected_get_accelerates_variables(sees, landed, 
     assert [r.getMessage().count("NCCL_P2P_DISABLE=1") for r in caplog.records] == ([] if is_supported else [1])
 
 
-def test_accelerate_asks_before_it_refuses(sees, landed, monkeypatch):
+def test_accelerate_asks_before_it_refuses(land, monkeypatch):
     """Its state asks the function that is patched, and refuses only where the variables are missing."""
     import accelerate.state
     from accelerate.state import PartialState
@@ -102,5 +93,5 @@ def test_accelerate_asks_before_it_refuses(sees, landed, monkeypatch):
     with pytest.raises(NotImplementedError, match="RTX 4000"):
         PartialState()
     PartialState._shared_state.clear()
-    landed(sees(2))
+    land(2)
     PartialState()

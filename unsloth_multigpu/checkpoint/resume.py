@@ -171,7 +171,7 @@ class Resume(Part):
             )
         was = manifest.is_sharded
         if was not in (None, self.is_sharded):
-            mode = "sharded again (shard='on', on two GPUs or more)" if was else "without sharding again (shard='off')"
+            mode = "sharded again (shard='on') on two GPUs or more" if was else "without sharding again (shard='off')"
             raise SetupError(
                 f"{folder} was written by ranks that each held {_HELD[bool(was)]}, and now each holds "
                 f"{_HELD[self.is_sharded]}: a training cannot resume in the other mode.",
