@@ -51,20 +51,17 @@ def arguments_of_one_process(arguments: Mapping[str, Any], divided: Mapping[str,
 def divide_generation(one: GenerationShape, world_size: int, num_generations: int = 1) -> GenerationShape:
     """Returns the shape of each rank, with which all ranks together have the steps of one process.
 
-    A step and a generation keep their number of completions, so a generation serves as many steps as before. TRL gives
-    each rank an equal part of a generation. The completions of a prompt may be on several ranks, as TRL gathers their
-    rewards. `num_generations`, the completions of a prompt, is used in the hint only: a generation has whole prompts.
-
-    Returns:
-        The largest micro-batches that divide step and generation evenly, and are not larger than those of one process.
+    Micro-batches are the largest that divide step and generation evenly, and not larger than those of one process. The
+    completions of a prompt, `num_generations`, may be on several ranks, as TRL gathers their rewards; the number is
+    used in the hint only.
 
     Raises:
         ConfigError: The ranks cannot share a step, or a generation, evenly.
     """
-    shared = one.batch * gcd(one.accumulation, one.generation_steps)
+    factor = gcd(one.accumulation, one.generation_steps)
+    shared = one.batch * factor
     if shared % world_size:
         at_once = "" if one.generation_steps == one.accumulation else f", {one.generation_steps} generated at once"
-        factor = gcd(one.accumulation, one.generation_steps)
         step = world_size // gcd(factor, world_size)
         batch = next(
             b for b in count(step * -(-one.batch // step), step) if b * one.generation_steps % num_generations == 0
