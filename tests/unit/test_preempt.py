@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.lead import Lead, Moment
+from unsloth_multigpu.train.lead import Caught, Lead, Moment, Preemption
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.preempt import Caught, Preemption
 from unsloth_multigpu.wire.event import EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 

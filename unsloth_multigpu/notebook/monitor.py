@@ -273,7 +273,7 @@ class Monitor:
 
 def _is_taken() -> bool:
     """True while a training handles Stop itself, to end on all ranks after the same step."""
-    from unsloth_multigpu.train.preempt import Caught
+    from unsloth_multigpu.train.lead import Caught
 
     return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Caught)
 

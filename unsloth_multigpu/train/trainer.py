@@ -28,9 +28,8 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.ddp import DDPWrapping, TrainedParameters
 from unsloth_multigpu.train.evaluation import EqualEvaluations
 from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_reports
-from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision
+from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike, draws_completions
 

@@ -27,7 +27,6 @@ from unsloth_multigpu.tools.bench.arm import (
     choose_names,
 )
 from unsloth_multigpu.tools.bench.bench_result import Record, conditions, show_results, summarize
-from unsloth_multigpu.tools.bench.bench_worker import made_model
 from unsloth_multigpu.tools.script_program import run_recorded
 from unsloth_multigpu.wire.child import exit_on_signal
 from unsloth_multigpu.words import how_ended
@@ -40,6 +39,8 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
     Raises ConfigError for an invalid option, SetupError if this machine does not have the requested devices.
     """
+    from unsloth_multigpu.tools.bench.bench_worker import made_model  # Imports torch.
+
     names = choose_names(own.arms)
     options = dataclasses.replace(on_device(own), arms=",".join(names))
     with exit_on_signal(), Progress("bench") as progress, made_model(options) as ready:

@@ -1,6 +1,9 @@
 """The training script of every arm of a benchmark: a plain Trainer, in some arms after `enable_multi_gpu()`.
 
-With `--library unsloth`: FastLanguageModel and SFTTrainer, as Unsloth's users write it.
+With `--library unsloth`: FastLanguageModel and SFTTrainer, as Unsloth's users write it. `Meter` measures every arm:
+compute time and samples of each step of a rank. The compute time of a micro-batch ends when the first trainable
+parameter gets its gradient, the last of all. The time after that is waiting for other ranks. Nothing is read from a GPU
+before the end.
 """
 
 from __future__ import annotations
@@ -13,13 +16,20 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.tools.bench.arm import ARMS, HEAD_SIZE, UNSLOTH, Arm, BenchOptions
+from unsloth_multigpu.tools.fingerprint import fingerprints
+from unsloth_multigpu.wire.process import read_peak_bytes
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
@@ -46,8 +56,6 @@ def main(settings_file: str) -> None:
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()  # At the interpreter's end its threads may abort the process.
 
@@ -55,12 +63,10 @@ def main(settings_file: str) -> None:
 def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     if options.library == UNSLOTH:
         importlib.import_module(UNSLOTH)  # First, as in users' scripts.
-    import torch
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from unsloth_multigpu.plugin import get_multi_gpu_status
-    from unsloth_multigpu.tools.bench.meter import Meter, peak_bytes
 
     is_cuda, rows = options.device == "cuda", options.rows()
     model, tokenizer = load_model(options) if options.library == UNSLOTH else (make_model(options), None)
@@ -97,7 +103,6 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
 
 def make_model(options: BenchOptions) -> Any:
     """Creates a Llama with random weights from the seed, with an adapter if `train` is "lora"."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(options.seed)
@@ -152,7 +157,6 @@ def training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest."""
-    import torch
     from torch.nn.utils.rnn import pad_sequence
 
     each = [torch.tensor(row["input_ids"]) for row in rows]
@@ -163,8 +167,6 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Concatenates rows: input_ids, position_ids and labels, each 1 x tokens. The first token of a row is no label."""
-    import torch
-
     ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
     positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
@@ -193,7 +195,6 @@ def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
 
 def _write_model(options: BenchOptions, folder: Path) -> None:
     """Saves the model of `make_model`, without an adapter, and a tokenizer with its vocabulary size."""
-    import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -211,7 +212,6 @@ def _write_model(options: BenchOptions, folder: Path) -> None:
 
 def load_model(options: BenchOptions) -> tuple[Any, Any]:
     """Loads model and tokenizer by Unsloth."""
-    import torch
     from unsloth import FastLanguageModel
 
     checkpointing = UNSLOTH if options.gradient_checkpointing else False
@@ -254,6 +254,108 @@ def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options:
             hint="Leave --padding-free out." if options.padding_free else "Set --padding-free.",
         )
     return trainer
+
+
+# Wall time and CPU time in seconds, micro-batches so far.
+_Mark = tuple[float, float, int]
+
+
+class _MicroBatch(NamedTuple):
+    """The inputs of a forward pass.
+
+    Args:
+        inputs: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`.
+        is_sample: For each row; False = filler in the micro-batch of a rank without a sample.
+        begin: Start time.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    is_sample: torch.Tensor
+    begin: Any
+
+
+class Meter:
+    """Measures one model on a GPU or the CPU by hooks. Created before any other hook is registered."""
+
+    def __init__(self, model: torch.nn.Module, *, is_cuda: bool) -> None:
+        self._is_cuda = is_cuda
+        self._micro_batches: list[tuple[_MicroBatch, Any]] = []
+        self._pending: _MicroBatch | None = None
+        self._steps: list[tuple[_Mark, _Mark]] = []
+        self._watched: set[int] = set()
+        self._watch_end(model)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def __deepcopy__(self, memo: Any) -> Meter:
+        """Returns itself: copies of the model, which the legacy path makes for further devices, share its hooks."""
+        return self
+
+    def mark_begin(self) -> None:
+        """Called at the start of an epoch: the time before it belongs to no step."""
+        self._begin = self._mark()
+
+    def mark_step(self) -> None:
+        """Called at the end of a step."""
+        end = self._mark()
+        self._steps.append((self._begin, end))
+        self._begin = end
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Returns one record per step, see `bench_result`."""
+        return [
+            {
+                "wall_s": after[0] - before[0],
+                "cpu_s": after[1] - before[1],
+                **_computed(self._micro_batches[before[2] : after[2]]),
+            }
+            for before, after in self._steps
+        ]
+
+    def _mark(self) -> _Mark:
+        if self._is_cuda:
+            torch.cuda.synchronize()  # Most arms synchronize in each step in any case, when they log the loss.
+        return time.perf_counter(), time.process_time(), len(self._micro_batches)
+
+    def _watch_end(self, model: torch.nn.Module) -> None:
+        last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        last.register_post_accumulate_grad_hook(self._after_backward)
+        self._watched.add(id(model))
+
+    def _before_forward(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._pending = None
+        if not (model.training and torch.is_grad_enabled()):
+            return  # Not a training step.
+        if id(model) not in self._watched:
+            self._watch_end(model)  # A copy of the model has no hooks on parameters.
+        ids = kwargs["input_ids"]
+        more = "position_ids" if "position_ids" in kwargs else "attention_mask"
+        inputs = {name: kwargs[name].clone() for name in ("input_ids", more)}
+        self._pending = _MicroBatch(inputs, (kwargs["labels"] != -100).any(dim=1), moment(ids.device))
+
+    def _after_backward(self, parameter: Any) -> None:
+        if self._pending is not None:
+            self._micro_batches.append((self._pending, moment(self._pending.is_sample.device)))
+            self._pending = None
+
+
+def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
+    """Returns compute time, sizes and samples of micro-batches, see `bench_result`."""
+    samples: list[str] = []
+    sizes = []
+    for (inputs, is_sample, _), _ in micro_batches:
+        kept = {name: value[is_sample] for name, value in inputs.items()}
+        samples += fingerprints(kept).elements()
+        tokens = kept["attention_mask"].sum() if "attention_mask" in kept else kept["input_ids"].numel()
+        sizes.append([*inputs["input_ids"].shape, int(tokens)])
+    compute_s = sum(Lap(batch.begin, end).seconds() for batch, end in micro_batches)
+    return {"compute_s": compute_s, "micro_batches": sizes, "samples": samples}
+
+
+def peak_bytes(is_cuda: bool) -> int:
+    """Returns the peak memory of this process: torch's allocations summed over GPUs, on the CPU resident memory."""
+    if is_cuda:
+        return sum(int(torch.cuda.max_memory_allocated(i)) for i in range(torch.cuda.device_count()))
+    return read_peak_bytes()
 
 
 if __name__ == "__main__":
