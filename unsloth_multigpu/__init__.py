@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.options import MultiGPUConfig as MultiGPUConfig
     from unsloth_multigpu.plain.api import distributed_loader as distributed_loader
     from unsloth_multigpu.plain.api import wrap_model_multi_gpu as wrap_model_multi_gpu
-    from unsloth_multigpu.plain.wrap import unwrap_model as unwrap_model
+    from unsloth_multigpu.plain.plain_loop import unwrap_model as unwrap_model
     from unsloth_multigpu.plugin import MultiGPUStatus as MultiGPUStatus
     from unsloth_multigpu.plugin import disable_multi_gpu as disable_multi_gpu
     from unsloth_multigpu.plugin import enable_multi_gpu as enable_multi_gpu
@@ -61,7 +61,7 @@ _NAMES_BY_MODULE = {
     "report": ("RankReport", "RunReport"),
     "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
     "plain.api": ("distributed_loader", "wrap_model_multi_gpu"),
-    "plain.wrap": ("unwrap_model",),
+    "plain.plain_loop": ("unwrap_model",),
     "federated.server": ("create_multigpu_flower_server",),
     "federated.training": ("FederatedServer",),
 }

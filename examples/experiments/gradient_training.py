@@ -59,7 +59,7 @@ def train(
     sync = variant.make(model, optimizer)
     sync.begin()
     run = loop(task, variant, sync, num_epochs, seed, manager)
-    sync.end()
+    sync.synchronize()
     return run, flatten(list(model.parameters()))
 
 

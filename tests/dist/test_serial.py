@@ -11,8 +11,7 @@ from torch import nn
 from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.legacy.replica import copy_of
-from unsloth_multigpu.legacy.serial import count_rows
+from unsloth_multigpu.legacy.serial import copy_of, count_rows
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
 CPU = torch.device("cpu")

@@ -274,7 +274,7 @@ def run_tool(*arguments: str, stdin: str | None = None) -> subprocess.CompletedP
         ("plugin", "from unsloth_multigpu.launch.launcher import DDPLauncher"),
         ("plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
         ("cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
-        ("strategies.local", "from unsloth_multigpu.legacy.replica import copy_of"),
+        ("strategies.sync", "from unsloth_multigpu.legacy.serial import copy_of"),
         ("__init__", "from .plugin import enable_multi_gpu"),
     ],
 )

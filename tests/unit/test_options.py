@@ -104,7 +104,7 @@ def test_options_that_ask_something_are_those_with_a_scope():
 def test_option_is_refused_where_nothing_follows_it(scope, name):
     options = {k: v for k, v in ASKING[name].items() if k == name or name == "nnodes"}
     if scope is Scope.TRAINER:
-        # Whether a plain loop trains is known later: plain.wrap asks for what stands here.
+        # Whether a plain loop trains is known later: plain.plain_loop asks for what stands here.
         (asked,) = MultiGPUConfig(**options).asked(scope)
         assert asked.startswith(f"{name}=")
     for place in OUT_OF_SCOPE.get(scope, ()):

@@ -13,7 +13,7 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.plain.loader import distributed_loader
+from unsloth_multigpu.plain.plain_loop import distributed_loader
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_unwrapped_steps
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks

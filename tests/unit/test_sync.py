@@ -10,9 +10,8 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.strategies.strategy_exchange import Exchange, make_sync
-from unsloth_multigpu.strategies.sync import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, LocalSGDSync, ParameterServerSync
 from unsloth_multigpu.train.loop import Loop
 
 

@@ -7,9 +7,11 @@ Imported inside functions only.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.replicas import persistent_buffers
-from unsloth_multigpu.legacy.replica import HINT, check_gradients, copy_of, find_devices, take_gradients
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -29,6 +30,8 @@ from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
+
+HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
 
 
 class SerialTrainer(Part):
@@ -84,20 +87,15 @@ class SerialTrainer(Part):
             ", ".join(map(str, self._devices)),
         )
         start = time.monotonic()
-        with Loop(trainer, [self]).steering():
-            result = original_train()
+        try:
+            with Loop(trainer, [self]).steering():
+                result = original_train()
+        finally:
+            self._replicas.clear()
         counts = (self._num_steps, self._num_samples, self._num_shards)
         self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
         logger.info("legacy serial path: %s", self.report.summary("moved {:.1f} MB to and from the replicas"))
         return result
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Frees the replicas at the end."""
-        try:
-            yield
-        finally:
-            self._replicas.clear()
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step, "compute_loss": self._compute_loss}
@@ -146,7 +144,12 @@ class SerialTrainer(Part):
                 raise SetupError(f"{name}.training_step() calls no compute_loss(): shards have no weight.", hint=HINT)
             self._num_shards += 1
             gradients = take_gradients(replica)
-            check_gradients(gradients, [p for p in parameters if p.grad is not None])
+            if any(p.grad is not None for p in parameters) or all(gradient is None for gradient in gradients):
+                raise SetupError(
+                    "A copy of the model computes nothing of its own: a function in it is bound to the model that it "
+                    "was copied from, or the loss is computed with another model.",
+                    hint=HINT,
+                )
             total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
             losses.append(loss.to(self.trainer.args.device))
         for parameter, before, added in zip(parameters, earlier, total, strict=True):
@@ -189,8 +192,10 @@ class SerialTrainer(Part):
         weighed = [(piece, self._weight(reduction, piece)) for piece in pieces]
         # A shard without a label adds nothing, and its mean would be no number.
         weighed = [(piece, weight) for piece, weight in weighed if weight]
-        factors = shard_factors([weight for _, weight in weighed], reduction)
-        return [(piece, factor) for (piece, _), factor in zip(weighed, factors, strict=True)] or [(inputs, 1.0)]
+        # Of a sum over tokens, a shard's loss is divided by those of the whole step already.
+        whole = sum(weight for _, weight in weighed)
+        is_sum = reduction.is_token_normalised
+        return [(piece, 1.0 if is_sum else weight / whole) for piece, weight in weighed] or [(inputs, 1.0)]
 
     def _find_reduction(self) -> LossReduction:
         """Returns the loss reduction, by the class of the trainer or by the option."""
@@ -241,17 +246,6 @@ def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]
     return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
 
 
-def shard_factors(weights: Sequence[float], reduction: LossReduction) -> list[float]:
-    """Returns factors of the shards' losses with which losses and gradients add up to those of the micro-batch.
-
-    Args:
-        weights: Labelled tokens of each shard, or rows, all above 0.
-        reduction: Of the loss.
-    """
-    # Of a sum over tokens, a shard's loss is divided by those of the whole step already.
-    return [1.0 if reduction.is_token_normalised else weight / sum(weights) for weight in weights]
-
-
 def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.device]) -> None:
     args, model = trainer.args, trainer.model
     authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
@@ -268,3 +262,78 @@ def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.devic
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise SetupError(f"enable_ddp=False cannot train {found[0]}.", hint=HINT)
+
+
+def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device]:
+    """Returns the devices for the replicas of a model on `first`.
+
+    Without `num_gpus` these are all visible devices, or the CPU once.
+
+    Raises:
+        SetupError: Fewer devices are visible than `num_gpus`.
+    """
+    if first.type not in KINDS:
+        return [first] * (num_gpus or 1)
+    indices = range(torch.accelerator.device_count())
+    devices = [first, *(torch.device(first.type, i) for i in indices if i != (first.index or 0))]
+    if num_gpus is not None and num_gpus > len(devices):
+        raise SetupError(
+            f"num_gpus={num_gpus}, but {len(devices)} GPU(s) are visible.",
+            hint=f"Set num_gpus={len(devices)}, or CUDA_VISIBLE_DEVICES.",
+        )
+    return devices[:num_gpus]
+
+
+def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a deep copy on `device`, with the same weights and settings.
+
+    Raises:
+        SetupError: Something in the model cannot be copied, or moved.
+    """
+    name = type(model).__name__
+    copies: dict[int, Any] = {}  # By the id of the original.
+    try:
+        replica = copy.deepcopy(model, copies)
+        replica = replica if device == next(model.parameters()).device else replica.to(device)
+    # For example locks, handles, tensors with a graph, and quantized weights that cannot be moved.
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise SetupError(f"{name} cannot be copied to {device}: {error}", hint=HINT) from error
+    for module in replica.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, (FunctionType, MethodType)):
+                vars(module)[attribute] = _rebound(value, copies)
+    pairs = list(zip(model.parameters(), replica.parameters(), strict=True))
+    if any(mine is its or its.device != device or mine._backward_hooks for mine, its in pairs):
+        raise SetupError(f"{name} cannot be copied to {device}: some weights are shared or have hooks.", hint=HINT)
+    return replica
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """Returns a function like `value` that refers to the copies instead of the originals.
+
+    deepcopy() does not copy functions, so modules and methods in their closures remain the originals. TRL's SFTTrainer
+    has the model's own `forward` in a closure.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(_rebound(value.__func__, copies), copies.get(id(value.__self__), value.__self__))
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    # A function may refer to itself.
+    copies[id(value)] = value
+    contents = [cell.cell_contents for cell in value.__closure__]
+    found = [copies[id(one)] if id(one) in copies else _rebound(one, copies) for one in contents]
+    cells = tuple(CellType(content) for content in found)
+    function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    function.__kwdefaults__ = value.__kwdefaults__
+    vars(function).update(vars(value))
+    return function
+
+
+def take_gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    """Returns the gradient of each parameter, in order, and removes it from the model."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return gradients

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.plain.loader import DistributedLoader
+    from unsloth_multigpu.plain.plain_loop import DistributedLoader
 
 
 def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
@@ -39,7 +39,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = Fal
     Raises:
         SetupError: No parameter requires a gradient, or an option of `enable_multi_gpu` needs a Trainer.
     """
-    from unsloth_multigpu.plain.wrap import wrap_model
+    from unsloth_multigpu.plain.plain_loop import wrap_model
 
     wrapped = wrap_model(model, _manager(), find_unused_parameters=find_unused_parameters)
     if (session := plugin.active_session()) is not None:
@@ -80,7 +80,7 @@ def distributed_loader(
     Raises:
         ConfigError: A step or the data set has fewer samples than there are ranks, or the data set has no length.
     """
-    from unsloth_multigpu.plain.loader import distributed_loader as make_loader
+    from unsloth_multigpu.plain.plain_loop import distributed_loader as make_loader
 
     manager = _manager()
     config = manager.config

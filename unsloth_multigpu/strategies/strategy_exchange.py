@@ -16,8 +16,7 @@ from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import GradientExchange, Override
-from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.sync import AllReduceSync, GradientSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, GradientSync, LocalSGDSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -90,7 +89,7 @@ class Exchange(GradientExchange):
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
-        self.sync.end()
+        self.sync.synchronize()
 
     def _synchronize_if_read(self, control: ControlLike) -> None:
         """Synchronizes the ranks' weights before they are read. Collective."""

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.replicas import tensor_hashes
-from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.strategies.sync import AllReduceSync, ParameterServerSync
+from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, LocalSGDSync, ParameterServerSync
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 NUM_STEPS, NUM_MICRO_BATCHES = 20, 2
@@ -96,7 +95,7 @@ def train(make_sync, make_optimizer=adamw, num_steps=NUM_STEPS, seed=RANK, clip=
         if at_step is not None:
             at_step(step, model, optimizer, sync)
     if sync is not None:
-        sync.end()
+        sync.synchronize()
     sent_bytes = None if sync is None else sync.sent_bytes
     return facts_of(model, norms=norms, equal=equal, seen=seen, sent_bytes=sent_bytes, num_states=len(optimizer.state))
 
