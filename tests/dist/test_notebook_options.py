@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, ROOT, run_well
+from tests.helpers.run import LIGHT, ROOT, run_well, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -124,3 +126,15 @@ def test_planner_skipped_steps_replicas_and_resume_in_a_kernel(tmp_path: Path, s
         resumed = _trained(notebook, "resumed")
         assert _steps(resumed[0]) == {4, 5}
         assert [rank["hash"] for rank in resumed] == [rank["hash"] for rank in planned]
+        check_that_no_worker_outlives_the_kernel(notebook)
+
+
+def check_that_no_worker_outlives_the_kernel(notebook: NotebookRun) -> None:
+    """Not even one that is stopped, while a child of the kernel holds all of its open files."""
+    (worker,) = notebook.children()
+    source = "import time\nif rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)"
+    child = int(notebook.run(source).text)
+    worker.send_signal(signal.SIGSTOP)
+    os.kill(notebook.pid, signal.SIGKILL)
+    wait_until(lambda: not worker.is_running(), 30, "the worker's end after its kernel's")
+    os.kill(child, signal.SIGKILL)

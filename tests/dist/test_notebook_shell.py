@@ -238,6 +238,8 @@ def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Call
         ("if rank == 0:\n    !echo only here\ntotal(1)", "only here\n2.0"),
         ("if rank == 0: get_ipython().getoutput('echo first')\nb = !echo second\ntotal(b == ['second'])", "2.0"),
         ("breakpoint() if rank else None\ntotal(1)", "2.0"),
+        ("%%rank 1\nexit()", ""),
+        ("%%rank 1\nquit", ""),
     ],
 )
 def test_a_cell_gives_what_it_gives_on_one_gpu(notebook: NotebookRun, source: str, text: str) -> None:

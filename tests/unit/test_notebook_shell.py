@@ -1,53 +1,37 @@
-"""The shell of a notebook's rank 0, over a real IPython shell and a kernel that only writes down."""
+"""The shell of a notebook's rank 0, over a real IPython shell and a kernel without workers."""
 
 import builtins
-import contextlib
 import sys
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 
 
-class WrittenKernel:
-    """Stands for `Kernel`: no worker, and every cell ends as it is told to."""
+class WrittenKernel(Kernel):
+    """A kernel without workers, which writes down how its cells begin and end."""
 
     def __init__(self):
-        self.current = None
-        self.workers = []
+        super().__init__([], lambda: -1)
         self.states = []
         self.finished = []
         self.begin_error = None
 
-    def begin(self, source, state, task=None, *, execution_count=0):
+    def begin(self, source, random_state, *args, **kwargs):
         if self.begin_error is not None:
             raise self.begin_error
-        self.states.append(state)
-        self.current = SimpleNamespace(
-            number=len(self.states),
-            error=None,
-            failure_error=None,
-            stop_s=None,
-            is_shown=False,
-            main="runs",
-            task=task,
-            execution_count=execution_count,
-        )
-        self.current.enter = lambda main: setattr(self.current, "main", main)
+        self.states.append(random_state)
+        return super().begin(source, random_state, *args, **kwargs)
 
     def finish(self, error):
         self.finished.append(error)
-        self.current = None
-
-    @contextlib.contextmanager
-    def undisturbed(self):
-        yield
+        return super().finish(error)
 
 
 class Rank0:

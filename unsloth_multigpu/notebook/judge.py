@@ -19,7 +19,7 @@ _STOP_ABORT_AFTER_S = 1.0
 # Longer, because users often press Stop twice, and the second time the ranks may be opening a new process group.
 _GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
-_CANCEL_AFTER_S = 0.2
+_ASYNC_STOP_AFTER_S = 0.2
 # Seconds until the workers are asked to leave the cell, and from then until they are asked to abort their group. After
 # an error that all ranks raise, workers leave by themselves meanwhile. Stop has interrupted the workers already, and a
 # second interrupt at once would disturb their clean-up.
@@ -36,8 +36,7 @@ class Action(enum.Enum):
     """Actions of the kernel. It takes each at most once in a cell."""
 
     PASS_STOP = "interrupt the workers, too"
-    CANCEL = "cancel the task of a cell that awaits"
-    RAISE = "raise the failure in the kernel's main thread"
+    RAISE = "raise the failure in the kernel's main thread, or cancel the task of a cell that awaits"
     ABORT = "abort the kernel's process group"
     ASK = "ask the workers to leave the cell"
     ASK_ABORT = "ask the workers to abort their process group"
@@ -65,10 +64,8 @@ def _end_own_part(cell: Cell) -> dict[Action, float]:
     elif cell.stop_s is not None and cell.makes_group:
         due_s[Action.ABORT] = cell.stop_s + _GROUP_STOP_AFTER_S
     elif cell.stop_s is not None:
-        if cell.is_stop_missed:
-            due_s[Action.RAISE] = cell.stop_s + _MISSED_STOP_AFTER_S
-        if cell.task is not None:  # A signal reaches the event loop, and not the cell.
-            due_s[Action.CANCEL] = cell.stop_s + _CANCEL_AFTER_S
+        if cell.is_stop_missed or cell.task is not None:  # In an async cell a signal may reach only the event loop.
+            due_s[Action.RAISE] = cell.stop_s + (_MISSED_STOP_AFTER_S if cell.is_stop_missed else _ASYNC_STOP_AFTER_S)
         due_s[Action.ABORT] = cell.stop_s + _STOP_ABORT_AFTER_S
     return due_s
 

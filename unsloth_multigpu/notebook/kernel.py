@@ -93,14 +93,11 @@ class Cell:
             self.failure_error, self.failure_s = error, time.monotonic()
             self.failure = kind
 
-    def is_elsewhere(self) -> bool:
-        """True in an async cell if the calling main thread is in the event loop or in another task."""
-        return self.task is not None and asyncio.current_task(self.task.get_loop()) is not self.task
-
-    def cancel(self) -> None:
-        """Cancels an async cell. Any thread may call it."""
-        if self.task is not None:
-            self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+    def strike(self, error: BaseException) -> None:
+        """Ends the cell, whose thread calls this: raises `error`, or cancels a task that is not running now."""
+        if self.task is None or asyncio.current_task(self.task.get_loop()) is self.task:
+            raise error from None
+        self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
 
 class Kernel:

@@ -20,7 +20,7 @@ from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died
-from unsloth_multigpu.wire.heartbeat import read_beats
+from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
 logger = get_logger(__name__)
@@ -119,12 +119,8 @@ class Monitor:
             return  # The signal is sent again.
         error, self._pending_error = self._pending_error, None
         # While the main thread writes its traceback, an error would end IPython's own code.
-        if cell is None or cell.main != "runs":
-            return
-        if cell.is_elsewhere():
-            cell.cancel()
-        else:
-            raise error from None
+        if cell is not None and cell.main == "runs":
+            cell.strike(error)
 
     def _run(self) -> None:
         try:
@@ -226,8 +222,6 @@ class Monitor:
                     worker.kill(_KILLED_BECAUSE)
         elif action == Action.ABORT:
             self._abort_own_group()
-        elif action == Action.CANCEL:
-            cell.cancel()
         else:
             self._pending_error = cell.failure_error or KeyboardInterrupt()
 
@@ -235,13 +229,12 @@ class Monitor:
         """Looks for divergence and hangs, which workers do not report."""
         if cell.failure is not None or cell.stop_s is not None or time.monotonic() - self._looked_s < _LOOK_S:
             return
-        self._looked_s = time.monotonic()
-        self._look_for_divergence(cell)
-        self._look_for_hang(cell)
+        self._looked_s, beats = time.monotonic(), read_beats(self._run_dir)
+        self._look_for_divergence(cell, beats)
+        self._look_for_hang(cell, beats)
 
-    def _look_for_divergence(self, cell: Cell) -> None:
+    def _look_for_divergence(self, cell: Cell, beats: Mapping[int, Heartbeat]) -> None:
         ended, running = {}, {}
-        beats = read_beats(self._run_dir)
         for worker in self._kernel.workers:
             message, beat = worker.ended.get(cell.number), beats.get(worker.rank)
             if message is not None and not message["error"]:
@@ -258,8 +251,8 @@ class Monitor:
         elif time.monotonic() - cell.diverged_since_s > DIVERGED_AFTER_S:
             cell.fail("diverged", DivergenceError(f"{text}.", hint="Let all ranks run the same code in a cell."))
 
-    def _look_for_hang(self, cell: Cell) -> None:
-        hang = find_hang(read_beats(self._run_dir), time.monotonic(), self._hang_timeout_s, since_s=cell.begin_s)
+    def _look_for_hang(self, cell: Cell, beats: Mapping[int, Heartbeat]) -> None:
+        hang = find_hang(beats, time.monotonic(), self._hang_timeout_s, since_s=cell.begin_s)
         if hang is None:
             return
         pids = {} if hang.rank is None else {hang.rank: self._kernel.pids[hang.rank]}

@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 # All ranks open the group at the same time, so this limit is long enough.
 _OPEN_LIMIT_S = 60.0
-Address = tuple[str, int]
+_Address = tuple[str, int]
 # Why a sharded model is lost.
 _CUT = "an error or a second Stop has interrupted its training, so the ranks' shards may be a step apart."
 _ALONE = "the ranks with its other shards have ended."
@@ -91,26 +91,12 @@ def abort_group(pids: Sequence[int]) -> None:
     if not dist.is_initialized():
         return
     _abort_backends()
-    theirs = {(there, here) for pid in pids if pid != os.getpid() for _, here, there in _connections(pid)}
-    for descriptor, here, there in _connections(os.getpid()):
-        if (here, there) in theirs:
-            _shut_down(descriptor, here, there)
-
-
-def _shut_down(descriptor: int, here: Address, there: Address) -> None:
-    """Shuts down one connection, unless gloo has closed it: its descriptor may have been reused by then."""
-    try:
-        own = os.dup(descriptor)
-    except OSError:
-        return
-    try:
-        end = socket.socket(fileno=own)
-    except OSError:  # It is not a socket any more.
-        os.close(own)
-        return
-    with end, suppress(OSError):  # The other side may have closed it first.
-        if (_address(end.getsockname()), _address(end.getpeername())) == (here, there):
-            end.shutdown(socket.SHUT_RDWR)
+    theirs = {(there, here) for pid in pids if pid != os.getpid() for _, _, here, there in _connections(pid)}
+    for descriptor, family, *ends in _connections(os.getpid()):
+        # Either side may have closed it meanwhile, and the descriptor may be that of another file.
+        with suppress(OSError), socket.fromfd(descriptor, family, socket.SOCK_STREAM) as end:
+            if tuple(ends) in theirs and [_address(end.getsockname()), _address(end.getpeername())] == ends:
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_backends() -> None:
@@ -129,8 +115,8 @@ def _abort_backends() -> None:
         backend._group_end()
 
 
-def _connections(pid: int) -> list[tuple[int, Address, Address]]:
-    """Returns (descriptor, own address, peer's address) of each TCP connection of a process; [] if it has ended."""
+def _connections(pid: int) -> list[tuple[int, int, _Address, _Address]]:
+    """Returns descriptor, family, own and peer's address of each TCP connection of a process; [] if it has ended."""
     try:
         process = psutil.Process(pid)
         # `connections` is the name in psutil 5, which kernels of older images have imported.
@@ -139,10 +125,10 @@ def _connections(pid: int) -> list[tuple[int, Address, Address]]:
     except psutil.NoSuchProcess:
         return []
     established = [c for c in connections if c.status == psutil.CONN_ESTABLISHED]
-    return [(c.fd, _address(c.laddr), _address(c.raddr)) for c in established]
+    return [(c.fd, c.family, _address(c.laddr), _address(c.raddr)) for c in established]
 
 
-def _address(address: Sequence[Any]) -> Address:
+def _address(address: Sequence[Any]) -> _Address:
     """Returns host and port, without the interface that `getsockname` adds to the host: "fe80::1%eth0"."""
     return str(address[0]).partition("%")[0], int(address[1])
 

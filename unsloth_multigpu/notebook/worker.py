@@ -217,7 +217,6 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         self.events.register("post_execute", _close_figures)
         self.register_magic_function(self._rank, "cell", "rank")
         self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
-        self.user_ns.update(exit=_stay, quit=_stay)
 
     def _rank(self, line: str, cell: str) -> None:
         ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
@@ -253,18 +252,6 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         """Does nothing: a worker ends with the kernel."""
 
 
-def make_worker_shell(profile: str, receiver: Receiver, program: WorkerProgram) -> WorkerShell:
-    """Creates the shell of this process. `profile` is the kernel's, which has the values of `%store`."""
-    settings = Config()
-    settings.HistoryManager.enabled = False
-    # IPython keeps each traceback as text; other modes take seconds for one traceback.
-    settings.InteractiveShell.xmode = "Minimal"
-    options = {"config": settings, "profile_dir": ProfileDir.find_profile_dir(profile)}
-    shell: WorkerShell = WorkerShell.instance(receiver, program, user_module=sys.modules["__main__"], **options)
-    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
-    return shell
-
-
 def main() -> None:
     """Runs this process as a worker."""
     from unsloth_multigpu.launch.rank import die_with_supervisor
@@ -277,10 +264,15 @@ def main() -> None:
     os.environ[ENV_NOTEBOOK] = "read"  # Drops the user's values, which programs of the cells do not need.
     # Only rank 0 draws plots and writes to W&B.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    main_module = sys.modules["__main__"] = types.ModuleType("__main__")
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
-    shell = make_worker_shell(settings["profile"], receiver, program)
+    # IPython keeps each traceback as text; other modes take seconds for one traceback.
+    config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"xmode": "Minimal"}})
+    # The profile has the values of `%store`.
+    profile = ProfileDir.find_profile_dir(settings["profile"])
+    shell = WorkerShell.instance(receiver, program, config=config, profile_dir=profile, user_module=main_module)
+    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
     with prompts_answered(receiver.make), done_by_rank_0(shell, receiver, settings["before"]):
@@ -313,7 +305,3 @@ def _close_figures() -> None:
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None:
         pyplot.close("all")  # The front end does so with the figures that it has shown.
-
-
-def _stay(keep_kernel: bool = False) -> None:
-    """Replaces `exit` and `quit`."""
