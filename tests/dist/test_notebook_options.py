@@ -59,7 +59,7 @@ def train(folder, fault=""):
     trainer.seen, trainer.fault, planted.fault = [], fault, fault
     trainer.train()
     norms = [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h]
-    facts = [trainer.seen, norms, hash(tuple(tensor_hashes(model.parameters()))), model.lm_head.weight.tolist()]
+    facts = [trainer.seen, norms, hash(tuple(tensor_hashes([*model.parameters()]))), model.lm_head.weight.tolist()]
     values = [None, None]
     torch.distributed.all_gather_object(values, facts)
     if rank == 0:
