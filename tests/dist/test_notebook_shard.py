@@ -168,8 +168,8 @@ def test_cells_train_generate_and_save_as_one_process_does(notebook: NotebookRun
 def test_save_of_one_rank_is_an_error_at_once_and_breaks_nothing(notebook: NotebookRun) -> None:
     for source, text in (
         ("%%rank0\nmodel.save_pretrained('lost')", "save_pretrained is called on this rank alone"),
-        ("if os.environ['RANK'] == '1': model.save_pretrained('lost')", "rank(s) 0 ended the script or cell without"),
-        ("if os.environ['RANK'] == '0': model.save_pretrained('lost')", "rank(s) 1 ended the script or cell without"),
+        ("if os.environ['RANK'] == '1': model.save_pretrained('lost')", "and rank 0 has left"),
+        ("if os.environ['RANK'] == '0': model.save_pretrained('lost')", "and the other ranks have left"),
     ):
         cell = notebook.run(source)
         assert (cell.error, text in cell.value, cell.seconds < 30) == ("DistributedError", True, True), cell

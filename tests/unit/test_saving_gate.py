@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import pickle
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from tests.helpers.board import manager_of
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, DistributedError, RankTimeoutError
 from unsloth_multigpu.group import saves
-from unsloth_multigpu.group.outcome import error_of
+from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
 from unsloth_multigpu.options import MultiGPUConfig
@@ -145,3 +146,9 @@ def test_unfinished_checkpoints_are_not_rotated(tmp_path):
         function(lambda output_dir, save_total_limit=None: seen.append(output_dir), folder, 2)
         method(lambda self, use_mtime=False, output_dir=None: seen.append(output_dir), None, output_dir=folder)
     assert seen == [tmp_path] * 2 + [str(tmp_path)] * 2
+
+
+def test_error_of_rank_0_is_pickled_as_plain_one() -> None:
+    error = error_of(failure(OSError("full")), "save")
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), str(copied)) == (DistributedError, str(error))

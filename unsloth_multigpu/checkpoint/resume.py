@@ -131,7 +131,8 @@ class Resume(Part):
             self.arguments["resume_from_checkpoint"] = found
             self._folder, self._manifest = Path(found), read_manifest(Path(found))
             self._is_evaluation_due = self._manifest is not None and self._manifest.is_evaluation_due
-            logger.info("the training resumes from %s", found)
+            if self._folder.is_dir():
+                logger.info("the training resumes from %s", found)
 
     def _find(self, run_dir: Path, asked: Any, restarted_run: str | None) -> str | None:
         """Returns the checkpoint to resume from; None = there is none, which Hugging Face tells if one was asked for.

@@ -14,9 +14,9 @@ from unsloth_multigpu.cli.command import usage_of
 from unsloth_multigpu.errors import ConfigError
 
 # Commands and modules that start processes and train in them.
-_LAUNCHERS = re.compile(
-    r"accelerate(-launch|\.commands\.launch|\.commands\.accelerate_cli)?|axolotl|deepspeed(\.launcher\.runner)?"
-    r"|llamafactory-cli|lmf|ray|swift|torch\.distributed\.(launch|run)|torchrun|tune"
+_LAUNCHERS = re.compile(r"accelerate(-launch)?|axolotl|deepspeed|llamafactory-cli|lmf|ray|swift|torchrun|tune")
+_LAUNCHER_MODULES = re.compile(
+    r"accelerate\.commands\.(launch|accelerate_cli)|deepspeed(\.launcher\.runner)?|torch\.distributed\.(launch|run)"
 )
 # Commands of LLaMA-Factory, and its module that trains without starting a launcher.
 _LLAMAFACTORY, _LLAMAFACTORY_MODULE = ("llamafactory-cli", "lmf"), "llamafactory.launcher"
@@ -38,7 +38,7 @@ def find_program(program: Sequence[str], command: str) -> list[str]:
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Write it after the options.\n{usage}")
     name, *arguments = program
-    if name == "-m" and _LAUNCHERS.fullmatch(arguments[0]):
+    if name == "-m" and _LAUNCHER_MODULES.fullmatch(arguments[0]):
         raise _starts_processes(arguments[0], command)
     is_here = Path(name).exists()
     if name == "-m" or (is_here and (os.sep not in name or name.endswith(".py"))):

@@ -6,9 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.deal.plan import (
     CostModel,
@@ -19,6 +17,9 @@ from unsloth_multigpu.deal.plan import (
     slowest_time,
 )
 from unsloth_multigpu.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,8 @@ class Step:
         return pinned
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        import torch
+
         values = [m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler]
         if self.left_over is not None:
             values.append(self.left_over[key])
@@ -315,6 +318,8 @@ def collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], sizes: Sequence[
 
 def without_labels(inputs: Any) -> Any:
     """Returns the micro-batch with all labels ignored, so that its token-normalized loss and gradient are zero."""
+    import torch
+
     if not isinstance(inputs, Mapping):
         return inputs
     labels = {k: v for k in ("labels", "shift_labels") if isinstance(v := inputs.get(k), torch.Tensor)}

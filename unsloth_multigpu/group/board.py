@@ -116,7 +116,7 @@ class Board:
                 who = "rank 0 has" if self.rank else "the other ranks have"
                 raise DistributedError(
                     f"rank {self.rank} waits for {what}, and {who} left the cell.",
-                    hint="Let all ranks run the same code in a cell.",
+                    hint="Let all ranks run the same code in a cell." if hint == _HINT else hint,
                 )
             waited_s = time.monotonic() - begin_s
             if waited_s > timeout_s:

@@ -32,8 +32,9 @@ _Value = TypeVar("_Value")
 _PREFIX = "unsloth_multigpu"
 # From this version on, NCCL lets ranks share a GPU.
 _SHARING_NCCL = (2, 30)
-# A message of `gather_json` with at most this many bytes is sent at once, a longer one after its length.
-_SHORT_BYTES = 2048
+# A message of `gather_json` with at most this many bytes is sent at once, a longer one after its length. The last few
+# messages stay on the device (`_finish`).
+_SHORT_BYTES = 1024
 _LONG = b"bytes "
 _HASH_HINT = (
     " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
@@ -228,12 +229,13 @@ class DDPManager(Board):
             return outcome["value"]  # type: ignore[no-any-return]
         try:
             value = work()
+            outcome = json.dumps({"value": value})
         except BaseException as error:
             from unsloth_multigpu.group.outcome import failure
 
             self.publish(key, json.dumps(failure(error)))
             raise
-        self.publish(key, json.dumps({"value": value}))
+        self.publish(key, outcome)
         return value
 
     def broadcast_json(self, value: Any) -> Any:

@@ -5,6 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +38,8 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
         # A class that cannot be combined with ours, or needs arguments of its own, is left out for its base.
         with suppress(TypeError, AttributeError):
             # It has our name, because the cause is on another rank.
-            made = type("DistributedError", bases, {"__module__": DistributedError.__module__})
+            members = {"__module__": DistributedError.__module__, "__reduce__": _reduced}
+            made = type("DistributedError", bases, members)
             error: DistributedError = made(message, hint=hint)
             error.of_rank_0 = outcome["error"]
             fields = outcome.get("fields", {})
@@ -45,6 +47,11 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
                 setattr(error, field, fields[field])
             return error
     return DistributedError(message, hint=hint)
+
+
+def _reduced(error: DistributedError) -> tuple[Any, ...]:
+    """Pickles the error as a plain DistributedError: its own class cannot be found by its name."""
+    return functools.partial(DistributedError, hint=error.hint), error.args
 
 
 def _find(module: str, name: str) -> type[Exception] | None:

@@ -10,7 +10,6 @@ once it has ended. `saves/at/R` is the current position of rank R.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -143,19 +142,21 @@ class Saves:
             RankTimeoutError: Another rank does not come within `timeout_s`.
         """
 
-        def find(rank: int) -> bool | None:
-            has_left = self._has_left(rank)  # Read first: a rank may save and then leave.
-            if self._place_of(rank)[:2] == self._at[:2]:
-                return True
-            if has_left:
+        missing = list(range(self._manager.identity.world_size))
+
+        def find() -> bool | None:
+            left = [rank for rank in missing if self._has_left(rank)]  # Read first: a rank may save and then leave.
+            missing[:] = [rank for rank in missing if self._place_of(rank)[:2] != self._at[:2]]
+            for rank in set(left) & set(missing):
                 what = f"{self._at.what}: rank {rank} ended the script without this save"
                 raise DistributedError(f"{what}. {_GATHERS}", hint=_ON_ALL_RANKS)
-            return None
+            return None if missing else True
 
         limit_s, hint = self._manager.config.timeout_s, f"{_GATHERS} {_ON_ALL_RANKS}"
-        for rank in range(self._manager.identity.world_size):
-            what = f"rank {rank} to call {self._at.what}"
-            self._manager.wait(functools.partial(find, rank), what, timeout_s=limit_s, hint=hint)
+        try:
+            self._manager.wait(find, f"all ranks to call {self._at.what}", timeout_s=limit_s, hint=hint)
+        except RankTimeoutError as late:
+            raise RankTimeoutError(f"{late.args[0]} Missing: rank {', '.join(map(str, missing))}.", hint=hint) from None
 
     def leave(self) -> None:
         """Publishes that this rank's script has ended, since others may wait for it."""

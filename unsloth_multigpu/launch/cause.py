@@ -212,8 +212,10 @@ def _first_line(error: str) -> str:
 
 def _traceback(event: Event) -> str:
     """Returns the traceback, with the hint for a known failure if the error has none."""
-    failure = None if "Hint: " in _error(event) else _find_failure(_error(event))
-    return str(event.facts["traceback"]) + ("" if failure is None else f"Hint: {_REMEDIES[failure]}\n")
+    text = str(event.facts["traceback"])
+    # An error of the script may come from one of NCCL, which is in the traceback alone.
+    failure = None if "Hint: " in _error(event) else _find_failure(text + _error(event))
+    return text + ("" if failure is None else f"Hint: {_REMEDIES[failure]}\n")
 
 
 def _from_exit_codes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,7 +39,7 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         def guarded(*args: Any, **keywords: Any) -> Any:
             if not has_begun():
                 command = args[position] if len(args) > position else keywords.get("args")
-                words = [command] if isinstance(command, (str, bytes, os.PathLike)) else command
+                words = _words(command) if isinstance(command, (str, bytes, os.PathLike)) else command
                 env = keywords.get("env")
                 if isinstance(words, Sequence):  # An iterator can be read only once.
                     refuse_launcher(" ".join(map(os.fsdecode, words)), os.environ if env is None else env)
@@ -50,6 +51,15 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         guard(subprocess.Popen, "__init__", 1)
         guard(os, "system", 0)
         yield
+
+
+def _words(command: Any) -> list[str]:
+    """Splits a command for a shell; by white space if its quotes are not closed."""
+    text = os.fsdecode(command)
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
 
 
 def refuse_launcher(command: str, child: Mapping[str, str]) -> None:

@@ -85,10 +85,12 @@ class GenerationServer:
 
     def turn(self, events: Sequence[Event]) -> str:
         """Called about ten times a second while ranks run. Returns why the server has failed, "" if it has not."""
+        if self.error is not None:
+            return str(self.error.args[0])
         if self._process is None:
             if wanted := next((event for event in events if event.kind == SERVER_WANTED), None):
                 self._start(**wanted.facts)
-        elif self.error is None:
+        else:
             self._look(self._process)
         return "" if self.error is None else str(self.error.args[0])
 

@@ -29,6 +29,8 @@ _PR_SET_PDEATHSIG = 1
 # After an error Python joins threads and runs exit handlers, which a process group may block forever.
 TEARDOWN_LIMIT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1]) + "/"
+# An error in this file comes from a Python function that it calls for the user.
+_PASSES_ON = _PACKAGE + "launch/question.py"
 
 
 def enter_rank(
@@ -168,5 +170,6 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
     # "<string>" is the generated __init__ of a dataclass.
     is_own = [frame.filename.startswith(_PACKAGE) or frame.filename == "<string>" for frame in frames]
     others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
-    if others and (not is_own[-1] or isinstance(error, MultiGPUError)):
+    is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
+    if others and (not is_defect or isinstance(error, MultiGPUError)):
         shown.stack[:] = others

@@ -226,8 +226,10 @@ def count_step(
         mesh = None
         if num_ranks is not None:
             stack.callback(os.environ.pop, _LOADS_IN_PARTS, None)
+            from torch.distributed.device_mesh import init_device_mesh
+
             stack.enter_context(_alone_of(num_ranks))
-            mesh = dist.init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+            mesh = init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
         counter = stack.enter_context(fake_memory(device))
         vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
         if trainer.args.gradient_checkpointing:

@@ -29,6 +29,8 @@ IGNORED = -100
 ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
 # Labels without the first of each row: a language model predicts a label from the token before.
 NEXT = "next tokens"
+# How the sum of an input, and that without its first column, begin as a mean's name; and the first column that counts.
+_SUMS_FROM = {"sum of ": 0, "sum after the first of ": 1}
 _MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
 # An attribute of sentence-transformers' losses that can compare rows of all ranks.
@@ -282,6 +284,12 @@ def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[
 
     `mean_over` is one of `possible_means`; `class_weights` are for a mean that is weighted by them.
     """
+    for begin, first in _SUMS_FROM.items():
+        if mean_over.startswith(begin):
+            value = inputs.get(mean_over.removeprefix(begin))
+            if not isinstance(value, torch.Tensor) or value.dim() <= first or value.is_complex():
+                return None
+            return float((value[:, 1:] if first else value).sum(dtype=sum_dtype(value.device)))
     return next((float(count()) for name, count in possible_means(inputs, class_weights) if name == mean_over), None)
 
 
@@ -295,7 +303,7 @@ def possible_means(
     labels: Any = inputs.get("labels")
     if isinstance(labels, torch.Tensor) and labels.dim():
         is_index = not labels.is_floating_point()
-        is_valid = labels.ne(IGNORED) if is_index else torch.ones_like(labels)
+        is_valid = labels.ne(IGNORED) if is_index or labels.dim() > 1 else torch.ones_like(labels)
         if class_weights and is_index:
             valid = labels[is_valid]
             if not bool(((valid < 0) | (valid >= len(class_weights))).any()):
@@ -303,18 +311,18 @@ def possible_means(
                 yield CLASSES, table[valid].sum
         if labels.dim() >= 2 and is_index:
             yield NEXT, is_valid[:, 1:].sum
-        # With one label per row, models average over labels.
-        yield TOKENS, is_valid.sum
+        if is_index:  # With one label per row, models average over labels.
+            yield TOKENS, is_valid.sum
     rows = _num_rows(inputs)
     yield ROWS, lambda: rows
     yield SUM, lambda: 1
+    if isinstance(labels, torch.Tensor) and labels.dim() and labels.is_floating_point():
+        yield TOKENS, is_valid.sum
     for name, value in inputs.items():
         is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
         if is_weight and not value.is_complex() and len(value) == rows and not bool((value < 0).any()):
-            dtype = sum_dtype(value.device)
-            yield f"sum of {name}", functools.partial(value.sum, dtype=dtype)
-            if value.dim() == 2:
-                yield f"sum after the first of {name}", functools.partial(value[:, 1:].sum, dtype=dtype)
+            for begin in list(_SUMS_FROM)[: value.dim()]:
+                yield begin + name, functools.partial(count_of, inputs, begin + name)
 
 
 def shared_means(batches: Sequence[Any], class_weights: Sequence[float], asked: str) -> list[str]:

@@ -224,7 +224,7 @@ class StepPasses:
         """Calls `training_step` once; returns the weighted loss."""
         micro_batch.is_weighed, self._is_own_backward = False, True
         shared = nullcontext() if self.sequence is None else instance_attribute(self.sequence, "is_on", True)
-        with nullcontext() if micro_batch.factor else _without_gradient(model), shared:
+        with nullcontext() if micro_batch.factor else _without_gradient(model, self._trainer.optimizer), shared:
             loss: torch.Tensor = training_step(model, micro_batch.inputs, num_items)
         self._is_own_backward &= not micro_batch.is_weighed
         if self._is_own_backward and self.is_lockstep:
@@ -310,10 +310,11 @@ class StepPasses:
 
 
 @contextmanager
-def _without_gradient(model: nn.Module) -> Iterator[None]:
+def _without_gradient(model: nn.Module, optimizer: Any) -> Iterator[None]:
     """Makes backward passes add zero to gradients: a mean over no labels is NaN; a script's step may not weigh it."""
+    groups = [] if optimizer is None else optimizer.param_groups  # A loss may have parameters beside the model.
     with ExitStack() as stack:
-        for parameter in model.parameters():
+        for parameter in {*model.parameters(), *(p for group in groups for p in group["params"])}:
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(torch.zeros_like).remove)
         yield

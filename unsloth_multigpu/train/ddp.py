@@ -307,6 +307,8 @@ def rebuild_ddp(ddp: Any, find_unused_parameters: bool) -> None:
             "which it cannot be rebuilt.",
             hint="Leave that out, or set what is trained before train().",
         )
+    # accelerate may have moved parameters to the device after they were left out.
+    ddp.parameters_to_ignore = ddp.parameters_to_ignore & {*names_outside_ddp(ddp.module)}
     ddp.find_unused_parameters = find_unused_parameters
     ddp.__setstate__(ddp.__getstate__())
     ddp.exchanged = exchanged_of(ddp.module)

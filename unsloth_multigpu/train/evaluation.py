@@ -207,6 +207,8 @@ class EqualEvaluations(Part):
     def make_equal(self) -> None:
         """Copies rank 0's buffers to all ranks. Collective if the model has buffers."""
         buffers = self._buffers()
+        if not buffers:
+            return
         if not self._has_warned and self._manager.identity.rank == 0:
             changed = [name for name, value in _hashes(buffers).items() if self._at_begin.get(name) != value]
             self._has_warned = bool(changed)
@@ -216,7 +218,10 @@ class EqualEvaluations(Part):
                     "own by its samples, and rank 0's count, as with DDP: %s",
                     listed(changed),
                 )
-        self._manager.broadcast_tensors(buffers.values())
+        ranks = self._manager.gather_json({name: [list(b.shape), str(b.dtype)] for name, b in buffers.items()})
+        # A buffer that has another shape on some rank stays as it is.
+        alike = [name for name, form in ranks[0].items() if all(rank.get(name) == form for rank in ranks)]
+        self._manager.broadcast_tensors([buffers[name] for name in alike])
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers of the model by name, without those that DDP ignores."""
