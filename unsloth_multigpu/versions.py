@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 # this package has only the lower ones, so that installers do not downgrade a newer release.
 SUPPORTED: Mapping[str, str] = {
     "torch": ">=2.6,<2.16",
-    "transformers": ">=4.57,<5.24",
+    "transformers": ">=4.57,<5.25",
     "accelerate": ">=1.4,<1.16",
     "peft": ">=0.18,<0.22",
     "datasets": ">=3.4.1,<5.3",

@@ -12,6 +12,7 @@ from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.step.passes import _without_gradient
 from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.check import MAX_SKIPPED_IN_A_ROW, StepCheck
 from unsloth_multigpu.train.lead import Lead
@@ -189,3 +190,14 @@ def test_rank_that_waits_for_rank_0s_batch_waits_no_longer_than_it_may():
 def test_batches_of_ranks_that_step_independently_are_not_compared():
     with two_ranks(strategy="local_sgd") as (_, second):
         assert draw(second, iter(range(2))) == 0
+
+
+def test_micro_batch_without_effect_adds_nothing_beside_the_model_either():
+    model, beside = torch.nn.Linear(1, 1), torch.nn.Parameter(torch.ones(1))
+    parameters = [*model.parameters(), beside]
+    with _without_gradient(model, torch.optim.SGD(parameters, 0.1)):
+        (model(torch.ones(1)) * beside * math.nan).sum().backward()
+    assert [float(p.grad.sum()) for p in parameters] == [0.0, 0.0, 0.0]
+    # Later passes count again.
+    (model(torch.ones(1)) * beside).sum().backward()
+    assert float(beside.grad) != 0.0

@@ -49,6 +49,10 @@ def test_launcher_is_refused(tmp_path, monkeypatch, program):
         find_program(program, "run")
 
 
+def test_a_module_with_the_name_of_a_launchers_command_is_the_users():
+    assert find_program(["-m", "tune", "--a"], "run") == ["-m", "tune", "--a"]
+
+
 def test_a_missing_program_is_named():
     with pytest.raises(ConfigError, match=r"no file 'no-such-thing\.py'"):
         find_program(["no-such-thing.py"], "run")

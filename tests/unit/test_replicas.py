@@ -7,6 +7,7 @@ import torch
 
 from unsloth_multigpu.group.replicas import ReplicaProof, describe_divergence, replicated_tensors, tensor_hashes
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.evaluation import EqualEvaluations
 
 
 def hash_of(tensor):
@@ -108,3 +109,16 @@ def test_layer_that_is_unfrozen_after_a_step_is_not_compared_in_it():
     model[1].requires_grad_(False)
     assert [name for name, _ in replicated_tensors(model, trained)] == ["1.weight", "1.bias"]
     assert [name for name, _ in replicated_tensors(model)] == ["0.weight", "0.bias"]
+
+
+def test_buffer_with_another_shape_on_some_rank_is_not_copied():
+    model, sent = torch.nn.Module(), []
+    model.register_buffer("same", torch.zeros(2))
+    model.register_buffer("other", torch.zeros(3))
+    manager = SimpleNamespace(
+        identity=SimpleNamespace(rank=1),
+        gather_json=lambda mine: [{**mine, "other": [[4], "torch.float32"]}, mine],
+        broadcast_tensors=sent.extend,
+    )
+    EqualEvaluations(SimpleNamespace(model=model), manager).make_equal()
+    assert [tensor is model.same for tensor in sent] == [True]

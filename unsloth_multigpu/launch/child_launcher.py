@@ -55,7 +55,7 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
 
 def _words(command: Any) -> list[str]:
     """Splits a command for a shell; by white space if its quotes are not closed."""
-    text = os.fsdecode(command)
+    text = os.fsdecode(command).replace("\\\n", " ")
     try:
         return shlex.split(text)
     except ValueError:
