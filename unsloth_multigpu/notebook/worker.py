@@ -217,7 +217,6 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         self.events.register("post_execute", _close_figures)
         self.register_magic_function(self._rank, "cell", "rank")
         self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
-        self.user_ns.update(exit=_stay, quit=_stay)
 
     def _rank(self, line: str, cell: str) -> None:
         ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
@@ -249,9 +248,8 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
     def enable_gui(self, gui: str | None = None) -> None:
         """Does nothing: there is no window."""
 
-
-def _stay(keep_kernel: bool = False) -> None:
-    """Replaces `exit` and `quit`, as a kernel has them: a worker ends with the kernel."""
+    def ask_exit(self) -> None:
+        """Does nothing: a worker ends with the kernel."""
 
 
 def main() -> None:
