@@ -3,6 +3,7 @@
 import getpass
 import json
 import sys
+import time
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -14,6 +15,9 @@ if ump.is_main_process():
 rank = ump.get_multi_gpu_status().rank
 answers = [input("name? "), getpass.getpass("token: ")]
 Path(f"answers_{rank}.json").write_text(json.dumps([*answers, repr(ump.get_multi_gpu_status())]))
+# The first error ends the other rank.
+while not all(Path(f"answers_{n}.json").exists() and Path(f"answers_{n}.json").stat().st_size for n in range(2)):
+    time.sleep(0.01)
 
 
 def load(path):
