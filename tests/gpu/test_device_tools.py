@@ -95,8 +95,14 @@ def test_late_rank_is_shown_by_top_and_named_with_the_pending_collective(tmp_pat
     process = start([script, HANG_TIMEOUT_S, "late"], tmp_path, {**BARE, **VISIBLE})
     top = ["top", "--once", str(process.pid)]
     wait_until(lambda: any(run.pid == process.pid for run in find_runs()), 60.0, "the run's folder")
-    wait_until(lambda: '"is_stuck": true' in said(*top, "--json"), 120.0, "a rank that is stuck")
-    ranks, table = json.loads(said(*top, "--json"))["ranks"], said(*top)
+    looks: list[str] = []  # A further look may come when the run has ended.
+
+    def is_stuck() -> bool:
+        looks.append(said(*top, "--json"))
+        return '"is_stuck": true' in looks[-1]
+
+    wait_until(is_stuck, 120.0, "a rank that is stuck")
+    ranks, table = json.loads(looks[-1])["ranks"], said(*top)
     run = finish(process)
     for rank in ranks:
         assert not (rank["device"] or "cpu").startswith("cpu"), rank
