@@ -312,7 +312,7 @@ def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, st
     from IPython.core.error import UsageError
 
     user = _UserFrame()
-    expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
+    expand, start, read = type(shell).var_expand, shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
 
     def share(kind: str, run: Callable[[], Any], frame: FrameType, *, is_value: bool, name: str = "") -> Any:
@@ -324,49 +324,42 @@ def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, st
     def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
         return expand(shell, cmd, user.depth(depth), *args, **kwargs)
 
-    def shared_system(command: str) -> None:
+    def system(command: str) -> None:
         def run() -> Any:
-            system(command)
+            start(command)
             return shell.user_ns.get("_exit_code")
 
         exit_code = share(f"!{command}", run, sys._getframe(1), is_value=False)
         if exit_code is not None:
             shell.user_ns["_exit_code"] = exit_code
 
-    def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
+    def getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
         frame = sys._getframe(depth + 1)
-        return share(f"x = !{command}", lambda: getoutput(command, split=split), frame, is_value=True)
+        return share(f"x = !{command}", lambda: read(command, split=split), frame, is_value=True)
 
-    def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
+    def run_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         if name in _HISTORY_MAGICS:
             raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
-        if not is_rank_0_magic("line", name, line, shell.find_line_magic(name)):
-            return line_magic(name, line, _stack_depth=_stack_depth + 1)
 
         def run() -> Any:
             return line_magic(name, line, _stack_depth=user.depth(0) + 1)
 
         frame, is_value = sys._getframe(_stack_depth), name in _VALUE_MAGICS
+        if not is_rank_0_magic("line", name, line, shell.find_line_magic(name)):
+            with user.at(frame):
+                return run()
         return share(f"%{name} {line}".rstrip(), run, frame, is_value=is_value, name=name)
 
-    def shared_cell_magic(name: str, line: str, cell: str) -> Any:
-        def run() -> Any:
-            return cell_magic(name, line, cell)
-
+    def run_cell_magic(name: str, line: str, cell: str) -> Any:
+        run, frame = functools.partial(cell_magic, name, line, cell), sys._getframe(1)
         if not is_rank_0_magic("cell", name, line, shell.find_cell_magic(name)):
-            return run()
-        return share(f"%%{name} {line}".rstrip(), run, sys._getframe(1), is_value=False, name=name)
+            with user.at(frame):
+                return run()
+        return share(f"%%{name} {line}".rstrip(), run, frame, is_value=False, name=name)
 
-    replacements = {
-        "var_expand": var_expand,
-        "system": shared_system,
-        "getoutput": shared_getoutput,
-        "run_line_magic": shared_line_magic,
-        "run_cell_magic": shared_cell_magic,
-    }
     with ExitStack() as stack:
-        for name, replacement in replacements.items():
-            stack.enter_context(instance_attribute(shell, name, replacement))
+        for replacement in (var_expand, system, getoutput, run_line_magic, run_cell_magic):
+            stack.enter_context(instance_attribute(shell, replacement.__name__, replacement))
         yield
 
 
