@@ -146,7 +146,11 @@ class Option:
         return (self.least <= value and is_low_enough) or (self.zero_is_never and value == 0)
 
     def _hint(self, name: str, value: Any) -> str:
-        meant = did_you_mean(str(value).lower(), {word: repr(word) for word in self.words})
+        if (text := str(value).lower()) in _TRUTH_VALUES:
+            same = ("on", "auto") if _TRUTH_VALUES[text] else ("off",)
+            meant = next((f"Did you mean {word!r}? " for word in same if word in self.words), "")
+        else:
+            meant = did_you_mean(text, {word: repr(word) for word in self.words})
         return f"{meant}{self.hint or f'Leave {name} out: its default is {self.usual()}.'}"
 
 
