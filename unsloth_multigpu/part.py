@@ -1,18 +1,26 @@
-"""The interface of a part of a training: the Trainer methods that it replaces and the callback events it handles."""
+"""The interface of a part of a training: the Trainer methods that it replaces and the callback events it handles.
+
+Also names for the types of a Trainer and its objects. All are `Any`: transformers and accelerate are imported inside
+functions only, and mypy does not read them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.group.manager import DDPManager
+
+TrainerLike: TypeAlias = Any  # transformers.Trainer or a subclass
+ArgumentsLike: TypeAlias = Any  # transformers.TrainingArguments
+StateLike: TypeAlias = Any  # transformers.TrainerState
+ControlLike: TypeAlias = Any  # transformers.TrainerControl
+CallbackHandlerLike: TypeAlias = Any  # transformers.trainer_callback.CallbackHandler
 
 # Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
@@ -98,3 +106,11 @@ class GradientExchange(Part):
 
     def save_state(self, folder: Path) -> None:
         """Adds its state to a checkpoint."""
+
+
+def draws_completions(trainer: TrainerLike) -> bool:
+    """True for trainers whose ranks draw the completions that they train on: GRPO, RLOO, and GKD if it is on-policy."""
+    is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
+    return hasattr(trainer.args, "steps_per_generation") or (
+        hasattr(trainer, "generate_on_policy_outputs") and is_on_policy
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unsloth_multigpu.errors import PatchError
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()

@@ -16,13 +16,12 @@ from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import ArgumentsLike, Part, TrainerLike
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from unsloth_multigpu.part import Part
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
+from unsloth_multigpu.part import ArgumentsLike, Part, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 # The default output_dir of TrainingArguments.

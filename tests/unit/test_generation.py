@@ -17,8 +17,8 @@ from unsloth_multigpu.deal.generation import (
     divided_arguments,
 )
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.part import draws_completions
 from unsloth_multigpu.step.completions import deal_completions, unknown_inputs
-from unsloth_multigpu.trainer_protocol import draws_completions
 
 SMALL = st.integers(1, 12)
 

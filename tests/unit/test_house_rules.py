@@ -46,7 +46,6 @@ LAYERS = {
     "seam": 2,
     "overview": 2,
     "tool": 2,
-    "trainer_protocol": 2,
     "launch": 3,
     "group": 3,
     "deal": 4,

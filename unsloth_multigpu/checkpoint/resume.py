@@ -27,9 +27,8 @@ from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)

@@ -20,10 +20,9 @@ from unsloth_multigpu.errors import MultiGPUError, SaveError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import GradientExchange, Override, Part
+from unsloth_multigpu.part import GradientExchange, Override, Part, TrainerLike
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 
 logger = get_logger(__name__)

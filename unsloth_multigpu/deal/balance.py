@@ -18,7 +18,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.waits import Lap
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.trainer_protocol import ArgumentsLike
+from unsloth_multigpu.part import ArgumentsLike
 
 logger = get_logger(__name__)
 

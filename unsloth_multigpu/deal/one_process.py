@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
-from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False, is_seedable: bool = True) -> Any:

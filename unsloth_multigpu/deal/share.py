@@ -17,7 +17,7 @@ from unsloth_multigpu.deal.sampler import rows_only, with_batches
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, installed_version
 from unsloth_multigpu.wire.digest import digest_of
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import ArgumentsLike, TrainerLike
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.versions import check_version
 from unsloth_multigpu.wire.event import SERVER_WANTED, EventWriter, is_ready
 from unsloth_multigpu.wire.wait import wait_until

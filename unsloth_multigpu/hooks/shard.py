@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.part import ArgumentsLike
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike
 
 # Read by `import unsloth` and by its Trainer. A value that the script has set is kept.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"

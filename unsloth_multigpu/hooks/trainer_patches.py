@@ -13,8 +13,8 @@ from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import ArgumentsLike, TrainerLike
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 if TYPE_CHECKING:
     from unsloth_multigpu.deal.share import EvaluationLoaders

@@ -23,11 +23,10 @@ from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.replicas import persistent_buffers
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.step.loss import AUTO, GATHERED, WHOLE, LossReduction, count_of, find_reduction, has_router_loss
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 

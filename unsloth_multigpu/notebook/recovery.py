@@ -34,8 +34,8 @@ from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tenso
 from unsloth_multigpu.group.shards import class_of, forget_pass, fsdp_modules, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.kernel_share import variables_set
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 

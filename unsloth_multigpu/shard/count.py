@@ -23,6 +23,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.group.shards import part_of
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import draws_completions
 from unsloth_multigpu.shard.fake import ByteCounter, fake_memory
 from unsloth_multigpu.shard.memory import (
     WITHOUT_FORECAST,
@@ -34,7 +35,6 @@ from unsloth_multigpu.shard.memory import (
     trains_parts,
 )
 from unsloth_multigpu.shard.sharding import check_versions, layers_of
-from unsloth_multigpu.trainer_protocol import draws_completions
 
 # Samples among which the longest one is searched.
 _MAX_SAMPLES = 20_000

@@ -26,11 +26,10 @@ import psutil
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import Part, TrainerLike
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.shard.memory import MAX_RANKS, WITHOUT_FORECAST, MemoryForecast, Mode, Training, decide, fits
 from unsloth_multigpu.tool import Tool
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.child import exit_on_signal, run_to_end
 from unsloth_multigpu.wire.context import ToolRequest

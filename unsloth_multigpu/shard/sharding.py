@@ -21,13 +21,12 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import Engine, class_of, fsdp_modules, has_shards, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import GradientExchange, Override
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
 from unsloth_multigpu.shard.memory import trains_parts
 from unsloth_multigpu.shard.packed import check_parts, give_back, in_parts
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.loss import hooked
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import check_version
 from unsloth_multigpu.words import listed
 

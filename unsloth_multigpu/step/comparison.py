@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.group.shards import part_of
-from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.part import TrainerLike
 
 # The gradient of a single parameter may differ by this many times the bound for all parameters together.
 _OF_ONE = 20.0

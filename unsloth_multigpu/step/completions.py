@@ -22,12 +22,11 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import has_shards, tried_pass
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import Difference, difference, mean_of, names_of, rounding_bound, speed_in_words
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.snapshot import ERRORS, TIMED_AGAIN_S, LonePass, Still, kept_training_state
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)

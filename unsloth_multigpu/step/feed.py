@@ -21,7 +21,7 @@ from unsloth_multigpu.group.random_state import drawn_from, kept_random_state
 from unsloth_multigpu.group.replicas import STREAM
 from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.loss import (
     AUTO,
@@ -36,7 +36,6 @@ from unsloth_multigpu.step.loss import (
 from unsloth_multigpu.step.passes import StepPasses
 from unsloth_multigpu.step.proof import StepProof
 from unsloth_multigpu.step.snapshot import KeptObjects
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)

@@ -16,9 +16,9 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.library import is_library
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import sum_dtype
-from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"

@@ -14,9 +14,8 @@ import torch
 
 from unsloth_multigpu.deal.deal import MicroBatch, Piece, Step
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.loss import IGNORED
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 if TYPE_CHECKING:
     from unsloth_multigpu.step.sequence import SharedSequence

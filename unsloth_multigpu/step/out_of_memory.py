@@ -10,7 +10,7 @@ import torch
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.group.shards import part_of
-from unsloth_multigpu.trainer_protocol import ArgumentsLike
+from unsloth_multigpu.part import ArgumentsLike
 from unsloth_multigpu.words import in_gib
 
 # torch's CPU allocator, drivers, cuBLAS and NCCL have no error class for it, only these texts.

@@ -15,6 +15,7 @@ from unsloth_multigpu.deal.deal import MicroBatch, Step, without_labels
 from unsloth_multigpu.deal.one_process import counted_as_one_process
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.loss import (
     GATHERED,
@@ -27,7 +28,6 @@ from unsloth_multigpu.step.loss import (
     is_of_script,
 )
 from unsloth_multigpu.step.metrics import Metrics
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from unsloth_multigpu.group.random_state import draw_seed, read_random_state
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
 from unsloth_multigpu.step.comparison import (
     MOST_ROUNDING,
@@ -62,7 +63,6 @@ from unsloth_multigpu.step.snapshot import (
 )
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 if TYPE_CHECKING:

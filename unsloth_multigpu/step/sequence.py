@@ -18,9 +18,9 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import base_model, text_config
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.loss import IGNORED, LossReduction, has_own_step, name_of
-from unsloth_multigpu.trainer_protocol import TrainerLike
 
 _WITHOUT = "Leave sequence_parallel out."
 

@@ -22,9 +22,9 @@ from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.library import is_library
+from unsloth_multigpu.part import TrainerLike
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.comparison import sketch
-from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 # If both passes of a comparison take less time than this, they are timed again: kernels compile in the first one.

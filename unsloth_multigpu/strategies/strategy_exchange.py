@@ -15,10 +15,9 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import GradientExchange, Override
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
 from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, GradientSync, LocalSGDSync, ParameterServerSync
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 

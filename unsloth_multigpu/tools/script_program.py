@@ -20,10 +20,9 @@ from typing import Any, NoReturn
 from unsloth_multigpu.accelerator import HIDDEN, among
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.part import Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.child import run_to_end
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.identity import read_identity

@@ -14,10 +14,9 @@ from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import has_shards, part_of, whole_of
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.train.lead import Lead, Moment
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)

@@ -19,9 +19,8 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import all_reduce_bytes, base_model, num_bytes
 from unsloth_multigpu.group.shards import has_shards, is_sharded
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import GradientExchange, Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.digest import digest_hex
 from unsloth_multigpu.words import listed
 

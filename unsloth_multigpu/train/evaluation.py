@@ -16,10 +16,9 @@ from unsloth_multigpu.deal.share import Share
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import persistent_buffers, tensor_hashes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES, collected
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)

@@ -20,11 +20,10 @@ from torch import nn
 from unsloth_multigpu.deal.measure import Stopwatch
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.report import NO_WAITING, STEPS, RankReport, RunReport, rates_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
 from unsloth_multigpu.wire.process import read_peak_bytes
 from unsloth_multigpu.words import GIB

@@ -24,8 +24,7 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import find_engine
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import GradientExchange, Part
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Part, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import REPEAT_S, EventWriter, StopRequest, ask_to_stop, read_request
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 from unsloth_multigpu.wire.process import is_alive, only_here, signals_handled

@@ -10,9 +10,17 @@ from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 
-from unsloth_multigpu.part import EVENTS, Override, Part
+from unsloth_multigpu.part import (
+    EVENTS,
+    ArgumentsLike,
+    CallbackHandlerLike,
+    ControlLike,
+    Override,
+    Part,
+    StateLike,
+    TrainerLike,
+)
 from unsloth_multigpu.seam import SEAMS, Steered, owner_of
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, CallbackHandlerLike, ControlLike, StateLike, TrainerLike
 
 _MISSING: Any = object()
 

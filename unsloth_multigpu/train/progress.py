@@ -13,11 +13,10 @@ from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.part import GradientExchange, Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.train.ddp import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.train.lead import Preemption
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage, Phase
 

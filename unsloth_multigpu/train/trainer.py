@@ -18,7 +18,7 @@ from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shards import Engine, find_engine, has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
-from unsloth_multigpu.part import GradientExchange, Part
+from unsloth_multigpu.part import ArgumentsLike, GradientExchange, Part, TrainerLike, draws_completions
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
@@ -31,7 +31,6 @@ from unsloth_multigpu.train.figures import LogFigures, Meter, Waiting, gather_re
 from unsloth_multigpu.train.lead import UPLOAD_LIMIT_S, Lead, OneDecision, Preemption
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.progress import CallbackPhase, Guard, Progress
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike, draws_completions
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session

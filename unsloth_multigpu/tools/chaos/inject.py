@@ -19,13 +19,12 @@ import psutil
 import torch
 
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.comparison import sketch_of
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.process import send_signal
 
 # File size that the simulated full disk still accepts: less than any file of a checkpoint.

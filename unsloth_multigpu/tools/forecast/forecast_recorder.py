@@ -17,12 +17,11 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import num_bytes
 from unsloth_multigpu.group.waits import Lap, moment
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tools.forecast.estimate import BACKWARD, BACKWARD_FROZEN, Workload
 from unsloth_multigpu.tools.script_program import FirstSteps
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.heartbeat import Phase
 
 # First steps, which are not timed: libraries compile, and caches are empty.

@@ -19,12 +19,11 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import find_engine, has_shards, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike, draws_completions
 from unsloth_multigpu.step.comparison import FINE, rounding_bound, sketch_of
 from unsloth_multigpu.step.snapshot import Still
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.tools.script_program import FirstSteps
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike, draws_completions
 
 # A tensor with fewer changed elements, unless nearly all have changed, is left out: in bf16 weights a small learning
 # rate is lost by rounding in most elements, and chance decides in which. Measured: with 73 of 4096 changed elements
