@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from unsloth_multigpu.federated.server import create_multigpu_flower_server as create_multigpu_flower_server
     from unsloth_multigpu.federated.training import FederatedServer as FederatedServer
     from unsloth_multigpu.options import MultiGPUConfig as MultiGPUConfig
-    from unsloth_multigpu.plain.api import distributed_loader as distributed_loader
-    from unsloth_multigpu.plain.api import wrap_model_multi_gpu as wrap_model_multi_gpu
+    from unsloth_multigpu.plain.plain_loop import distributed_loader as distributed_loader
     from unsloth_multigpu.plain.plain_loop import unwrap_model as unwrap_model
+    from unsloth_multigpu.plain.plain_loop import wrap_model_multi_gpu as wrap_model_multi_gpu
     from unsloth_multigpu.plugin import MultiGPUStatus as MultiGPUStatus
     from unsloth_multigpu.plugin import disable_multi_gpu as disable_multi_gpu
     from unsloth_multigpu.plugin import enable_multi_gpu as enable_multi_gpu
@@ -60,8 +60,7 @@ _NAMES_BY_MODULE = {
     "options": ("MultiGPUConfig",),
     "report": ("RankReport", "RunReport"),
     "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
-    "plain.api": ("distributed_loader", "wrap_model_multi_gpu"),
-    "plain.plain_loop": ("unwrap_model",),
+    "plain.plain_loop": ("distributed_loader", "unwrap_model", "wrap_model_multi_gpu"),
     "federated.server": ("create_multigpu_flower_server",),
     "federated.training": ("FederatedServer",),
 }

@@ -11,8 +11,6 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.notebook.cell_program import WorkerProgram
     from unsloth_multigpu.session import Session
@@ -89,9 +87,6 @@ class Program:
 
     def note_training(self, loop: Loop) -> None:
         """Called before all ranks train the Trainer of `loop`."""
-
-    def note_wrapper(self, model: nn.Module) -> None:
-        """Called before a loop without a Trainer trains the wrapped `model`."""
 
 
 def warn_of_unwrapped_steps() -> Any:

@@ -1,18 +1,20 @@
 """Ranks of a notebook that do not end a cell together: what the user reads, how soon, and that the next cell works.
 
 One kernel for all of them: starting one, and importing what it needs, costs more than most faults. It is started as
-jupyter-distributed starts one of a group of one.
+jupyter-distributed starts one of a group of one. In the end it is restarted, goes on with its training, and is killed.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
 import psutil
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, free_port, run_well
+from tests.helpers.run import LIGHT, free_port, run_well, wait_until
 
 # The variables of a group of one.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -23,7 +25,7 @@ ENVIRONMENT = f"{{name: os.environ.get(name) for name in {list(ALONE)}}}"
 ENABLE = """
 import asyncio, os, signal, time
 import unsloth_multigpu as ump
-ump.enable_multi_gpu(num_gpus=2, hang_timeout_s=3.0)
+ump.enable_multi_gpu(num_gpus=2, hang_timeout_s=3.0, resume="auto")
 import torch, torch.distributed as dist
 rank = dist.get_rank()
 def everyone():
@@ -44,15 +46,19 @@ class Fault(TrainerCallback):
     source = ""
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            exec(self.source, globals())
+            exec(self.source, {**globals(), "control": control})
 model, fault = Model(), Fault()
 torch.manual_seed(0)
 rows = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
 arguments = dict(per_device_train_batch_size=2, report_to="none", save_strategy="no", disable_tqdm=True)
-def make(max_steps):
-    arguments_of_run = TrainingArguments(output_dir="out", max_steps=max_steps, **arguments)
+def make(max_steps, folder="out"):
+    arguments_of_run = TrainingArguments(output_dir=folder, max_steps=max_steps, **arguments)
     return Trainer(model=model, args=arguments_of_run, train_dataset=rows, callbacks=[fault])
-trainer = make(6)
+"""
+# It resumes from the training that was as many calls of train() behind the line.
+STOPPED = "fault.source = 'control.should_save = control.should_training_stop = True'"
+TRAIN_FIRST = """
+trainer = make(6, "resumed")
 trainer.train().global_step
 """
 # A Trainer of before is refused, a new one trains, and the ranks have the same weights.
@@ -118,9 +124,9 @@ def check_faults_of_cells(run: NotebookRun) -> None:
     check(run, f"{raise_one}await asyncio.sleep(60)", "DistributedError", cause, 1.5)
     check(run, "if rank == 0: raise ValueError('zero')\neveryone()", "ValueError", "zero", 1.2)
     never = "will never join"
-    check(run, "if rank == 0: everyone()", "DivergenceError", f"number 3, which rank 1 {never}", 1.6)
-    check(run, "if rank == 1: everyone()", "DivergenceError", f"number 3, which rank 0 {never}", 2.1)
-    check(run, "%%rank 0\neveryone()", "DivergenceError", f"number 3, which rank 1 {never}", 2.2)
+    check(run, "if rank == 0: everyone()", "DivergenceError", f"number 3, which rank 1 {never}", 2.0)
+    check(run, "if rank == 1: everyone()", "DivergenceError", f"number 3, which rank 0 {never}", 3.1)
+    check(run, "%%rank 0\neveryone()", "DivergenceError", f"number 3, which rank 1 {never}", 3.2)
 
     check_stop(run, "print('go', flush=True)\nwhile True: pass", "KeyboardInterrupt", 0.5)
     check_stop(run, "print('go', flush=True)\nawait asyncio.sleep(60)", "CancelledError", 0.5)
@@ -129,7 +135,7 @@ def check_faults_of_cells(run: NotebookRun) -> None:
 
 
 def check_faults_of_trainings(run: NotebookRun) -> None:
-    assert run.run(TRAIN).text.splitlines()[-1] == "6"
+    assert run.run(TRAIN + STOPPED + TRAIN_FIRST).text.splitlines()[-1] == "4"
     for source, error, value, limit_s in (
         ("if rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one", 2.0),
         ("if rank == 0: raise ValueError('zero')", "ValueError", "zero", 1.2),
@@ -170,6 +176,22 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
     assert run.run("trainer.args.max_steps = 1; make(1).train().global_step").text.splitlines()[-1] == "1"
 
 
+def check_resume_and_death_of_the_kernel(run: NotebookRun) -> None:
+    """No worker outlives the kernel, not even one that is stopped while a child of the kernel holds its open files."""
+    assert run.run(ENABLE, 120.0).text.splitlines()[-1] == "2"
+    noted = "begun = []\nFault.on_step_begin = lambda self, *_, **__: begun.append(1)"
+    resumed = run.run(TRAIN + noted + TRAIN_FIRST)
+    assert "resumes from resumed/checkpoint-4" in resumed.text
+    assert resumed.text.splitlines()[-1] == "6"
+    assert run.run("len(begun)").text == "2\n"
+    (worker,) = run.children()
+    child = int(run.run("if rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)").text)
+    worker.send_signal(signal.SIGSTOP)
+    os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: not worker.is_running(), 30, "the worker's end after its kernel's")
+    os.kill(child, signal.SIGKILL)
+
+
 def test_kernel_outlives_each_fault(tmp_path):
     with NotebookRun(tmp_path, {**LIGHT, **ALONE}) as run:
         check_line_that_failed(run)
@@ -178,6 +200,8 @@ def test_kernel_outlives_each_fault(tmp_path):
         run_dir = Path(run.run("if rank == 0: print(os.environ['UNSLOTH_MULTIGPU_RUN_DIR'])").text.strip())
         check_privacy(run, run_dir)
         check_death_of_a_worker(run, run_dir)
+        run.restart()
+        check_resume_and_death_of_the_kernel(run)
 
 
 # What the debugger of VS Code and JupyterLab does first.

@@ -180,21 +180,6 @@ print(json.dumps([listed, losses]))
     assert "adapter_model" in _run(notebook, "model.save_pretrained('again'); print(os.listdir('again'))")
 
 
-def test_late_rank_leaves_what_rank_0_has_saved_in_a_cell(notebook: NotebookRun) -> None:
-    source = """
-import shutil
-time.sleep(dist.get_rank())
-if os.path.exists("placed"):
-    shutil.rmtree("placed")
-model.save_pretrained("placed")
-print(json.dumps(of_all_ranks(sorted(os.listdir("placed")))))
-"""
-    for _ in range(2):  # The second time there is something to remove.
-        first, second = _last_json(_run(notebook, source))
-        assert "adapter_model.safetensors" in first
-        assert second == first
-
-
 def test_kernel_is_alone_after_disabling(notebook: NotebookRun) -> None:
     """The last one: it ends the workers."""
     source = """

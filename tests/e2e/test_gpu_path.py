@@ -193,7 +193,7 @@ def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Ru
 
 # Batch, accumulation and completions of a prompt in Unsloth's GRPO notebooks; it raises the batch to the completions of
 # one. The first shape trains.
-GRPO_SHAPES = {",".join(map(str, shape[1:])) for shape in notebook_shapes() if shape.trainer == "GRPOTrainer"}
+GRPO_SHAPES = {",".join(map(str, shape[1:])) for shape in notebook_shapes() if shape[0] == "GRPOTrainer"}
 SHAPES = ("1,1,6", *sorted(GRPO_SHAPES - {"1,1,6"}))
 
 

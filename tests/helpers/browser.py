@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.notebook import kernel_environment
+from tests.helpers.run import free_port
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
@@ -43,9 +44,12 @@ _SETTINGS = {
     # Else cells outside the window are not in the page.
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
-_ANSWER_LIMIT_S = 30.0
-_END_LIMIT_S = 20.0
-_POLL_S = 0.05
+_LIMIT_S = 60.0
+# It is called idle as well before it has a kernel.
+_IS_READY = """
+(document.querySelector('.jp-Toolbar-kernelName')?.textContent ?? 'No Kernel') != 'No Kernel'
+&& document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'
+"""
 
 
 def find_browser() -> str | None:
@@ -56,46 +60,32 @@ def find_browser() -> str | None:
 
 
 @contextmanager
-def serve_lab(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Callable[[str], str]]:
+def serve_lab(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[str]:
     """Serves JupyterLab on the loopback interface, with a token, and with nothing of the user's own settings.
 
     Yields:
-        Gives the address of a notebook in `folder`; waits until the server is up.
+        Address with two places: the notebook in `folder` goes between them.
     """
-    home, token = folder / ".home", secrets.token_hex()
+    home, port, token = folder / ".home", free_port(), secrets.token_hex()
     for name, setting in _SETTINGS.items():
-        file = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file = home / "lab" / "user-settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(setting))
-    names = ("JUPYTER_CONFIG", "JUPYTER_DATA", "JUPYTER_RUNTIME", "JUPYTERLAB_SETTINGS", "JUPYTERLAB_WORKSPACES")
-    places = {f"{name}_DIR": str(home / name.rpartition("_")[2].lower()) for name in names}
-    environment = {**kernel_environment(home, env), **places, "JUPYTER_TOKEN": token}
-    options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
-    options += ["--LabApp.expose_app_in_browser=True"]
+    places = {"JUPYTER_CONFIG_DIR": str(home), "JUPYTER_DATA_DIR": str(home / "data"), "JUPYTER_TOKEN": token}
+    options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
+    command = [sys.executable, "-m", "jupyterlab", *options, "--LabApp.expose_app_in_browser=True"]
     with (home / "lab.log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options],
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
-    facts = home / "runtime" / f"jpserver-{server.pid}.json"
-
-    def address(notebook: str) -> str:
-        _wait(lambda: server.poll() is not None or (facts.exists() and facts.read_text().endswith("}")), 60.0, "Lab")
-        assert server.poll() is None, (home / "lab.log").read_text()
-        return f"{json.loads(facts.read_text())['url']}lab/tree/{notebook}?token={token}"
-
+        environment = {**kernel_environment(home, env), **places}
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     try:
-        yield address
+        yield f"http://127.0.0.1:{port}/lab/tree/{{}}?token={token}"
     finally:
         server.terminate()
-        server.wait(_END_LIMIT_S)
+        server.wait(_LIMIT_S)
 
 
 @contextmanager
-def open_browser(browser: str, folder: Path) -> Iterator[Page]:
+def open_browser(browser: str, folder: Path) -> Iterator[LabNotebook]:
     """Starts Chromium with a profile of its own in `folder`, and with one empty page."""
     ours, theirs = socket.socketpair()
     profile = folder / ".chromium"
@@ -119,17 +109,17 @@ def open_browser(browser: str, folder: Path) -> Iterator[Page]:
                 start_new_session=True,
             )
         try:
-            yield Page(ours)
+            yield LabNotebook(ours)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-class Page:
-    """One page of the browser at the other end of a socket."""
+class LabNotebook:
+    """A page of the browser at the other end of a socket, with a notebook. Cells are counted from 0, with texts."""
 
     def __init__(self, pipe: socket.socket) -> None:
-        pipe.settimeout(_ANSWER_LIMIT_S)
+        pipe.settimeout(_LIMIT_S)
         self._pipe = pipe
         self._rest = b""
         self._num_calls = 0
@@ -138,8 +128,27 @@ class Page:
         self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
 
     def open(self, address: str) -> None:
-        """Goes to an address."""
-        self._call("Page.navigate", url=address)
+        """Goes to a notebook, and waits for its server and its kernel."""
+        deadline_s = time.monotonic() + _LIMIT_S
+        while "errorText" in self._call("Page.navigate", url=address):
+            assert time.monotonic() < deadline_s, "JupyterLab does not answer"
+            time.sleep(0.5)
+        self.wait(_IS_READY, _LIMIT_S)
+
+    def choose(self, command: str, cell: int | None = None) -> None:
+        """Chooses a command of the menu or a button, after the selection of a cell."""
+        if cell is not None:
+            self.read(f"jupyterapp.shell.currentWidget.content.activeCellIndex = {cell}")
+        self.read(f"void jupyterapp.commands.execute('notebook:{command}')")
+
+    def wait_for(self, cell: int, limit_s: float) -> str:
+        """Waits until a cell has ended, and returns what stands below it."""
+        self.wait(f"/[0-9]/.test({prompt_of(cell)})", limit_s)
+        return self.output(cell)
+
+    def output(self, cell: int, expression: str = "innerText") -> Any:
+        """What an expression says of the part of the page below a cell: its text."""
+        return self.read(f"{_cell(cell)}.querySelector('.jp-Cell-outputArea').{expression}")
 
     def read(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
@@ -147,14 +156,18 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression: str, limit_s: float) -> Any:
-        """Waits until an expression holds, and returns its value."""
-        return _wait(lambda: self.read(expression), limit_s, expression)
+    def wait(self, expression: str, limit_s: float) -> None:
+        """Waits until an expression holds."""
+        deadline_s = time.monotonic() + limit_s
+        while not self.read(expression):
+            shown = "document.querySelector('.jp-Notebook')?.innerText"
+            assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {expression}\n{self.read(shown)}"
+            time.sleep(0.05)
 
-    def take_picture(self, element: str, path: Path) -> None:
-        """Saves what an element shows as PNG."""
-        self.read(f"{element}.scrollIntoView({{block: 'nearest'}})")
-        clip = {**self.wait(f"{element}.getBoundingClientRect().toJSON()", 5.0), "scale": 1}
+    def take_picture(self, cell: int, path: Path) -> None:
+        """Saves a cell with what stands below it as PNG."""
+        self.read(f"{_cell(cell)}.scrollIntoView({{block: 'nearest'}})")
+        clip = {**self.read(f"{_cell(cell)}.getBoundingClientRect().toJSON()"), "scale": 1}
         picture = self._call("Page.captureScreenshot", format="png", clip=clip)
         path.write_bytes(base64.b64decode(picture["data"]))
 
@@ -163,98 +176,21 @@ class Page:
         call = {"id": self._num_calls, "method": method, "params": parameters, **self._session}
         self._pipe.sendall(json.dumps(call).encode() + b"\0")
         while True:
-            message = json.loads(self._receive())
+            while b"\0" not in self._rest:
+                received = self._pipe.recv(1 << 16)
+                assert received, "Chromium has ended"
+                self._rest += received
+            answer, _, self._rest = self._rest.partition(b"\0")
+            message = json.loads(answer)
             if message.get("id") == self._num_calls:  # The rest are events.
                 assert "error" not in message, f"{method}: {message['error']}"
                 return message["result"]
 
-    def _receive(self) -> bytes:
-        while b"\0" not in self._rest:
-            received = self._pipe.recv(1 << 16)
-            assert received, "Chromium has ended"
-            self._rest += received
-        message, _, self._rest = self._rest.partition(b"\0")
-        return message
 
-
-class LabNotebook:
-    """A notebook that is open in JupyterLab. Cells are counted from 0, with those of text.
-
-    Args:
-        page: The browser's page.
-        address: Of the notebook.
-    """
-
-    def __init__(self, page: Page, address: str) -> None:
-        self.page = page
-        page.open(address)
-        # It is called idle as well before it has a kernel.
-        name = "document.querySelector('.jp-Toolbar-kernelName')?.textContent"
-        page.wait(f"({name} ?? 'No Kernel') != 'No Kernel'", 60.0)
-        page.wait("document.querySelector('.jp-Notebook-ExecutionIndicator').dataset.status == 'idle'", 60.0)
-
-    def run_all(self) -> None:
-        """Run All Cells of the menu."""
-        self._choose("notebook:run-all-cells")
-        prompts = "[...document.querySelectorAll('.jp-Notebook .jp-InputPrompt')]"
-        self.page.wait(f"{prompts}.some(prompt => prompt.textContent == '[*]:')", 10.0)
-
-    def run(self, cell: int, *, and_all_below: bool = False) -> None:
-        """Run Selected Cell of the menu, or Run Selected Cell and All Below."""
-        self.page.read(f"jupyterapp.shell.currentWidget.content.activeCellIndex = {cell}")
-        self._choose("notebook:run-all-below" if and_all_below else "notebook:run-cell")
-        _wait(lambda: self.is_run(cell), 10.0, f"begin of cell {cell}")
-
-    def stop(self) -> None:
-        """The Stop button."""
-        self._choose("notebook:interrupt-kernel")
-
-    def wait_for(self, cell: int, limit_s: float) -> str:
-        """Waits until a cell has ended, and returns what stands below it."""
-        try:
-            self.page.wait(f"{_prompt(cell)} != '[*]:'", limit_s)
-            assert self.is_run(cell), f"cell {cell} was not run: one before it has failed"
-        except AssertionError as error:
-            text = self.page.read("document.querySelector('.jp-Notebook').innerText")
-            raise AssertionError(f"{error}\n{text}") from None
-        return self.output(cell)
-
-    def is_run(self, cell: int) -> bool:
-        """A cell has been run, or has begun to."""
-        return self.page.read(f"{_prompt(cell)} != '[ ]:'")
-
-    def wait_for_element(self, cell: int, selector: str, condition: str, limit_s: float) -> None:
-        """Waits until an element below a cell is there and meets a condition, such as `.value > 1`."""
-        self.page.wait(f"{_cell(cell)}.querySelector('.jp-Cell-outputArea {selector}')?{condition}", limit_s)
-
-    def output(self, cell: int) -> str:
-        """The text that stands below a cell now."""
-        return self.page.read(f"{_cell(cell)}.querySelector('.jp-Cell-outputArea').innerText")
-
-    def count(self, cell: int, selector: str) -> int:
-        """Number of elements below a cell that a CSS selector finds."""
-        return self.page.read(f"{_cell(cell)}.querySelectorAll('.jp-Cell-outputArea {selector}').length")
-
-    def take_picture(self, cell: int, path: Path) -> None:
-        """Saves a cell with what stands below it as PNG."""
-        self.page.take_picture(_cell(cell), path)
-
-    def _choose(self, command: str) -> None:
-        self.page.read(f"void jupyterapp.commands.execute('{command}')")
+def prompt_of(cell: int) -> str:
+    """What stands left of a cell of code: "[ ]:", "[*]:" while it waits or runs, "[1]:" afterwards."""
+    return f"{_cell(cell)}.querySelector('.jp-InputPrompt').textContent"
 
 
 def _cell(number: int) -> str:
     return f"document.querySelectorAll('.jp-Notebook .jp-Cell')[{number}]"
-
-
-def _prompt(number: int) -> str:
-    """What stands left of a cell of code: "[ ]:", "[*]:" while it waits or runs, "[1]:" afterwards."""
-    return f"{_cell(number)}.querySelector('.jp-InputPrompt').textContent"
-
-
-def _wait(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
-    deadline_s = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"not within {limit_s:g} s: {what}"
-        time.sleep(_POLL_S)
-    return value

@@ -8,9 +8,9 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.helpers.run import ROOT, environment_with, free_port
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
-DEFAULT_COMMAND = (sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class CellResult:
         value: The message of that exception.
         traceback: What was shown of exceptions, without colours; one entry for each that was shown.
         seconds: From the request to the kernel's reply.
-        error_s: From the request until the first exception was shown; None = none was.
-        outputs: Messages of the IOPub channel: type and content, in order.
     """
 
     text: str
@@ -44,8 +41,6 @@ class CellResult:
     value: str
     traceback: tuple[str, ...]
     seconds: float
-    error_s: float | None
-    outputs: tuple[tuple[str, dict[str, Any]], ...] = field(repr=False, default=())
 
 
 class NotebookRun:
@@ -54,16 +49,13 @@ class NotebookRun:
     Args:
         folder: Where it runs.
         env: Variables beside this process's; those of UNSLOTH_MULTIGPU_* are not inherited.
-        command: Starts the kernel; `{connection_file}` stands for its argument.
     """
 
-    def __init__(
-        self, folder: Path, env: Mapping[str, str] | None = None, command: Sequence[str] = DEFAULT_COMMAND
-    ) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         own = kernel_environment(folder, env)
         self.folder = folder
         self._manager = KernelManager(kernel_name="python3")
-        self._manager.kernel_spec.argv = list(command)
+        self._manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         for channel in ("shell", "iopub", "stdin", "hb", "control"):
             setattr(self._manager, f"{channel}_port", free_port())
         self._manager.start_kernel(cwd=str(folder), env=own)
@@ -127,11 +119,8 @@ class NotebookRun:
         """Waits for the end of a cell. One that does not come is a failure, and not a hang of the test."""
         deadline_s = self._begin_s + timeout_s
         outputs: list[tuple[str, dict[str, Any]]] = []
-        error_s = None
         while True:
             kind, content = self._next(self.client.get_iopub_msg, message_id, deadline_s, outputs)
-            if kind == "error" and error_s is None:
-                error_s = time.monotonic() - self._begin_s
             if kind == "status" and content["execution_state"] == "idle":
                 break
             outputs.append((kind, content))
@@ -142,8 +131,6 @@ class NotebookRun:
             value=_plain(reply.get("evalue", "")),
             traceback=tuple(_plain("\n".join(c["traceback"])) for kind, c in outputs if kind == "error"),
             seconds=time.monotonic() - self._begin_s,
-            error_s=error_s,
-            outputs=tuple(outputs),
         )
 
     def reply(self, message_id: str, timeout_s: float = 30.0) -> dict[str, Any]:

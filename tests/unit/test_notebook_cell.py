@@ -10,27 +10,25 @@ from unsloth_multigpu.notebook.kernel_share import is_rank_0_magic, read_ranks
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "line", "module", "is_alone"),
+    ("kind", "name", "module", "is_alone"),
     [
-        ("line", "pip", "install x", "IPython.core.magics.packaging", True),
-        ("line", "cd", "/tmp", "IPython.core.magics.osm", False),
-        ("line", "time", "f()", "IPython.core.magics.execution", False),
-        ("line", "timeit", "f()", "IPython.core.magics.execution", True),
-        ("line", "store", "x", "IPython.extensions.storemagic", True),
-        ("line", "store", "-r x", "IPython.extensions.storemagic", False),
-        ("line", "named_by_the_user", "", "IPython.core.alias", True),
-        ("cell", "bash", "", "IPython.core.magics.script", True),
-        ("cell", "capture", "", "IPython.core.magics.execution", False),
-        ("cell", "writefile", "a.py", "IPython.core.magics.osm", True),
-        ("line", "ofthefrontend", "", "google.colab._magics", True),
-        ("line", "ofthefrontend", "", "ipykernel.zmqshell", True),
-        ("line", "unknown", "", None, True),
-        ("cell", "mine", "", "__main__", False),
+        ("line", "pip", "IPython.core.magics.packaging", True),
+        ("line", "cd", "IPython.core.magics.osm", False),
+        ("line", "time", "IPython.core.magics.execution", False),
+        ("line", "timeit", "IPython.core.magics.execution", True),
+        ("line", "named_by_the_user", "IPython.core.alias", True),
+        ("cell", "bash", "IPython.core.magics.script", True),
+        ("cell", "capture", "IPython.core.magics.execution", False),
+        ("cell", "writefile", "IPython.core.magics.osm", True),
+        ("line", "ofthefrontend", "google.colab._magics", True),
+        ("line", "ofthefrontend", "ipykernel.zmqshell", True),
+        ("line", "unknown", None, True),
+        ("cell", "mine", "__main__", False),
     ],
 )
-def test_magics_that_rank_0_runs_alone(kind, name, line, module, is_alone):
+def test_magics_that_rank_0_runs_alone(kind, name, module, is_alone):
     magic = module and SimpleNamespace(__module__=module)
-    assert is_rank_0_magic(kind, name, line, magic) is is_alone
+    assert is_rank_0_magic(kind, name, magic) is is_alone
 
 
 def test_ranks_are_read():

@@ -20,66 +20,55 @@ def first_time(action, limit_s=60.0, *, pending=frozenset({1}), **fields):
     return NEVER
 
 
+ERROR = {"main": "left", "error": ValueError()}
+
+
 @pytest.mark.parametrize("main", ["runs", "unwinds", "left"])
 def test_cell_that_goes_well_is_left_alone(main):
     assert all(first_time(action, main=main) == NEVER for action in Action)
 
 
 @pytest.mark.parametrize(
-    ("failure", "raised_s", "aborted_s"),
-    [("raised", 1.4, 1.9), ("died", 0.25, 0.75), ("hung", 0.0, 0.5), ("diverged", 0.0, 0.1)],
+    ("action", "time_s", "fields"),
+    [
+        # A failure of another rank ends the kernel's part.
+        (Action.RAISE, 1.4, {"failure": "raised"}),
+        (Action.ABORT, 1.9, {"failure": "raised"}),
+        (Action.RAISE, 0.25, {"failure": "died"}),
+        (Action.ABORT, 0.75, {"failure": "died"}),
+        (Action.RAISE, 0.0, {"failure": "hung"}),
+        (Action.ABORT, 0.5, {"failure": "hung"}),
+        (Action.RAISE, 0.0, {"failure": "diverged"}),
+        (Action.ABORT, 0.5, {"failure": "diverged"}),
+        (Action.ASK, NEVER, {"failure": "raised"}),
+        # Stop reaches the workers at once, a cell that awaits soon, and a stuck main thread after a second.
+        (Action.PASS_STOP, 0.0, {"stop_s": 0.0}),
+        (Action.PASS_STOP, 0.0, {"stop_s": 0.0, "main": "left"}),
+        (Action.PASS_STOP, NEVER, {"stop_s": 0.0, "pending": frozenset()}),
+        (Action.RAISE, NEVER, {"stop_s": 0.0}),
+        (Action.RAISE, 0.2, {"stop_s": 0.0, "task": object()}),
+        (Action.RAISE, 0.05, {"stop_s": 0.0, "is_stop_missed": True}),
+        (Action.ABORT, 1.0, {"stop_s": 0.0}),
+        # A second Stop leaves the ranks time to become equal.
+        (Action.PASS_STOP, NEVER, {"stop_s": 0.0, "makes_group": True}),
+        (Action.ABORT, 10.0, {"stop_s": 0.0, "makes_group": True}),
+        # Workers are asked to leave when rank 0 leaves by an error.
+        (Action.ASK, 0.5, {**ERROR, "main": "unwinds"}),
+        (Action.ASK, 0.5, ERROR),
+        (Action.ASK_ABORT, 1.0, ERROR),
+        (Action.KILL, 11.0, ERROR),
+        (Action.ASK, NEVER, {**ERROR, "pending": frozenset()}),
+        (Action.RAISE, NEVER, {**ERROR, "failure": "raised"}),
+        # Those that Stop has interrupted are not interrupted again at once.
+        (Action.ASK, 0.9, {**ERROR, "stop_s": 0.4}),
+        # Others are not waited for when a worker has died.
+        (Action.KILL, 0.0, {"main": "left", "failure": "died"}),
+        # Those in a collective that rank 0 never joins are freed.
+        (Action.ASK_ABORT, 1.0, {"main": "left", "failure": "diverged"}),
+    ],
 )
-def test_failure_of_another_rank_ends_the_kernels_part(failure, raised_s, aborted_s):
-    assert first_time(Action.RAISE, failure=failure) == pytest.approx(raised_s, abs=0.051)
-    assert first_time(Action.ABORT, failure=failure) == pytest.approx(aborted_s, abs=0.051)
-    assert first_time(Action.ASK, failure=failure) == NEVER
-
-
-def test_stop_reaches_the_workers_at_once_and_a_stuck_main_thread_after_a_second():
-    assert first_time(Action.PASS_STOP, stop_s=0.0) == 0.0
-    assert first_time(Action.PASS_STOP, stop_s=0.0, main="left") == 0.0
-    assert first_time(Action.PASS_STOP, stop_s=0.0, pending=frozenset()) == NEVER
-    assert first_time(Action.ABORT, stop_s=0.0) == 1.0
-    assert first_time(Action.RAISE, stop_s=0.0) == NEVER
-
-
-def test_stop_cancels_a_cell_that_awaits():
-    assert first_time(Action.RAISE, stop_s=0.0, task=object()) == pytest.approx(0.2)
-
-
-def test_stop_that_came_while_nothing_may_be_raised_is_raised_afterwards():
-    assert first_time(Action.RAISE, stop_s=0.0, is_stop_missed=True) == pytest.approx(0.05)
-
-
-def test_second_stop_leaves_the_ranks_time_to_become_equal():
-    assert first_time(Action.PASS_STOP, stop_s=0.0, makes_group=True) == NEVER
-    assert first_time(Action.ABORT, stop_s=0.0, makes_group=True) == 10.0
-
-
-@pytest.mark.parametrize("main", ["unwinds", "left"])
-def test_workers_come_home_when_rank_0_leaves_by_an_error(main):
-    fields = {"main": main, "error": ValueError()}
-    assert first_time(Action.ASK, **fields) == pytest.approx(0.3, abs=0.051)
-    assert first_time(Action.ASK_ABORT, **fields) == pytest.approx(1.1, abs=0.101)
-    assert first_time(Action.KILL, **fields) == pytest.approx(11.1, abs=0.151)
-    assert first_time(Action.ASK, **fields, pending=frozenset()) == NEVER
-    assert first_time(Action.RAISE, **fields, failure="raised") == NEVER
-
-
-def test_workers_that_stop_has_interrupted_are_not_interrupted_again_at_once():
-    fields = {"main": "left", "error": ValueError(), "stop_s": 0.0}
-    assert first_time(Action.ASK, **fields) == pytest.approx(0.5, abs=0.051)
-    assert first_time(Action.ASK_ABORT, **fields) == pytest.approx(1.0, abs=0.101)
-    assert first_time(Action.KILL, **fields) == pytest.approx(11.0, abs=0.151)
-
-
-def test_others_are_not_waited_for_when_a_worker_has_died():
-    assert first_time(Action.KILL, main="left", failure="died") == 0.0
-    assert first_time(Action.KILL, main="unwinds", failure="died", limit_s=5.0) == NEVER
-
-
-def test_workers_in_a_collective_that_rank_0_never_joins_are_freed_at_once():
-    assert first_time(Action.ASK_ABORT, main="left", failure="diverged") == pytest.approx(0.1, abs=0.051)
+def test_action_is_due(action, time_s, fields):
+    assert first_time(action, **fields) == pytest.approx(time_s, abs=0.101)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import json
-import linecache
 import os
 import signal
 import subprocess
@@ -20,11 +19,10 @@ from unsloth_multigpu.errors import ConfigError, DistributedError, LaunchError, 
 from unsloth_multigpu.notebook import kernel as kernel_module
 from unsloth_multigpu.notebook.kernel import Cell, Channel, Kernel, WorkerProcess
 from unsloth_multigpu.notebook.kernel_share import Receiver
-from unsloth_multigpu.notebook.kernel_start import check_kernel, check_place
+from unsloth_multigpu.notebook.kernel_start import check_kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
-from unsloth_multigpu.wire.stack import place_of
 
 PROGRAM = """
 import os, json, sys, time
@@ -156,11 +154,8 @@ class OneDevice(SimpleNamespace):
     device_count = staticmethod(lambda: 1)
 
 
-def partial_state(module, **shared):
-    def prepare(): ...
-
-    prepare.__module__ = module
-    return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared, _prepare_backend=prepare))
+def partial_state(**shared):
+    return SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
 
 
 class Model:
@@ -170,7 +165,7 @@ class Model:
 LOADED = {
     "torch": SimpleNamespace(),
     "torch.distributed": None,
-    "accelerate.state": partial_state("accelerate.state"),
+    "accelerate.state": partial_state(),
     "transformers.modeling_utils": SimpleNamespace(PreTrainedModel=Model),
 }
 
@@ -184,14 +179,13 @@ LOADED = {
             {},
             "already has a process group",
         ),
-        ({"accelerate.state": partial_state("accelerate.state", device=0)}, {}, "made in this kernel for one process"),
+        ({"accelerate.state": partial_state(device=0)}, {}, "made in this kernel for one process"),
         ({"torch": SimpleNamespace(cuda=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
         ({"torch": SimpleNamespace(xpu=OneDevice())}, {}, "num_gpus=2, but this kernel has opened 1 device"),
-        ({"accelerate.state": partial_state("unsloth")}, {}, "unsloth was imported while one device was visible"),
         ({}, {"max_restarts": 1}, "max_restarts=1 is not supported in notebooks"),
         ({}, {"generators": 1}, "generators=1 is not supported in notebooks"),
         ({}, {"nnodes": 2, "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes=2 is not supported in notebooks"),
-        ({}, {"shard": "auto"}, "which is not possible with cells"),
+        ({}, {"shard": "auto"}, "shard='auto' is not supported in notebooks"),
     ],
 )
 def test_kernel_that_cannot_become_rank_0_is_refused(monkeypatch, loaded, given, reason):
@@ -217,11 +211,6 @@ def test_kernel_with_a_model_and_a_call_from_a_thread_are_refused(monkeypatch):
     del model
 
 
-def test_line_of_a_cell_is_named_in_a_hang():
-    frames = ['  File "<string>", line 1 in <module>', '  File "<ipython-input-4-829d36eb45d5>", line 7 in collate']
-    assert place_of(frames) == "In [4]:7 in collate"
-
-
 def test_interrupt_that_comes_late_ends_no_other_cell():
     """The worker has ended cell 4 and makes a new group as number 5: an interrupt there would let rank 0 wait alone."""
     ours, theirs = Pipe()
@@ -241,21 +230,3 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)
         worker.channel.close()
-
-
-def test_call_outside_a_cell_is_refused():
-    """A widget's callback, a timer, a silent request: the workers would run the cell before it again."""
-    source = "f = lambda: check_place(shell)\nf()\nhas_passed = True\n"
-    shell = SimpleNamespace(history_manager=SimpleNamespace(input_hist_parsed=["", source]))
-    shell.user_ns = {"check_place": check_place, "shell": shell}
-    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
-    try:
-        exec(compile(source, "<cell>", "exec"), shell.user_ns)
-        assert shell.user_ns["has_passed"]
-        shell.history_manager.input_hist_parsed.append("pass\n")
-        with pytest.raises(SetupError, match="outside a cell"):
-            exec(compile(source, "<cell>", "exec"), shell.user_ns)
-        with pytest.raises(SetupError, match="outside a cell"):
-            check_place(shell)
-    finally:
-        del linecache.cache["<cell>"]

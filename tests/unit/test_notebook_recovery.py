@@ -111,8 +111,6 @@ def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_gr
 def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group):
     model, trainings = nn.Linear(2, 2), Trainings()
     wrapper = nn.parallel.DistributedDataParallel(model)
-    trainings.note_wrapper(wrapper)
-    trainings.note_wrapper(model)
     wrapper(torch.ones(1, 2))  # A backward is expected.
     trainings.retire()
     with pytest.raises(DistributedError, match="unwrap_model"):

@@ -13,7 +13,6 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.plain.plain_loop import distributed_loader
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.program import Program, warn_of_unwrapped_steps
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
@@ -106,12 +105,15 @@ def place(rank=0, world_size=1):
     return RankIdentity(rank, rank, world_size, world_size, launcher="torchrun" if world_size > 1 else "none")
 
 
-def loaders(num_samples, batch_size, world_size, **options):
-    settings = {"keeps_step": True, "shuffle": True, "seed": 0, "collate_fn": list, **options}
-    return [
-        distributed_loader(range(num_samples), batch_size, place(rank, world_size), **settings)
-        for rank in range(world_size)
-    ]
+def loaders(num_samples, batch_size, world_size, config=None, **options):
+    """The loader of each rank."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(world_size):
+            session = Session(config or MultiGPUConfig(), place(rank, world_size), console=None)
+            patch.setattr(plugin, "_session", session)
+            found.append(ump.distributed_loader(range(num_samples), batch_size, collate_fn=list, **options))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -156,8 +158,9 @@ def test_every_iteration_is_the_next_epoch():
     assert next(iter(loaders(40, 40, 1, shuffle=False)[0])) == list(range(40))
 
 
-def test_scale_gives_each_rank_the_batch():
-    ranks = loaders(32, 4, 4, keeps_step=False, shuffle=False)
+@pytest.mark.parametrize(("batch_size", "options"), [(4, {"global_batch": "scale"}), (3, {"batch_size_per_gpu": 4})])
+def test_each_rank_gets_the_batch_that_an_option_asks_for(batch_size, options):
+    ranks = loaders(32, batch_size, 4, MultiGPUConfig(**options), shuffle=False)
     assert [next(iter(r)) for r in ranks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert {len(r) for r in ranks} == {2}
 
@@ -172,24 +175,14 @@ def test_weight_is_that_of_the_batch_that_was_yielded(caplog):
     # Workers are steps ahead.
     loader = loaders(15, 4, 2, num_workers=1)[0]
     assert [(len(batch), loader.loss_weight) for batch in loader] == [(2, 1.0), (2, 1.0), (2, 1.0), (2, 4 / 3)]
-    assert caplog.messages[-1].startswith("the last step of an epoch is 3 = 2 + 1 samples: multiply the loss")
+    assert caplog.messages[-1].startswith("some steps are 2 + 1 samples: multiply the loss")
     loaders(12, 5, 2)
-    assert caplog.messages[-1].startswith("a step is 5 = 3 + 2 samples")
+    assert caplog.messages[-1].startswith("some steps are 3 + 2 samples")
     # Rank 0 alone tells: in one line of each call.
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     caplog.clear()
     loaders(16, 4, 2)
     assert caplog.messages == []
-
-
-def test_options_of_the_session_are_followed(monkeypatch):
-    def steps(**options):
-        monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), place(1, 2), console=None))
-        return [len(batch) for batch in ump.distributed_loader(range(24), 4, collate_fn=list)]
-
-    assert steps() == [2] * 6
-    assert steps(global_batch="scale") == [4] * 3
-    assert steps(batch_size_per_gpu=3) == [3] * 4
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_innermost_line_of_the_users_own_is_named():
     assert len(frames) == 6
     assert place_of(frames) == 'my "model".py:41 in forward'
     assert place_of(frames[:4]) == ""
+    assert place_of(['  File "<ipython-input-4-829d36eb45d5>", line 7 in collate']) == "In [4]:7 in collate"
     assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
 
 

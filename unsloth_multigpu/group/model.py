@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
-def inner_name(module: nn.Module) -> str | None:
+def unwrapped(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the model, the model that it wraps, and so on."""
+    yield model
+    while (name := _inner_name(model)) is not None:
+        model = getattr(model, name)
+        yield model
+
+
+def _inner_name(module: nn.Module) -> str | None:
     """Returns the name of a wrapper's attribute that holds the model; None for a module that is not a wrapper."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"

@@ -1,6 +1,8 @@
 """The program of a notebook's rank: cells, which may fail, be stopped, and be run again.
 
 `unsloth_multigpu.program` has the base class for scripts, with the purpose of each method.
+
+Imported inside functions only.
 """
 
 from __future__ import annotations
@@ -8,25 +10,33 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as dist
 
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.group.manager import DDPManager, local_device
+from unsloth_multigpu.launch.rank import enter_notebook
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, Publisher, Receiver, variables_set
+from unsloth_multigpu.notebook.recovery import (
+    Trainings,
+    abort_group,
+    become_one_process,
+    close_group,
+    lose_all,
+    open_group,
+    rejoin,
+    store_of_group,
+)
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import Program
 from unsloth_multigpu.session import Session, open_session
+from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.notebook.recovery import Trainings
-    from unsloth_multigpu.train.loop import Loop
 
 
 class ReplayedLineError(SetupError, ConfigError):
@@ -66,10 +76,6 @@ class CellProgram(Program):
 
     def enter(self, session: Session) -> None:
         """Sets up this process as a rank."""
-        from unsloth_multigpu.group.manager import local_device
-        from unsloth_multigpu.launch.rank import enter_notebook
-        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process, lose_all
-
         config = session.config
         # Must be equal on all ranks: a failed call of enable_multi_gpu() may have counted on some of them only.
         session.index = 0
@@ -86,18 +92,12 @@ class CellProgram(Program):
 
     def prepare(self, manager: DDPManager) -> None:
         """Lets the manager use the store of the process group, which changes with each group."""
-        from unsloth_multigpu.notebook.recovery import store_of_group
-
         manager.connect_store = store_of_group
         manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:
         """False in a cell that not all ranks run, and while there is no process group."""
-        if self._sharer.is_apart:
-            return False
-        import torch.distributed as dist
-
-        return dist.is_initialized()
+        return not self._sharer.is_apart and dist.is_initialized()
 
     def begin_training(self) -> int:
         """Returns the number of finished trainings: an interrupted one keeps its number when its cell is run again."""
@@ -113,11 +113,6 @@ class CellProgram(Program):
         if self._trainings is not None:
             self._trainings.note(self._num_begun - 1, loop)
 
-    def note_wrapper(self, model: nn.Module) -> None:
-        """Records a DDP wrapper, which refers to the process group."""
-        if self._trainings is not None:
-            self._trainings.note_wrapper(model)
-
     def order(self) -> dict[str, Any]:
         """Returns rank 0's fields of the order to open a new group: its counts of trainings apply to all ranks."""
         counts = (0, 0) if self.session is None else (self._num_begun, self._num_finished)
@@ -129,8 +124,6 @@ class CellProgram(Program):
         `order` is the message of `Notebook._open_group`. Raises DivergenceError if a model differs between ranks; the
         group is open then.
         """
-        from unsloth_multigpu.notebook.recovery import abort_group, close_group, open_group, rejoin
-
         # None at first: a worker calls enable_multi_gpu() only in the cell that follows.
         session, trainings = self.session, self.trainings
         if trainings is not None:

@@ -1,4 +1,7 @@
-"""Shows the ranks of a notebook: `%%rank N`, `%%rank0`, `%ranks`, and a table below the cell that trains."""
+"""Shows the ranks of a notebook: `%%rank N`, `%%rank0`, `%ranks`, and a table below the cell that trains.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from unsloth_multigpu.notebook.kernel import Cell, Kernel, log_header
+from IPython.display import display
+
+from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.kernel_share import Publisher, read_ranks
 from unsloth_multigpu.overview import Look, Overview, columns_of, headline, lines_of, table_of
 from unsloth_multigpu.wire.child import read_tail
@@ -34,10 +39,8 @@ class RankMagics:
         self._publisher = publisher
         self._run = run
         self._shows_all = False
-        # Of the running cell: its source, the ranks whose output is shown, and the sizes of the logs at its start.
-        self._source = ""
+        # The ranks whose output of the running cell is shown.
         self._shown: set[int] = set()
-        self._offsets: dict[int, int] = {}
 
     def open(self, stack: ExitStack) -> None:
         """Registers the magics until `stack` is closed."""
@@ -45,25 +48,22 @@ class RankMagics:
             self._shell.register_magic_function(function, kind, function.__name__)
             stack.callback(self._shell.magics_manager.magics[kind].pop, function.__name__, None)
 
-    def begin(self, source: str) -> None:
+    def begin(self) -> None:
         """Called when a cell begins."""
-        self._source = source
-        workers = self._kernel.workers
-        self._shown = {worker.rank for worker in workers} if self._shows_all else set()
-        # A cell may have removed a log.
-        self._offsets = {w.rank: w.log.stat().st_size if w.log.exists() else 0 for w in workers}
+        self._shown = {worker.rank for worker in self._kernel.workers} if self._shows_all else set()
 
     def end(self, cell: Cell) -> None:
         """Called when the cell has ended on all ranks: shows the output of workers."""
         for worker in self._kernel.workers:
-            if worker.rank in self._shown:
+            message = worker.ended.get(cell.number)
+            if worker.rank in self._shown and message is not None:
+                # A cell may have removed a log.
                 with suppress(FileNotFoundError), worker.log.open("rb") as log:
-                    log.seek(self._offsets[worker.rank])
+                    log.seek(message["output_begin"])
                     text = log.read().decode("utf-8", "replace")
-                    traceback = worker.ended.get(cell.number, {}).get("traceback", "")
-                    if traceback in str(cell.failure_error):
-                        text = text.replace(traceback, "")  # The error that is shown has it.
-                    sys.stdout.write(prefix_output(text, log_header(cell.number, self._source), worker.rank))
+                    if message["traceback"] in str(cell.failure_error):
+                        text = text.replace(message["traceback"], "")  # The error that is shown has it.
+                    sys.stdout.write(prefix_output(text, worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
@@ -105,14 +105,10 @@ class RankMagics:
         return "\n".join(lines_of(columns))
 
 
-def prefix_output(text: str, header: str, rank: int) -> str:
-    """Returns a worker's output in a cell with the rank before each line.
-
-    `text` is its log since the start of the cell. `header`, the `log_header` of the cell, is left out.
-    """
-    before, _, after = text.rpartition(header)
+def prefix_output(text: str, rank: int) -> str:
+    """Returns a worker's output in a cell with the rank before each line."""
     # Of a progress bar, keep the last state.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in (before + after).removesuffix("\n").split("\n")]
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
     if lines == [""]:
         return ""
     cut = [f"... {len(lines) - _MOST_LINES} more lines in the log"] if len(lines) > _MOST_LINES else []
@@ -146,8 +142,6 @@ class Panel:
             thread.join()
 
     def _follow(self, is_in_cell: Callable[[], bool]) -> None:
-        from IPython.display import display
-
         overview, handle = Overview(self._run), None
         is_over = False
         while not is_over:

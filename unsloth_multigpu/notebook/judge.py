@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 # Seconds from a fault until an exception is raised in the kernel's main thread. Longest after an error of a worker: if
 # rank 0 is about to raise the same error, its own traceback is the best one to show.
 _GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
-# Seconds from that exception until the group is aborted: the exception ends Python code, but not a collective. After a
-# divergence the main thread is known to be inside a collective.
-_ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
+# Seconds from that exception until the group is aborted: the exception ends Python code, but not a collective.
+_ABORT_AFTER_S = 0.5
 _STOP_ABORT_AFTER_S = 1.0
 # Longer, because users often press Stop twice, and the second time the ranks may be opening a new process group.
 _GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _ASYNC_STOP_AFTER_S = 0.2
 # Seconds until the workers are asked to leave the cell, and from then until they are asked to abort their group. After
-# an error that all ranks raise, workers leave by themselves meanwhile. Stop has interrupted the workers already, and a
-# second interrupt at once would disturb their clean-up.
-_ASK_AFTER_S = {"error": (0.3, 0.8), "stop": (0.5, 0.5), "diverged": (0.0, _ABORT_AFTER_S["diverged"])}
+# an error that all ranks raise, workers leave by themselves meanwhile. After Stop a second interrupt at once would
+# disturb their clean-up.
+_ASK_AFTER_S = 0.5
+_ASK_ABORT_AFTER_S = 0.5
 _KILL_AFTER_S = 10.0
 # Ranks do not begin a collective at exactly the same time.
 DIVERGED_AFTER_S = 1.0
@@ -60,7 +60,7 @@ def _end_own_part(cell: Cell) -> dict[Action, float]:
     if cell.failure is not None:
         due_s[Action.RAISE] = cell.failure_s + _GRACE_S[cell.failure]
         if Action.RAISE in cell.done:
-            due_s[Action.ABORT] = cell.done[Action.RAISE] + _ABORT_AFTER_S[cell.failure]
+            due_s[Action.ABORT] = cell.done[Action.RAISE] + _ABORT_AFTER_S
     elif cell.stop_s is not None and cell.makes_group:
         due_s[Action.ABORT] = cell.stop_s + _GROUP_STOP_AFTER_S
     elif cell.stop_s is not None:
@@ -77,11 +77,9 @@ def _end_workers_part(cell: Cell, now_s: float, pending: Collection[int]) -> dic
         return {}
     if cell.failure == "died" and cell.main == "left":
         return {Action.KILL: now_s}  # The kernel continues alone in any case.
-    cause = "diverged" if cell.failure == "diverged" else "stop" if Action.PASS_STOP in cell.done else "error"
-    ask_after_s, abort_after_s = _ASK_AFTER_S[cause]
-    due_s = {Action.ASK: max(cell.main_since_s, cell.done.get(Action.PASS_STOP, 0.0)) + ask_after_s}
+    due_s = {Action.ASK: max(cell.main_since_s, cell.done.get(Action.PASS_STOP, 0.0)) + _ASK_AFTER_S}
     if Action.ASK in cell.done:
-        due_s[Action.ASK_ABORT] = cell.done[Action.ASK] + abort_after_s
+        due_s[Action.ASK_ABORT] = cell.done[Action.ASK] + _ASK_ABORT_AFTER_S
     if Action.ASK_ABORT in cell.done:
         due_s[Action.KILL] = cell.done[Action.ASK_ABORT] + _KILL_AFTER_S
     return due_s

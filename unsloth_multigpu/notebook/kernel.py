@@ -93,12 +93,6 @@ class Cell:
             self.failure_error, self.failure_s = error, time.monotonic()
             self.failure = kind
 
-    def strike(self, error: BaseException) -> None:
-        """Ends the cell, whose thread calls this: raises `error`, or cancels a task that is not running now."""
-        if self.task is None or asyncio.current_task(self.task.get_loop()) is self.task:
-            raise error from None
-        self.task.get_loop().call_soon_threadsafe(self.task.cancel)
-
 
 class Kernel:
     """The workers and the current cell. The main thread begins and ends cells, `Monitor` watches them.
@@ -121,13 +115,17 @@ class Kernel:
         self.attend: Callable[[], None] = lambda: None
         self.is_undisturbed = False
         self.is_broken = False
-        self._main_thread = threading.get_ident()
+        # A forked child has the same thread ids.
+        self._main_thread = os.getpid(), threading.get_ident()
         self._num_cells = 0
 
     @property
     def current(self) -> Cell | None:
         """The current cell in the thread that runs it; None in other threads and in a forked child."""
-        return self.cell if threading.get_ident() == self._main_thread else None
+        return self.cell if self._is_main_thread() else None
+
+    def _is_main_thread(self) -> bool:
+        return self._main_thread == (os.getpid(), threading.get_ident())
 
     @property
     def pids(self) -> list[int]:
@@ -143,7 +141,7 @@ class Kernel:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Within the context neither Stop nor the monitor raises in the main thread. The monitor still sees Stop."""
-        if threading.get_ident() != self._main_thread or self.is_undisturbed:
+        if not self._is_main_thread() or self.is_undisturbed:
             yield
             return
         before = signal.getsignal(signal.SIGINT)
@@ -279,12 +277,6 @@ class Kernel:
             return frozenset()
         return frozenset(w.rank for w in self.workers if w.exit_code is None and cell.number not in w.ended)
 
-    def forget(self) -> None:
-        """Called in a forked child: the workers and the cell belong to the kernel."""
-        for worker in self.workers:
-            worker.close()
-        self.workers, self.cell = (), None
-
     def _outcome(self, cell: Cell) -> BaseException | None:
         messages = self._messages(cell)
         dead = [w for w in self.workers if w.exit_code is not None]
@@ -369,9 +361,16 @@ class WorkerProcess(Child):
         self.collect()
 
     def close(self) -> None:
-        """Closes the descriptors, in this process or in a forked child."""
+        """Closes the descriptors."""
         self.channel.close()
         os.close(self.pid_descriptor)
+
+
+def strike(task: asyncio.Task[Any] | None, error: BaseException) -> None:
+    """Ends a cell, whose thread calls this: raises `error`, or cancels its task if another one runs now."""
+    if task is None or asyncio.current_task(task.get_loop()) is task:
+        raise error from None
+    task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 def died(worker: WorkerProcess) -> DistributedError:
@@ -425,8 +424,3 @@ def error_text(error: BaseException | None) -> str:
 def names_broken_group(error: BaseException) -> bool:
     """True for an error that may be a consequence of another rank's error."""
     return any(text in f"{type(error).__name__} {error}" for text in _BROKEN)
-
-
-def log_header(cell_number: int, source: str) -> str:
-    """Returns the text that a worker writes to its log before the output of a cell."""
-    return f"---- cell {cell_number}\n{source}\n----\n"

@@ -1,6 +1,8 @@
 """What rank 0 does for all ranks: commands, magics, logins, questions. The others wait for its result or error.
 
 The kernel and its workers use it. Public methods of IPython are replaced on the one shell object while the ranks live.
+
+Imported inside functions only.
 """
 
 from __future__ import annotations
@@ -13,17 +15,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from types import FrameType
 from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.utils.text import LSString, SList
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.group.outcome import error_of, failure
+from unsloth_multigpu.launch.pulse import last_collective
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.seam import instance_attribute
 
-# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them.
+# Magics that change the machine, ask the user, measure, or use the front end. Only rank 0 runs them, and what they run
+# does not see the variables of a rank.
 _RANK_0_CELL_MAGICS = """
 ! bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
 sx system timeit writefile
@@ -34,9 +39,6 @@ lf lk ll load loadpy logstart logstop ls lsmagic lx magic mamba man matplotlib m
 notebook page pastebin pdb pdoc pfile pinfo pinfo2 pip psearch psource pycat qtconsole quickref ranks recall rep rm
 rmdir save sc shell store subshell sx system tb tensorboard timeit uv
 """
-_MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
-# These return a value.
-_VALUE_MAGICS = frozenset({"sx", "system"})
 # These read the history of the shell, which only rank 0 has.
 _HISTORY_MAGICS = frozenset({"macro", "rerun"})
 # Modules with magics of front ends, which a worker does not have.
@@ -219,8 +221,6 @@ class Receiver(Sharer):
 
     def _take(self, key: str) -> dict[str, Any] | None:
         """Waits for a message, and tells the kernel so; None = rank 0 has left the cell."""
-        from unsloth_multigpu.launch.pulse import last_collective
-
         number = self.cell_number
 
         def has_come() -> bool:
@@ -258,8 +258,6 @@ def _plain(value: Any) -> Any:
 
 def like_ipython(output: Any) -> Any:
     """Converts the output of a command or magic to IPython's types, which have `x.s`, `x.l` and so on."""
-    from IPython.utils.text import LSString, SList
-
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output
 
 
@@ -289,16 +287,14 @@ def _write(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def is_rank_0_magic(kind: str, name: str, line: str, magic: Any) -> bool:
+def is_rank_0_magic(kind: str, name: str, magic: Any) -> bool:
     """True for a magic that only rank 0 runs.
 
-    `kind` is "line" or "cell", `name` has no per cent signs, `line` is the rest of the line, and `magic` is the magic's
-    function; None = the shell does not have it.
+    `kind` is "line" or "cell", `name` has no per cent signs, and `magic` is the magic's function; None = the shell does
+    not have it.
     """
     if magic is None or f"{getattr(magic, '__module__', '')}.".startswith((*_FRONT_ENDS, _ALIASES)):
         return True
-    if name == "store" and "-r" in line.split():
-        return False  # It restores values, which every rank needs.
     return name in (_RANK_0_LINE_MAGICS if kind == "line" else _RANK_0_CELL_MAGICS).split()
 
 
@@ -309,58 +305,63 @@ def done_by_rank_0(shell: Any, sharer: Sharer, variables_before: Mapping[str, st
     `sharer` sends the results on rank 0, and waits for them on other ranks. Programs that are started see
     `variables_before`, without those of a rank.
     """
-    from IPython.core.error import UsageError
-
-    user = _UserFrame()
-    expand, start, read = type(shell).var_expand, shell.system, shell.getoutput
+    start, read = shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
+    expand, local_scope = type(shell).var_expand, type(shell).get_local_scope
 
-    def share(kind: str, run: Callable[[], Any], frame: FrameType, *, is_value: bool, name: str = "") -> Any:
-        # Magics that measure run Python in this process, which may need the rank's variables.
-        hidden = {} if name in _MEASURING_MAGICS else variables_before
-        with user.at(frame), variables_set(hidden):
+    def share(kind: str, run: Callable[[], Any], *, is_value: bool) -> Any:
+        with variables_set(variables_before):
             return like_ipython(sharer.make(kind, run, is_value=is_value))
 
+    # Both look names up in the frame of the user's code, to which IPython counts.
     def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        return expand(shell, cmd, user.depth(depth), *args, **kwargs)
+        return expand(shell, cmd, _real_depth(depth), *args, **kwargs)
+
+    def get_local_scope(stack_depth: int) -> Any:
+        return local_scope(shell, _real_depth(stack_depth))
 
     def system(command: str) -> None:
         def run() -> Any:
             start(command)
             return shell.user_ns.get("_exit_code")
 
-        exit_code = share(f"!{command}", run, sys._getframe(1), is_value=False)
+        exit_code = share(f"!{command}", run, is_value=False)
         if exit_code is not None:
             shell.user_ns["_exit_code"] = exit_code
 
     def getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
-        frame = sys._getframe(depth + 1)
-        return share(f"x = !{command}", lambda: read(command, split=split), frame, is_value=True)
+        return share(f"x = !{command}", lambda: read(command, split=split, depth=depth), is_value=True)
 
     def run_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         if name in _HISTORY_MAGICS:
             raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
-
-        def run() -> Any:
-            return line_magic(name, line, _stack_depth=user.depth(0) + 1)
-
-        frame, is_value = sys._getframe(_stack_depth), name in _VALUE_MAGICS
-        if not is_rank_0_magic("line", name, line, shell.find_line_magic(name)):
-            with user.at(frame):
-                return run()
-        return share(f"%{name} {line}".rstrip(), run, frame, is_value=is_value, name=name)
+        run = functools.partial(line_magic, name, line, _stack_depth)
+        if not is_rank_0_magic("line", name, shell.find_line_magic(name)):
+            return run()
+        return share(f"%{name} {line}".rstrip(), run, is_value=False)
 
     def run_cell_magic(name: str, line: str, cell: str) -> Any:
-        run, frame = functools.partial(cell_magic, name, line, cell), sys._getframe(1)
-        if not is_rank_0_magic("cell", name, line, shell.find_cell_magic(name)):
-            with user.at(frame):
-                return run()
-        return share(f"%%{name} {line}".rstrip(), run, frame, is_value=False, name=name)
+        run = functools.partial(cell_magic, name, line, cell)
+        if not is_rank_0_magic("cell", name, shell.find_cell_magic(name)):
+            return run()
+        return share(f"%%{name} {line}".rstrip(), run, is_value=False)
 
     with ExitStack() as stack:
-        for replacement in (var_expand, system, getoutput, run_line_magic, run_cell_magic):
+        for replacement in (var_expand, get_local_scope, system, getoutput, run_line_magic, run_cell_magic):
             stack.enter_context(instance_attribute(shell, replacement.__name__, replacement))
         yield
+
+
+def _real_depth(depth: int) -> int:
+    """Returns the depth of a frame for a method of IPython, given the depth without the frames of this module.
+
+    Called by the method's replacement. Depths count from the method's caller.
+    """
+    frame, real_depth = sys._getframe(2), 1
+    while frame.f_back is not None and (depth > 0 or frame.f_globals is globals()):
+        depth -= frame.f_globals is not globals()
+        frame, real_depth = frame.f_back, real_depth + 1
+    return real_depth
 
 
 def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
@@ -378,40 +379,9 @@ def _once(make: Callable[..., Any], name: str, original: Callable[..., Any], /, 
 
 def read_ranks(text: str, num_ranks: int) -> frozenset[int]:
     """Parses the ranks after %%rank: "0", "0,2" or "all"."""
-    from IPython.core.error import UsageError
-
     if text.strip() == "all":
         return frozenset(range(num_ranks))
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) < num_ranks for part in parts):
         raise UsageError(f"%%rank: {text.strip()!r}; expected 0 .. {num_ranks - 1}, a list such as 0,1, or all.")
     return frozenset(map(int, parts))
-
-
-class _UserFrame:
-    """The frame of the user's code that runs a command. IPython counts frames up to it, and this module adds frames.
-
-    Each thread has its own, because subshells run commands, too.
-    """
-
-    def __init__(self) -> None:
-        self._frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
-
-    @contextmanager
-    def at(self, frame: FrameType) -> Iterator[None]:
-        """Within the context, `{name}` and `$name` in commands are looked up in this frame."""
-        token = self._frame.set(frame)
-        try:
-            yield
-        finally:
-            self._frame.reset(token)
-
-    def depth(self, depth: int) -> int:
-        """Returns the `depth` for IPython's `var_expand`, given that of its replacement, which calls this."""
-        frame, above = self._frame.get(), sys._getframe(1)
-        if frame is None:
-            return depth + 1
-        depth = 0
-        while above is not frame and above.f_back is not None:
-            depth, above = depth + 1, above.f_back
-        return depth

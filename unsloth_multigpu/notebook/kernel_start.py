@@ -1,23 +1,25 @@
-"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell, too."""
+"""`enable_multi_gpu()` in a notebook: this kernel becomes rank 0, and workers run every later cell, too.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
-import ast
 import atexit
 import gc
 import json
-import linecache
 import os
 import shutil
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unsloth_multigpu.accelerator import KINDS, backend_of
 from unsloth_multigpu.errors import (
@@ -28,12 +30,16 @@ from unsloth_multigpu.errors import (
     SetupError,
     VersionError,
 )
+from unsloth_multigpu.group.manager import local_device
+from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.launch.pulse import last_collective
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import ALONE, Kernel, WorkerProcess
 from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, variables_set
 from unsloth_multigpu.notebook.monitor import Monitor
+from unsloth_multigpu.notebook.recovery import abort_group, close_group
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.session import Session
@@ -66,7 +72,6 @@ def open_notebook(
         DistributedError: A worker could not start, or an earlier cell failed on it.
     """
     check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
-    check_place(shell)
     cells = shell.history_manager.input_hist_parsed[1:]
     begin_s = time.monotonic()
     with ExitStack() as stack:
@@ -75,7 +80,7 @@ def open_notebook(
         session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
-        notebook.begin(cells[-1])
+        notebook.begin(cells[-1], len(cells))
         stack.pop_all()
     session.had_workers = True
     logger.info("ready in %.1f s", time.monotonic() - begin_s)
@@ -90,21 +95,20 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
         SetupError: The kernel has objects that were made for one process.
         VersionError: IPython or ipykernel are too old.
     """
-    for name, supported in SUPPORTED_IN_NOTEBOOKS.items():
-        if not (row := check_version(name + supported)).ok:
+    for name, versions in SUPPORTED_IN_NOTEBOOKS.items():
+        if not (row := check_version(name + versions)).ok:
             raise VersionError(
-                f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
-                hint=f'pip install "{name}{supported}"',
+                f"{name} {row.installed} is installed, but notebooks need {name}{versions}.",
+                hint=f'pip install "{name}{versions}"',
             )
-    defaults = {"max_restarts": 0, "generators": 0, "nnodes": 1}
     values = config.plain_values()
-    if asked := [f"{name}={values[name]!r}" for name, value in defaults.items() if values[name] != value]:
-        raise ConfigError(f"{asked[0]} is not supported in notebooks.", hint="Leave it out, or run a script.")
-    if config.shard == "auto":
-        raise ConfigError(
-            "shard='auto' runs a script once more to count its memory, which is not possible with cells.",
-            hint="Set shard='on' if the model does not fit one GPU, or leave it out.",
-        )
+    supported: dict[str, list[Any]] = {"max_restarts": [0], "generators": [0], "nnodes": [1], "shard": ["off", "on"]}
+    for option, allowed in supported.items():
+        if values[option] not in allowed:
+            raise ConfigError(
+                f"{option}={values[option]!r} is not supported in notebooks.",
+                hint=f"Set {' or '.join(map(repr, allowed))}, or run a script.",
+            )
     if threading.current_thread() is not threading.main_thread():
         raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
     if had_workers:
@@ -138,24 +142,6 @@ def _check_devices(num_ranks: int) -> None:
             f"num_gpus={num_ranks}, but this kernel has opened {opened[0]} device(s), and cannot open more.",
             hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
         )
-    if state is not None and not state._prepare_backend.__module__.startswith("accelerate."):
-        raise SetupError(
-            "unsloth was imported while one device was visible, and has set up accelerate for one process.",
-            hint=f"Remove CUDA_VISIBLE_DEVICES from the notebook. {_RESTART}",
-        )
-
-
-def check_place(shell: Any) -> None:
-    """Raises SetupError if the call does not come from the running cell, so that workers could not run it, too."""
-    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_globals is shell.user_ns]
-    codes = [f.f_code for f in frames if f.f_code.co_name == "<module>" or f.f_code.co_name.startswith("<cell line: ")]
-    cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
-    # The innermost one may be the body of a cell magic; the outermost one is the cell itself.
-    if not codes or "".join(linecache.getlines(codes[-1].co_filename)).rstrip("\n") != cell:
-        raise SetupError(
-            "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",
-            hint="Call it in a cell.",
-        )
 
 
 class Notebook:
@@ -165,10 +151,6 @@ class Notebook:
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
-        import torch
-
-        from unsloth_multigpu.launch.pulse import last_collective
-
         self._config = config
         self._generation = 0
         self._identity = _identity(0, num_ranks)
@@ -178,7 +160,7 @@ class Notebook:
         values = self._variables_of_ranks(num_ranks)
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         stack.enter_context(variables_set({**before, **values}))
-        settings = {"path": sys.path, "before": before, "profile": shell.profile_dir.location}
+        settings = {"path": sys.path, "before": before}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
@@ -205,7 +187,7 @@ class Notebook:
         """Runs the cells of this kernel on the workers, the last one up to the line. There is no process group yet."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for number, source in enumerate(cells, 1):
-            if source.strip() and _is_python(source):
+            if source.strip():
                 has_line = number == len(cells)
                 self.kernel.replay(source, self._config.timeout_s, execution_count=number, has_line=has_line)
 
@@ -216,10 +198,10 @@ class Notebook:
         context = RunContext.read(os.environ)
         return self.program.open_session(self._config, self._identity, console, context)
 
-    def begin(self, cell: str) -> None:
+    def begin(self, cell: str, execution_count: int) -> None:
         """Lets the workers run the rest of the current cell, too."""
         self._kernel_shell.open()
-        self._kernel_shell.begin(cell)
+        self._kernel_shell.begin(cell, execution_count)
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
@@ -260,8 +242,6 @@ class Notebook:
 
     def _open_group(self) -> None:
         """Opens a new process group on all ranks, and broadcasts the weights of rank 0's models."""
-        from unsloth_multigpu.group.manager import local_device
-
         config = self._config
         self._generation += 1
         order = {
@@ -284,13 +264,9 @@ class Notebook:
             raise shown
 
     def _abort_group(self) -> None:
-        from unsloth_multigpu.notebook.recovery import abort_group
-
         abort_group(self.kernel.pids)
 
     def _close_group(self) -> None:
-        from unsloth_multigpu.notebook.recovery import close_group
-
         self._abort_group()  # NCCL would wait for the other ranks, which exit without closing the group.
         close_group()
 
@@ -301,8 +277,6 @@ class Notebook:
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _variables_of_ranks(self, num_ranks: int) -> dict[str, str]:
-        from unsloth_multigpu.launch.launcher import rank_environment
-
         run_id = uuid.uuid4().hex
         variables = rank_environment(self._config, num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
         return {**variables, **_NCCL, **self._identity.variables()}
@@ -310,12 +284,3 @@ class Notebook:
 
 def _identity(rank: int, num_ranks: int) -> RankIdentity:
     return RankIdentity(rank, rank, num_ranks, num_ranks, "notebook")
-
-
-def _is_python(source: str) -> bool:
-    """False for a transformed cell with a syntax error, of which nothing was run."""
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True

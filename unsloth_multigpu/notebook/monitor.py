@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import select
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -19,7 +17,7 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeo
 from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
-from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died
+from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died, strike
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
@@ -70,8 +68,6 @@ class Monitor:
             stack.callback(self._end_thread)
             self._stack = stack.pop_all()
         kernel.attend = self.attend
-        # This cannot be unregistered, so it gets a weak reference.
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
     def close(self) -> None:
         """Ends the thread and restores the signals."""
@@ -82,15 +78,6 @@ class Monitor:
         """Wakes the thread. Called by the main thread when a cell begins or ends."""
         self._own_signals()  # Another library may have replaced the wake-up descriptor.
         self._wake()
-
-    def forget(self) -> None:
-        """Called in a forked child: releases what belongs to the kernel."""
-        if threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-        self._kernel.forget()
-        for end in (self._read_end, self._write_end):
-            os.close(end)
-        self._stack.pop_all()
 
     def _own_signals(self) -> None:
         before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -120,7 +107,7 @@ class Monitor:
         error, self._pending_error = self._pending_error, None
         # While the main thread writes its traceback, an error would end IPython's own code.
         if cell is not None and cell.main == "runs":
-            cell.strike(error)
+            strike(cell.task, error)
 
     def _run(self) -> None:
         try:
@@ -278,9 +265,3 @@ def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedErr
         f"rank {worker.rank} raised {message['error']}\n\nTraceback of rank {worker.rank}:\n{message['traceback']}",
         hint=f"{why}All output of rank {worker.rank}: {worker.log}",
     )
-
-
-def _forget(monitor: weakref.ref[Monitor]) -> None:
-    alive = monitor()
-    if alive is not None and not alive._is_closing:
-        alive.forget()

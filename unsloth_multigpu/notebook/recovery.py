@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ from unsloth_multigpu.accelerator import KINDS, kind_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.model import inner_name
+from unsloth_multigpu.group.model import unwrapped
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
 from unsloth_multigpu.group.shards import class_of, forget_pass, fsdp_modules, has_shards
 from unsloth_multigpu.logs import get_logger
@@ -142,7 +142,6 @@ class Trainings:
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[TrainerLike], Loop]] = {}
-        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Numbers of the trainings that an exception has interrupted.
         self._cut: set[int] = set()
 
@@ -163,13 +162,8 @@ class Trainings:
         self._noted = {n: noted for n, noted in self._noted.items() if noted[0]() not in (None, trainer)}
         self._noted[number] = weakref.ref(trainer), loop
 
-    def note_wrapper(self, model: nn.Module) -> None:
-        """Records the DDP wrapper of a loop without a Trainer, which refers to the process group."""
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._wrappers.add(model)
-
     def retire(self) -> None:
-        """Makes training with the Trainers and wrappers of this group an error: optimizers may be a step apart.
+        """Makes training with the Trainers and DDP wrappers of this group an error: optimizers may be a step apart.
 
         A Trainer still evaluates and saves.
         """
@@ -181,11 +175,9 @@ class Trainings:
             trainer.is_in_train = False
             trainer.train = _refuse_old_trainer
             _take_ddp_off(trainer)
-        for wrapper in self._wrappers:
-            ddp = cast(Any, wrapper)
-            ddp._remove_autograd_hooks()
+        for ddp in _living_modules(nn.parallel.DistributedDataParallel):
+            ddp._remove_autograd_hooks()  # They would run in the next wrapper of the same model.
             ddp.forward = _refuse_old_wrapper
-        self._wrappers.clear()
 
     def send_weights(self, manager: DDPManager, *, is_broken: bool) -> None:
         """Broadcasts rank 0's trainable weights and buffers, and forgets the Trainers. Collective in the new group.
@@ -248,22 +240,12 @@ def _refuse_old_wrapper(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _take_ddp_off(trainer: TrainerLike) -> None:
-    """Removes the DDP wrapper, whose group has ended: its hooks would run in the next wrapper of the same model."""
-    accelerator = trainer.accelerator
-    for model in (trainer.model_wrapped, *accelerator._models):
-        if (ddp := _ddp_in(model)) is not None:
-            ddp._remove_autograd_hooks()
-    accelerator._models = [model for model in accelerator._models if _ddp_in(model) is None]
+    """Removes the DDP wrapper, whose group has ended."""
+    ddp, accelerator = nn.parallel.DistributedDataParallel, trainer.accelerator
+    models = [[*unwrapped(model)] for model in accelerator._models]
+    accelerator._models = [chain[0] for chain in models if not any(isinstance(m, ddp) for m in chain)]
     trainer.model_wrapped = trainer.model
     trainer.model.zero_grad(set_to_none=True)  # The gradients are views of DDP's buckets.
-
-
-def _ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    while not isinstance(model, nn.parallel.DistributedDataParallel):
-        if (name := inner_name(model)) is None:
-            return None
-        model = getattr(model, name)
-    return model
 
 
 def _facts(model: nn.Module) -> list[Any]:
@@ -318,9 +300,14 @@ def _roots() -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
-    found = [module for module in gc.get_objects() if issubclass(type(module), fsdp.FSDPModule)]
+    found = _living_modules(fsdp.FSDPModule)
     below = {id(inner) for module in found for inner in module.modules() if inner is not module}
     return [module for module in found if id(module) not in below]
+
+
+def _living_modules(kind: type) -> list[Any]:
+    # Faster than issubclass(), which asks a class with abstract methods about each type.
+    return [module for module in gc.get_objects() if kind in type(module).__mro__]
 
 
 def _mesh_infos(root: nn.Module) -> list[Any]:

@@ -1,8 +1,12 @@
-"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once."""
+"""Hooks into the shell of the kernel: cells begin and end on all ranks together, and an error is shown once.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,12 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state
 from unsloth_multigpu.launch.question import prompts_answered
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.display import RankMagics
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, names_broken_group
 from unsloth_multigpu.notebook.kernel_share import Publisher, done_by_rank_0, notebook_patches
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.run import Run
 
 logger = get_logger(__name__)
@@ -51,27 +57,21 @@ class KernelShell:
         self._stack = ExitStack()
         # A front end may have its own handler: Colab's adds advice to an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
-        # Number of nested cells. `_num_inner` counts those that a magic such as %%capture runs.
-        self._depth = 0
+        # Number of nested cells, which a magic such as %%capture runs.
         self._num_inner = 0
         # Error of a nested cell that was shown. It may be raised again.
         self._inner_error: BaseException | None = None
-        self._begin_error: BaseException | None = None
-        # Newer versions of IPython count a cell when it begins, older ones when it ends.
-        self._num_counted_early = 1
 
     def open(self) -> None:
         """Installs the hooks."""
         shell = self._shell
-        self._num_counted_early = shell.execution_count - (len(shell.history_manager.input_hist_parsed) - 1)
-        for name, handler in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
-            shell.events.register(name, handler)
-            self._stack.callback(shell.events.unregister, name, handler)
+        self._stack.callback(setattr, self._kernel, "cell", None)
+        self._stack.enter_context(instance_attribute(shell, "run_cell_async", self._steered(shell.run_cell_async)))
+        shell.events.register("post_run_cell", self._end_first)
+        self._stack.callback(self._unregister)
         self._earlier_handler = shell.custom_exceptions, shell.CustomTB
         shell.set_custom_exc((BaseException,), self._on_error)
         self._stack.callback(self._restore_handler)
-        shell.ast_transformers.append(self)
-        self._stack.callback(lambda: shell.ast_transformers.remove(self))
         self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables_before))
         registry = PatchRegistry(notebook_patches(self.publisher.make))
         registry.apply()
@@ -86,12 +86,11 @@ class KernelShell:
     def _restore_handler(self) -> None:
         self._shell.custom_exceptions, self._shell.CustomTB = self._earlier_handler
 
-    def begin(self, source: str) -> None:
-        """Begins a cell on the other ranks."""
-        self._depth, self._inner_error = 1, None
+    def begin(self, source: str, execution_count: int) -> None:
+        """Begins a cell on the other ranks. `execution_count` is its number in the notebook."""
+        self._inner_error = None
         self.publisher.begin()
-        self._magics.begin(source)
-        execution_count = self._shell.execution_count - self._num_counted_early
+        self._magics.begin()
         self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
         self._prompts.close()
         self._prompts.enter_context(prompts_answered(self.publisher.make))
@@ -106,52 +105,57 @@ class KernelShell:
                 return asyncio.current_task()
         return None
 
-    def _before(self, info: Any) -> None:
-        # Cells of a subshell, which has its own thread, run on rank 0 only.
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not info.store_history:  # A silent request of a front end, or a nested cell.
-            self._num_inner += 1
-            return
-        self._depth += 1
-        if self._depth > 1:
-            return
-        with self._kernel.undisturbed():
-            self._num_inner, self._begin_error = 0, None
-            try:
-                self.begin(info.raw_cell)
-            except BaseException as error:
-                # IPython would print it and run the cell on this rank only. `visit` raises it again.
-                self._begin_error = error
-                raise
+    def _steered(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a replacement of the shell's method, which runs a cell, and a nested one within it."""
 
-    def _after(self, result: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        # IPython calls this for an empty cell, but not `_before`. None = an async cell that was cancelled.
-        if result is not None and not result.info.raw_cell.strip():
-            return
-        if result is not None and not result.info.store_history:
-            self._num_inner = max(0, self._num_inner - 1)
-            return
-        self._depth = max(0, self._depth - 1)
+        @functools.wraps(original)
+        async def run_cell_async(raw_cell: str, store_history: bool = False, *args: Any, **kwargs: Any) -> Any:
+            is_inner = self._kernel.current is not None
+            # A silent request of a front end, and cells of a subshell, which has its own thread, run on rank 0 only.
+            is_own = not store_history or threading.current_thread() is not threading.main_thread()
+            if not is_inner and not is_own and raw_cell.strip():
+                with self._kernel.undisturbed():
+                    self._num_inner = 0
+                    self.begin(raw_cell, self._shell.execution_count)
+                result = None
+                try:
+                    result = await original(raw_cell, store_history, *args, **kwargs)
+                finally:
+                    self._end(result)
+                return result
+            self._num_inner += is_inner
+            try:
+                return await original(raw_cell, store_history, *args, **kwargs)
+            finally:
+                self._num_inner -= is_inner
+
+        return run_cell_async
+
+    def _end_first(self, result: Any) -> None:
+        """Ends the cell in which the hooks were installed. None = an async cell that was cancelled."""
+        if self._kernel.current is not None and (result is None or result.info.store_history):
+            self._unregister()
+            self._end(result)
+
+    def _unregister(self) -> None:
+        with suppress(ValueError):
+            self._shell.events.unregister("post_run_cell", self._end_first)
+
+    def _end(self, result: Any) -> None:
         cell = self._kernel.current
-        if self._depth or cell is None:
+        if cell is None:  # disable_multi_gpu() was called in it.
             return
         with self._kernel.undisturbed():
             self._prompts.close()
-            self._end(cell, result)
-
-    def _end(self, cell: Cell, result: Any) -> None:
-        error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
-        shown = self._kernel.finish(error or self._inner_error)
-        self._magics.end(cell)
-        if shown is not None and not isinstance(error, MultiGPUError):
-            self._fail(result, shown, is_shown=cell.is_shown)
-        try:
-            self._after_cell()
-        except MultiGPUError as failed:
-            self._fail(result, failed, is_shown=False)
+            error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
+            shown = self._kernel.finish(error or self._inner_error)
+            self._magics.end(cell)
+            if shown is not None and not isinstance(error, MultiGPUError):
+                self._fail(result, shown, is_shown=cell.is_shown)
+            try:
+                self._after_cell()
+            except MultiGPUError as failed:
+                self._fail(result, failed, is_shown=False)
 
     def _fail(self, result: Any, error: BaseException, *, is_shown: bool) -> None:
         """Makes the reply to the front end an error, so that nbclient and papermill stop."""
@@ -212,20 +216,9 @@ class KernelShell:
             return KeyboardInterrupt("Stop was pressed.")
         return cell.failure_error
 
-    def visit(self, tree: Any) -> Any:
-        """Refuses a cell that could not begin on the other ranks. IPython allows that in an AST transformer."""
-        error, self._begin_error = self._begin_error, None
-        if error is not None:
-            from IPython.core.error import InputRejected
-
-            raise InputRejected(f"The cell could not begin on the other ranks: {error}") from error
-        return tree
-
 
 def _random_state() -> dict[str, Any]:
     """Returns the random state, including the device's unless the device is unusable: the model can still be saved."""
-    from unsloth_multigpu.group.random_state import device_in_use, read_random_state
-
     try:
         return read_random_state(device_in_use())
     except RuntimeError as error:

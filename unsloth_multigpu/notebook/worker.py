@@ -18,14 +18,17 @@ import types
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+import torch
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.profiledir import ProfileDir
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.group.random_state import write_random_state
+from unsloth_multigpu.launch.pulse import last_collective
 from unsloth_multigpu.launch.question import prompts_answered
+from unsloth_multigpu.launch.rank import die_with_supervisor
 from unsloth_multigpu.notebook.cell_program import ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.kernel import Channel, error_text, log_header, names_broken_group
+from unsloth_multigpu.notebook.kernel import Channel, error_text, names_broken_group, strike
 from unsloth_multigpu.notebook.kernel_share import (
     LeftAloneError,
     Receiver,
@@ -34,6 +37,7 @@ from unsloth_multigpu.notebook.kernel_share import (
     read_ranks,
 )
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
+from unsloth_multigpu.notebook.recovery import abort_group
 from unsloth_multigpu.options import ENV_NOTEBOOK
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.child import connect_to_parent
@@ -63,6 +67,8 @@ class Worker:
         self._pending: tuple[int, BaseException] | None = None
         self._is_asked = False
         self._order_number = 0
+        # Bytes of the log before the output of the cell.
+        self._output_begin = 0
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[Any] | None = None
 
@@ -107,8 +113,6 @@ class Worker:
             self._pending = message["cell_number"], error
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
         elif kind == "abort":
-            from unsloth_multigpu.notebook.recovery import abort_group
-
             abort_group(message["pids"])
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
@@ -116,11 +120,7 @@ class Worker:
         # The main thread may be in the next cell by now, or opening a new group.
         if pending is None or pending[0] != self.receiver.cell_number:
             return
-        error = pending[1]
-        if self._task is not None and asyncio.current_task(self._loop) is not self._task:
-            self._loop.call_soon_threadsafe(self._task.cancel)  # The event loop itself runs, or another task.
-        else:
-            raise error from None
+        strike(self._task, pending[1])
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs an async cell. Its other tasks continue in the next async cell."""
@@ -131,8 +131,6 @@ class Worker:
             self._task = None
 
     def _execute(self, order: Mapping[str, Any]) -> None:
-        from unsloth_multigpu.launch.pulse import last_collective
-
         error: BaseException | None = None
         try:
             try:
@@ -159,6 +157,7 @@ class Worker:
             is_asked=self._is_asked and error is not None and (is_end or names_broken_group(error)),
             is_left_alone=isinstance(error, LeftAloneError),
             collective=last_collective(),
+            output_begin=self._output_begin,
         )
 
     def _enter(self, order: Mapping[str, Any]) -> None:
@@ -170,10 +169,10 @@ class Worker:
             return
         self._program.await_rank_0 = self._await_rank_0 if order.get("has_line") else None
         if is_replay:
-            _claim_device()
+            # Makes "cuda" mean this rank's GPU in replayed cells, as in later cells.
+            if torch.accelerator.is_available():
+                torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
             return
-        from unsloth_multigpu.group.random_state import write_random_state
-
         write_random_state(order["random_state"])
         if order["folder"]:
             os.chdir(order["folder"])
@@ -186,12 +185,14 @@ class Worker:
 
     def _run_cell(self, order: Mapping[str, Any]) -> BaseException | None:
         self._shell.shown_error = None
-        sys.stdout.write(log_header(order["cell_number"], order["source"]))
+        sys.stdout.write(f"---- cell {order['cell_number']}\n{order['source']}\n----\n")
+        sys.stdout.flush()
+        self._output_begin = os.fstat(sys.stdout.fileno()).st_size
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
-        # Rank 0's call of enable_multi_gpu() failed there, too.
-        return None if self.receiver.is_replay and isinstance(error, ReplayedLineError) else error
+        # They failed on rank 0, too: its call of enable_multi_gpu(), and a cell of which nothing was run.
+        return None if self.receiver.is_replay and isinstance(error, ReplayedLineError | SyntaxError) else error
 
 
 class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
@@ -213,7 +214,6 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         self.multi_gpu_program = program
         self.shown_error = None
         super().__init__(**options)
-        self.set_hook("show_in_pager", _print_page)
         self.events.register("post_execute", _close_figures)
         self.register_magic_function(self._rank, "cell", "rank")
         self.register_magic_function(lambda _line, cell: self._rank("0", cell), "cell", "rank0")
@@ -245,17 +245,12 @@ class WorkerShell(InteractiveShell):  # type: ignore[misc, unused-ignore]
         """Selects "agg", because rank 0 draws and shows plots."""
         return gui, "agg"
 
-    def enable_gui(self, gui: str | None = None) -> None:
-        """Does nothing: there is no window."""
-
     def ask_exit(self) -> None:
         """Does nothing: a worker ends with the kernel."""
 
 
 def main() -> None:
     """Runs this process as a worker."""
-    from unsloth_multigpu.launch.rank import die_with_supervisor
-
     kernel_pid = RunContext.read(os.environ).supervisor_pid
     assert kernel_pid is not None
     die_with_supervisor(kernel_pid)
@@ -269,22 +264,11 @@ def main() -> None:
     program = WorkerProgram(receiver)
     # IPython keeps each traceback as text; other modes take seconds for one traceback.
     config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"xmode": "Minimal"}})
-    # The profile has the values of `%store`.
-    profile = ProfileDir.find_profile_dir(settings["profile"])
-    shell = WorkerShell.instance(receiver, program, config=config, profile_dir=profile, user_module=main_module)
-    shell.run_cell("%load_ext storemagic", store_history=False)  # As every IPython application does.
+    shell = WorkerShell.instance(receiver, program, config=config, user_module=main_module)
     sys.breakpointhook = lambda *_args, **_kwargs: None
     PatchRegistry(notebook_patches(receiver.make)).apply()
     with prompts_answered(receiver.make), done_by_rank_0(shell, receiver, settings["before"]):
         Worker(channel, receiver, program, shell).run()
-
-
-def _claim_device() -> None:
-    """Makes "cuda" mean this rank's GPU in replayed cells, as in later cells."""
-    import torch
-
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 
 
 def _traceback(error: BaseException) -> str:
@@ -295,10 +279,6 @@ def _traceback(error: BaseException) -> str:
     lines = traceback.format_exception(type(error), error, tb or error.__traceback__)
     text = re.sub(r'File "<ipython-input-(\d+)-[0-9a-f]+>"', r"Cell In[\1]", "".join(lines))
     return text[-_TRACEBACK_CHARACTERS:]
-
-
-def _print_page(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:
-    sys.stdout.write(f"{text.get('text/plain', '') if isinstance(text, dict) else text}\n")
 
 
 def _close_figures() -> None:

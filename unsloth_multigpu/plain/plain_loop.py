@@ -1,36 +1,63 @@
-"""The model and the data loader of a plain PyTorch loop: DDP, and batches that the ranks share.
+"""Training loops without a Trainer: the model in DDP, and a data loader whose batches the ranks share.
+
+The functions work in ranks that `enable_multi_gpu` has started or joined, and in one process.
 
 Imported inside functions only.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
-from unsloth_multigpu.group.model import inner_name
+from unsloth_multigpu.group.model import unwrapped
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option_type import Scope
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.accelerated import SharedBatches, rows_of_ranks
-from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
 logger = get_logger(__name__)
 
 
-def wrap_model(model: nn.Module, manager: DDPManager, *, find_unused_parameters: bool = False) -> nn.Module:
-    """See `unsloth_multigpu.wrap_model_multi_gpu`. Collective in ranks."""
-    if any(isinstance(m, DistributedDataParallel) for m in _chain(model)):
+def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
+    """Moves a model to this rank's device and wraps it in DistributedDataParallel.
+
+    DDP copies rank 0's weights to all ranks and averages their gradients. All ranks must make the call; it opens the
+    process group if necessary. In one process the model is not wrapped. A wrapped model is returned unchanged.
+
+    Create the optimizer after this call, since moving a model may replace its parameters. Layers that use the whole
+    batch, such as BatchNorm, see each rank's part only.
+
+    After `torch.manual_seed(0)` in the script all ranks draw the same dropout masks. For different ones call
+    `torch.manual_seed(seed + rank)` after wrapping.
+
+    Args:
+        model: A module with a parameter that requires a gradient.
+        find_unused_parameters: Argument of DDP: True if a step may leave a parameter without a gradient.
+
+    Raises:
+        SetupError: No parameter requires a gradient, or an option of `enable_multi_gpu` needs a Trainer.
+    """
+    manager = _manager()
+    if any(isinstance(m, DistributedDataParallel) for m in unwrapped(model)):
         return model
-    _refuse_options_of_trainers(manager.config)
+    if asked := manager.config.asked(Scope.TRAINER):
+        raise SetupError(
+            f"{asked[0]} needs a transformers.Trainer, and has no effect in a plain loop.",
+            hint=f"Leave {asked[0].partition('=')[0]} out.",
+        )
     is_rank = manager.identity.world_size > 1
     device = local_device(manager.identity, manager.config)
     if is_rank and device.type != "cpu":
@@ -60,25 +87,71 @@ def wrap_model(model: nn.Module, manager: DDPManager, *, find_unused_parameters:
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Returns the model inside DistributedDataParallel and `torch.compile`, in any order and number."""
-    *_, innermost = _chain(model)
+    *_, innermost = unwrapped(model)
     return innermost
 
 
-def _chain(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the model, the model that it wraps, and so on."""
-    yield model
-    while (name := inner_name(model)) is not None:
-        model = getattr(model, name)
-        yield model
+def distributed_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    **loader_options: Any,
+) -> DistributedLoader:
+    """Returns a `torch.utils.data.DataLoader` of this rank's part of each step.
 
+    The steps are those of a one-process loader with the same seed: `batch_size` samples, which the ranks share in
+    order. All ranks make the same number of steps. The last step of an epoch may be shorter; a rank without a sample
+    gets one again, with weight 0.0.
 
-def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
-    """Refuses options of enable_multi_gpu that have no effect in a plain loop."""
-    if asked := config.asked(Scope.TRAINER):
-        raise SetupError(
-            f"{asked[0]} needs a transformers.Trainer, and has no effect in a plain loop.",
-            hint=f"Leave {asked[0].partition('=')[0]} out.",
+    Every iteration is a new epoch and must be made on all ranks. `loader.set_epoch(n)` sets the next one.
+
+    DDP averages over ranks. If the ranks' parts of a step differ by a sample, `(loss * loader.loss_weight).backward()`
+    gives the gradient of one process for a loss that is a mean over samples. Otherwise the weight is 1.0. A warning
+    says if parts differ.
+
+    Args:
+        dataset: With `__len__` and `__getitem__`; the same on all ranks.
+        batch_size: Batch size of the one-process script. The options `global_batch="scale"` and `batch_size_per_gpu` of
+            `enable_multi_gpu` apply here as well.
+        shuffle: Use a new order in each epoch.
+        seed: Seed of the order.
+        drop_last: Leave out a last step that is shorter.
+        loader_options: Arguments of each rank's DataLoader: `collate_fn`, `num_workers` and so on.
+
+    Raises:
+        ConfigError: A step or the data set has fewer samples than there are ranks, or the data set has no length.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length, so ranks cannot share its samples by index.",
+            hint="Give a data set with __len__ and __getitem__.",
         )
+    manager = _manager()
+    config, rank, world_size = manager.config, manager.identity.rank, manager.identity.world_size
+    step_samples = config.batch_size_per_gpu or batch_size
+    if not config.keeps_global_batch:
+        step_samples *= world_size
+    if step_samples < world_size or (len(dataset) < world_size and not drop_last):
+        raise ConfigError(
+            f"A step of {step_samples} and a data set of {len(dataset)} sample(s) cannot be shared by {world_size} "
+            "rank(s).",
+            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
+        )
+    # Its own ranks are not used: every rank draws all samples, and takes its rows of each batch.
+    order: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffle, seed=seed)
+    steps = BatchSampler(order, step_samples, drop_last)
+    loader = DistributedLoader(dataset, steps, rank, world_size, **loader_options)
+    # Only the last step differs from the others.
+    rows = [loader.rows(step) for step in {0, len(loader) - 1}] if len(loader) else []
+    if rank == 0 and (uneven := [of_ranks for of_ranks in rows if len(set(of_ranks)) > 1]):
+        logger.warning(
+            "some steps are %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
+            " + ".join(map(str, uneven[0])),
+        )
+    return loader
 
 
 class DistributedLoader(DataLoader[Any]):
@@ -91,10 +164,14 @@ class DistributedLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Any, steps: BatchSampler, rank: int, world_size: int, **options: Any) -> None:
         self.loss_weight = 1.0
+        self._epoch = 0
         self._steps, self._rank, self._world_size = steps, rank, world_size
         super().__init__(dataset, batch_sampler=SharedBatches(steps, rank, world_size, None), **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        order: Any = self._steps.sampler
+        order.set_epoch(self._epoch)
+        self._epoch += 1
         # Workers load ahead, so the weight is set when the batch is yielded.
         for step, batch in enumerate(super().__iter__()):
             rows = self.rows(step)
@@ -108,70 +185,22 @@ class DistributedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration. Later iterations count on from it."""
-        order: Any = self._steps.sampler
-        order.epoch = epoch
+        self._epoch = epoch
 
 
-def distributed_loader(
-    dataset: Any,
-    batch_size: int,
-    identity: RankIdentity,
-    *,
-    keeps_step: bool,
-    shuffle: bool,
-    seed: int,
-    drop_last: bool = False,
-    **options: Any,
-) -> DistributedLoader:
-    """See `unsloth_multigpu.distributed_loader`."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"{type(dataset).__name__} has no length, so ranks cannot share its samples by index.",
-            hint="Give a data set with __len__ and __getitem__.",
+def _manager() -> DDPManager:
+    """Returns the session's manager, or that of a single process.
+
+    Raises:
+        SetupError: This process is one of several ranks, and `enable_multi_gpu` was not called.
+    """
+    if (session := plugin.active_session()) is not None:
+        return session.manager()
+    is_in_group = dist.is_initialized() and dist.get_world_size() > 1
+    identity = read_identity(os.environ)
+    if is_in_group or (identity is not None and identity.world_size > 1):
+        raise SetupError(
+            "This process is one of several ranks, and enable_multi_gpu() was not called.",
+            hint="Call it as the first line of the script: it joins the ranks that another launcher has started.",
         )
-    world_size = identity.world_size
-    step_samples = batch_size if keeps_step else batch_size * world_size
-    if step_samples < world_size or (len(dataset) < world_size and not drop_last):
-        raise ConfigError(
-            f"A step of {step_samples} and a data set of {len(dataset)} sample(s) cannot be shared by {world_size} "
-            "rank(s).",
-            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
-        )
-    steps = BatchSampler(_Order(len(dataset), shuffle, seed), step_samples, drop_last)
-    loader = DistributedLoader(dataset, steps, identity.rank, world_size, **options)
-    if identity.rank == 0:
-        _tell_uneven(loader)
-    return loader
-
-
-class _Order(Sampler[int]):
-    """Indices of the samples of an epoch. Every iteration is a new epoch with another order."""
-
-    def __init__(self, num_samples: int, shuffle: bool, seed: int) -> None:
-        self._num_samples = num_samples
-        self._shuffle = shuffle
-        self._seed = seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        # A generator of its own, since the random states of ranks may differ.
-        generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        self.epoch += 1
-        every = torch.randperm(self._num_samples, generator=generator).tolist() if self._shuffle else ()
-        yield from every or range(self._num_samples)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-
-def _tell_uneven(loader: DistributedLoader) -> None:
-    for step in sorted({len(loader) - 1, 0}) if len(loader) else ():
-        rows = loader.rows(step)
-        if len(set(rows)) > 1:
-            logger.warning(
-                "%s %d = %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
-                "the last step of an epoch is" if step else "a step is",
-                sum(rows),
-                " + ".join(map(str, rows)),
-            )
-            return
+    return DDPManager(SINGLE_PROCESS, MultiGPUConfig.resolve({}))
