@@ -236,7 +236,7 @@ def _values(row: RankRow) -> dict[str, Any]:
         "phase": beat.phase.name.lower(),
         "quiet_s": row.quiet_s,
         "is_stuck": row.is_stuck,
-        "collective": beat.operation or None,
+        "collective": beat.collective if beat.collective >= 0 else None,
         "step": beat.step if beat.step >= 0 else None,
         **{name: getattr(figures, name) for name in Figures.__dataclass_fields__ if name != "held_bytes"},
         **row.rates.values(),
@@ -259,8 +259,7 @@ def _doing(row: RankRow) -> str:
     phase = row.beat.phase.name.lower().replace("_", " ")
     if not row.is_stuck:
         return phase
-    where = f", in {row.beat.operation}" if row.beat.operation else ""
-    return f"{phase}{where}, no progress for {duration(row.quiet_s)}"
+    return f"{phase}, no progress for {duration(row.quiet_s)}"
 
 
 def _step(beat: Heartbeat) -> str:

@@ -44,7 +44,7 @@ class Program:
 
     def enter(self, session: Session) -> None:
         """Sets up this process as a rank if a launcher has started it as one. Called before patches are applied."""
-        identity, config = session.identity, session.config
+        identity = session.identity
         if identity.launcher == "none":
             return
         from unsloth_multigpu.launch.rank import enter_rank
@@ -52,7 +52,7 @@ class Program:
         # Exit handlers run in reverse order: `enter_rank` registers the one that destroys the process group, which
         # runs before this one.
         atexit.register(only_here(session.leave))
-        session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
+        session.events, session.beat = enter_rank(identity, session.context)
         _seed_ranks_equally(session)
         if identity.world_size > 1:
             from unsloth_multigpu.launch.child_launcher import launchers_refused

@@ -1,4 +1,4 @@
-"""One rank under our supervisor, as on a machine with several cards: its group, its allocator, what the watchdog sees.
+"""One rank under our supervisor, as on a machine with several cards: its group and its allocator.
 
 Usage: supervised.py OUT.json
 """
@@ -18,8 +18,6 @@ ump.enable_multi_gpu(num_gpus=1, device=device, max_restarts=1)
 import torch
 import torch.distributed as dist
 
-from unsloth_multigpu.launch.pulse import pending_operation
-
 is_cuda = device == "cuda"
 facts: dict = {"launcher": ump.get_multi_gpu_status().launcher}
 if is_cuda:
@@ -36,13 +34,5 @@ dist.all_reduce(values)
 facts["backend"] = dist.get_backend()
 facts["sum"] = float(values.sum())
 facts["first_all_reduce_s"] = round(time.perf_counter() - begin_s, 2)
-
-if is_cuda:
-    # A collective behind a kernel of some seconds has begun and not ended: that is what a rank that waits looks like.
-    torch.cuda._sleep(int(4e9))
-    dist.all_reduce(torch.ones(1234, device=device))
-    time.sleep(0.5)
-    facts["pending"] = pending_operation()
-    torch.cuda.synchronize()
 dist.destroy_process_group()
 Path(sys.argv[1]).write_text(json.dumps(facts))

@@ -78,7 +78,7 @@ def test_device_is_torchs_own_cuda_with_generators_and_memory(tmp_path):
 
 
 RANK = """
-import json, os, threading, time
+import os, threading, time
 import torch.distributed as dist
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -114,10 +114,6 @@ def test_collective_runs_behind_the_hosts_back_and_refuses_what_nccl_refuses(tmp
         if rank == 0:
             # Rank 1 has not called it yet.
             assert not work.is_completed() and not later.query()
-            pending = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
-            assert [(e["process_group"], e["profiling_name"]) for e in pending] == [
-                (["0", "default_pg"], "nccl:all_reduce")
-            ]
             open("asked", "w").close()
         assert x[0].item() == 6.0
         assert work.is_completed() and later.query()

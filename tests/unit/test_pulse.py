@@ -1,10 +1,7 @@
-"""The pulse's thread, and the stacks that a signal makes a rank write."""
+"""The last collective of a rank, and the stacks that a signal makes a rank write."""
 
-import json
 import sys
 from types import SimpleNamespace
-
-import pytest
 
 from unsloth_multigpu.launch import pulse
 from unsloth_multigpu.wire.stack import main_frames, place_of
@@ -37,69 +34,8 @@ def test_innermost_line_of_the_users_own_is_named():
     assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
 
 
-class Page:
-    def __init__(self):
-        self.step, self.phase, self.micro_batch = 1, 3, 0
-        self.beats = []
-
-    def pulse(self, collective, operation):
-        self.beats.append((collective, operation))
-
-
-def test_collective_is_named_only_after_standing_still(monkeypatch):
-    now_s, asked = [100.0], []
-    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(pulse, "last_collective", lambda: 7)
-    monkeypatch.setattr(pulse, "pending_operation", lambda: asked.append(now_s[0]) or "barrier")
-    page = Page()
-    heart = pulse.Pulse(page, 10.0)
-    for second in range(12):
-        now_s[0] = 100.0 + second
-        heart.beat()
-    assert asked == [106.0, 109.0]
-    assert page.beats == [(7, "")] * 6 + [(7, "barrier")] * 6
-    page.step = 2
-    heart.beat()
-    assert page.beats[-1] == (7, "")
-
-
-def test_no_group_and_strange_records_are_no_error(monkeypatch):
+def test_group_that_is_being_closed_is_no_error(monkeypatch):
     assert pulse.last_collective() == -1
     broken = SimpleNamespace(is_initialized=lambda: True, _get_default_group=lambda: None)
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", broken)
     assert pulse.last_collective() == -1
-    for text in ("", "{}", '{"entries": [{}]}', '{"entries": 3}'):
-        records = SimpleNamespace(_dump_nccl_trace_json=lambda text=text, **_: text)
-        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
-        assert pulse.pending_operation() == ""
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())
-    assert pulse.pending_operation() == ""
-
-
-def recorder(names):
-    facts = {"input_sizes": [[8, 4], [2]], "process_group": ["0", ""], "retired": False, "state": "scheduled"}
-
-    def dump(*, includeCollectives=True, onlyActive=False):
-        assert includeCollectives
-        return json.dumps({"entries": [{"profiling_name": name, **facts} for name in names]}).encode()
-
-    return dump
-
-
-@pytest.mark.parametrize(
-    ("backend", "in_nccls", "in_the_others", "named"),
-    [
-        ("nccl", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
-        ("gloo", [], ["gloo:barrier"], "barrier [8, 4] [2]"),
-        ("gloo", ["nccl:all_reduce"], [], ""),
-        ("undefined", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
-        ("xccl", [], ["xccl:barrier"], "barrier [8, 4] [2]"),
-    ],
-)
-def test_recorder_is_that_of_the_groups_backend(monkeypatch, backend, in_nccls, in_the_others, named):
-    """A build for CUDA has two; NCCL writes into the one that has its name, all others into the other."""
-    c10d = SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: backend)
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
-    dumps = {"_dump_nccl_trace_json": recorder(in_nccls), "_dump_fr_trace_json": recorder(in_the_others)}
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
-    assert pulse.pending_operation() == named

@@ -26,7 +26,7 @@ from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.wire.event import EventWriter
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 page = HeartbeatPage(folder, rank)
-start_pulse(page, folder, rank, 1.0)
+start_pulse(page, folder, rank)
 events = EventWriter(folder, rank, 0, page)
 events.write("started", pid=os.getpid())
 events.write("training")

@@ -33,12 +33,8 @@ _PACKAGE = str(Path(__file__).parents[1]) + "/"
 _PASSES_ON = _PACKAGE + "launch/question.py"
 
 
-def enter_rank(
-    identity: RankIdentity, context: RunContext, hang_timeout_s: float = 120.0
-) -> tuple[EventWriter | None, HeartbeatPage]:
+def enter_rank(identity: RankIdentity, context: RunContext) -> tuple[EventWriter | None, HeartbeatPage]:
     """Prepares this process as a rank. Returns the writer of its events, None under other launchers, and its page.
-
-    `hang_timeout_s` is the supervisor's limit for a rank that makes no progress.
 
     Raises:
         SetupError: A rank has started this process; it must not act as that rank.
@@ -63,16 +59,14 @@ def enter_rank(
         signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
         signal.siginterrupt(signal.SIGUSR1, False)
     beat = HeartbeatPage(run_dir, identity.rank)
-    start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
+    start_pulse(beat, run_dir, identity.rank)
     events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
     _report_end(identity, events, run_dir, has_failed)
     return events, beat
 
 
-def enter_notebook(
-    identity: RankIdentity, run_dir: str, hang_timeout_s: float
-) -> tuple[HeartbeatPage, Callable[[], None]]:
+def enter_notebook(identity: RankIdentity, run_dir: str) -> tuple[HeartbeatPage, Callable[[], None]]:
     """Prepares this process as a rank of a notebook. It writes no events, because the kernel receives its results.
 
     Returns:
@@ -80,7 +74,7 @@ def enter_notebook(
     """
     _quiet_side_effects(identity)
     beat = HeartbeatPage(run_dir, identity.rank)
-    return beat, start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
+    return beat, start_pulse(beat, run_dir, identity.rank)
 
 
 def _quiet_side_effects(identity: RankIdentity) -> None:

@@ -7,41 +7,16 @@ from dataclasses import dataclass
 
 from unsloth_multigpu.wire.heartbeat import Heartbeat, Phase
 
-# The limit of a phase is `hang_timeout_s` times its factor.
-_FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
-# Callbacks may generate a sample or wait for a tracker's server.
-_FACTORS |= dict.fromkeys((Phase.FILL, Phase.EVALUATE, Phase.CALLBACKS), 5)
-# For loading, saving, compiling, and everything up to the end of the first step.
-LONGEST_FACTOR = 10
 # The limit is at least this factor times the longest work of this run so far: the next micro-batch may be longer, and
 # its device may still have a whole step to compute.
 _WORK_FACTOR = 10
 # Nodes report once a second.
 _NEWS_S = 3.0
 
-# Phases in which a rank does not wait for others, unless its pulse names a collective.
-_ALONE = (Phase.DATA, Phase.FILL)
 # Also between two steps, where no micro-batch is computed yet.
 _BETWEEN_STEPS = (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE, Phase.CALLBACKS)
 # Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
-
-_DOING = {
-    Phase.SCRIPT: "outside train()",
-    Phase.SETUP: "before the first step",
-    Phase.DATA: "getting samples",
-    Phase.COMPUTE: "computing",
-    Phase.UPDATE: "updating weights",
-    Phase.EVALUATE: "evaluating",
-    Phase.SAVE: "saving",
-    Phase.COMPILE: "compiling",
-    Phase.ENDED: "after the last step",
-    Phase.GENERATE: "generating samples",
-    Phase.WARM_UP: "computing",
-    Phase.FILL: "getting the first samples of an epoch",
-    Phase.AGREE: "asking the other ranks what comes next",
-    Phase.CALLBACKS: "in a callback",
-}
 
 
 @dataclass(frozen=True)
@@ -93,8 +68,7 @@ def find_hang(
     lost_s = {name: s for name, s in (unheard_s or {}).items() if s > max(hang_timeout_s, _NEWS_S)}
     if unheard_s and not lost_s:
         # The rank that is waited for may be saving on another node.
-        longest_s = max(LONGEST_FACTOR * hang_timeout_s, work_s)
-        limit_s |= {r: longest_s for r, b in beats.items() if b.operation or b.phase not in _ALONE}
+        limit_s = dict.fromkeys(beats, max(Phase.SAVE.limit_factor * hang_timeout_s, work_s))
     still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
     overdue = {r for r, b in beats.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
     hung = {r for r in overdue if not any(_may_wait_for(beats[r], beats[q]) for q in beats.keys() - overdue)}
@@ -104,7 +78,7 @@ def find_hang(
 
 def where(beat: Heartbeat) -> str:
     """Describes where a rank is: "in step 13, getting samples"."""
-    doing = _DOING[beat.phase]
+    doing = beat.phase.doing
     if beat.phase in (*_OUTSIDE, Phase.SETUP):
         return doing if beat.step <= 0 else f"after step {beat.step}, {doing}"
     if _is_between_steps(beat):
@@ -112,12 +86,9 @@ def where(beat: Heartbeat) -> str:
     return f"in step {beat.step + 1}, {doing}"
 
 
-def _factor(beat: Heartbeat) -> float:
-    # In a collective a rank does no long work itself; the limit of the rank that it waits for counts.
-    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.CALLBACKS):
-        return 1
+def _factor(beat: Heartbeat) -> int:
     is_in_callback = beat.phase == Phase.UPDATE and _is_between_steps(beat)
-    return _FACTORS.get(Phase.CALLBACKS if is_in_callback else beat.phase, LONGEST_FACTOR)
+    return (Phase.CALLBACKS if is_in_callback else beat.phase).limit_factor
 
 
 def _is_between_steps(beat: Heartbeat) -> bool:
@@ -145,30 +116,20 @@ def _place(beat: Heartbeat) -> tuple[int, int, int]:
 
 
 def _blame(beats: Mapping[int, Heartbeat], hung: Collection[int], still_s: Mapping[int, float], lost: str) -> Hang:
-    """Blames the ranks that are furthest behind, and among these the ones that do not wait in a collective."""
+    """Blames the ranks that are furthest behind; a lost node, if all of them may wait for it."""
     last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
-    busy = [r for r in last if not beats[r].operation]
-    silent_s, step = min(still_s[r] for r in last), beats[last[0]].step
+    are_all = len(last) == len(beats)
     gone = f"; {lost}: the connection is gone, or that machine" if lost else ""
-    # A pulse may not have named its collective yet. A rank in AGREE waits for the store, perhaps of another node.
-    waits = len(last) == len(beats) or all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
-    if lost and waits:
+    # A rank in AGREE waits for the store, perhaps of another node.
+    if lost and (are_all or all(beats[r].phase == Phase.AGREE for r in last)):
         rank = min(hung, key=lambda r: still_s[r])
-        doing = f"wait in {beats[rank].operation}" if beats[rank].operation else "make no progress"
-        message = f"all ranks of this node {doing} for {still_s[rank]:.0f} s ({where(beats[rank])})"
-        return Hang(None, message + gone, beats[rank].step)
-    if len(busy or last) < len(beats) or len(beats) == 1:
-        last = busy or last
-        beat = beats[last[0]]
-        inside = f", in {beat.operation}, which the others have left" if beat.operation else ""
-        who = f"rank {last[0]} hangs" if len(last) == 1 else f"ranks {' and '.join(map(str, last))} hang"
-        ended = [f"; rank {r} ended after step {b.step}" for r, b in beats.items() if b.phase in _OUTSIDE]
-        message = f"{who}: no progress for {silent_s:.0f} s {where(beat)}{inside}{''.join(ended)}{gone}"
-        return Hang(last[0] if len(last) == 1 else None, message, beat.step)
-    if len({beats[r].operation for r in last}) > 1:
-        each = ", ".join(f"rank {r} in {beats[r].operation}" for r in last)
-        return Hang(None, f"the ranks wait in different operations for {silent_s:.0f} s: {each}", step)
-    doing = f"wait in {beats[last[0]].operation} for {silent_s:.0f} s ({where(beats[last[0]])})"
-    if not beats[last[0]].operation:
-        return Hang(None, f"all ranks hang: no progress for {silent_s:.0f} s {where(beats[last[0]])}", step)
-    return Hang(None, f"all ranks {doing}: the connection between ranks is gone, or a device has stopped", step)
+        place = f"for {still_s[rank]:.0f} s ({where(beats[rank])})"
+        return Hang(None, f"all ranks of this node make no progress {place}{gone}", beats[rank].step)
+    beat = beats[last[0]]
+    progress = f"no progress for {min(still_s[r] for r in last):.0f} s {where(beat)}"
+    if are_all and len(beats) > 1:
+        why = "they wait for each other, the connection between them is gone, or a device has stopped"
+        return Hang(None, f"all ranks hang: {progress}: {why}", beat.step)
+    who = f"rank {last[0]} hangs" if len(last) == 1 else f"ranks {' and '.join(map(str, last))} hang"
+    ended = "".join(f"; rank {r} ended after step {b.step}" for r, b in beats.items() if b.phase in _OUTSIDE)
+    return Hang(last[0] if len(last) == 1 else None, f"{who}: {progress}{ended}{gone}", beat.step)

@@ -86,7 +86,7 @@ class CellProgram(Program):
         # Sets none of them, but restores them.
         session.on_close.enter_context(variables_set({name: os.environ.get(name) for name in DEVICE_VARIABLES}))
         assert session.context.run_dir is not None
-        session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
+        session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir)
         session.on_close.callback(end_pulse)
         session.beat.name_device(str(local_device(session.identity, config)), "")
 

@@ -15,22 +15,31 @@ from typing import Any
 
 
 class Phase(enum.IntEnum):
-    """What the main thread of a rank is doing."""
+    """What the main thread of a rank is doing: a number, in words, and its limit as a multiple of `hang_timeout_s`."""
 
-    SCRIPT = 0  # The user's own code, outside `train()`.
-    SETUP = 1  # From the call of `train()` to its first step.
-    DATA = 2  # Loading the samples of the next step.
-    COMPUTE = 3  # Forward and backward passes.
-    UPDATE = 4  # Optimizer and logging after the last backward pass of a step.
-    EVALUATE = 5
-    SAVE = 6
-    COMPILE = 7  # torch.compile compiles.
-    ENDED = 8  # No more batches, or after the last step.
-    GENERATE = 9  # Generating completions, as in GRPO.
-    WARM_UP = 10  # COMPUTE in the first step, which compiles kernels and allocates memory.
-    FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
-    AGREE = 12  # Agreeing with the other ranks, after a step, whether to stop, save or evaluate.
-    CALLBACKS = 13  # Callbacks of the script and of libraries, outside of evaluations and saves.
+    doing: str
+    limit_factor: int
+
+    def __new__(cls, number: int, doing: str, limit_factor: int) -> Phase:
+        phase = int.__new__(cls, number)
+        phase._value_, phase.doing, phase.limit_factor = number, doing, limit_factor
+        return phase
+
+    SCRIPT = 0, "outside train()", 10  # The user's own code.
+    SETUP = 1, "before the first step", 10  # From the call of `train()` to its first step.
+    DATA = 2, "getting samples", 1
+    COMPUTE = 3, "computing", 1  # Forward and backward passes.
+    UPDATE = 4, "updating weights", 1  # Optimizer and logging after the last backward pass of a step.
+    EVALUATE = 5, "evaluating", 5
+    SAVE = 6, "saving", 10
+    COMPILE = 7, "compiling", 10  # torch.compile.
+    ENDED = 8, "after the last step", 10  # No more batches.
+    GENERATE = 9, "generating samples", 10  # Completions, as in GRPO.
+    WARM_UP = 10, "computing", 10  # COMPUTE in the first step, which compiles kernels and allocates memory.
+    FILL = 11, "getting the first samples of an epoch", 5  # DATA of a stream, which fills its buffer.
+    AGREE = 12, "asking the other ranks what comes next", 1  # After a step: stop, save or evaluate?
+    # Those of the script and of libraries may generate a sample or wait for a tracker's server.
+    CALLBACKS = 13, "in a callback", 5
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,6 @@ class Heartbeat:
         progress_s: Last report of the main thread, on `time.monotonic`'s clock.
         alive_s: Last report of the pulse thread, on the same clock; 0.0 before the first one.
         collective: Number of the last collective that this rank began; -1 if not known.
-        operation: The collective in which the rank has waited for long; "" if it has not.
         longest_s: Longest time between two reports of the main thread within the work of a step: a micro-batch, or all
             of the device's queued work when the main thread waited for it. 0.0 before the first step.
         figures: Figures of the training.
@@ -86,7 +94,6 @@ class Heartbeat:
     progress_s: float = 0.0
     alive_s: float = 0.0
     collective: int = -1
-    operation: str = ""
     longest_s: float = 0.0
     figures: Figures = Figures()
     pid: int = -1
@@ -97,11 +104,11 @@ class Heartbeat:
 
 # Written by the main thread in `mark`: step, phase, micro-batch, time, longest time.
 _MAIN = struct.Struct("@qqqdd")
-# Written by the pulse thread: time, number of the collective, its name.
-_PULSE = struct.Struct("@dq112s")
+# Written by the pulse thread: time, number of the collective.
+_PULSE = struct.Struct("@dq")
 # Written by the main thread once a step: the fields of `Figures`, -1 for None; process id, device, its id, first step.
 _TRAINING = struct.Struct("@qqqqqdqqddd q64s48s64s")
-_PULSE_OFFSET, _TRAINING_OFFSET, _SIZE = 64, 192, 512
+_PULSE_OFFSET, _TRAINING_OFFSET, _SIZE = 64, 128, 512
 # Phases in which the main thread launches work or waits for the device.
 _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
 # The time of the first step, in which kernels are compiled, is ignored after this many more steps.
@@ -129,7 +136,7 @@ class HeartbeatPage:
         self._figures = Figures()
         self._texts = [b"", b"", b""]  # Device, its id, first step.
         # Clear the page of an earlier attempt.
-        self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
+        self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1))
         self.note(Figures())
         self.mark(Phase.SCRIPT)
 
@@ -190,9 +197,9 @@ class HeartbeatPage:
         finally:
             self.mark(before)
 
-    def pulse(self, collective: int, operation: str) -> None:
+    def pulse(self, collective: int) -> None:
         """Called only by the pulse thread; see `Heartbeat`."""
-        self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, operation.encode("ascii", "replace")))
+        self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective))
 
     def _put(self, offset: int, data: bytes) -> None:
         # Not `pack_into`, which first writes zeros that a reader could see.
@@ -211,13 +218,12 @@ def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Heartbeat]:
 
 def _parse(data: bytes) -> Heartbeat:
     step, phase, micro_batch, progress_s, longest_s = _MAIN.unpack_from(data, 0)
-    alive_s, collective, operation = _PULSE.unpack_from(data, _PULSE_OFFSET)
+    alive_s, collective = _PULSE.unpack_from(data, _PULSE_OFFSET)
     *values, pid, device, device_id, first_step = _TRAINING.unpack_from(data, _TRAINING_OFFSET)
-    texts = [text.rstrip(b"\0").decode("ascii") for text in (operation, device, device_id, first_step)]
     figures = Figures(*(None if value < 0 else value for value in values))
-    times_s = (progress_s, alive_s)
-    place = (step, Phase(phase), micro_batch)
-    return Heartbeat(*place, *times_s, collective, texts[0], longest_s, figures, pid, *texts[1:])
+    texts = [text.rstrip(b"\0").decode("ascii") for text in (device, device_id, first_step)]
+    main = (step, Phase(phase), micro_batch, progress_s)  # type: ignore[call-arg]
+    return Heartbeat(*main, alive_s, collective, longest_s, figures, pid, *texts)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -102,7 +102,6 @@ def _c10d(run: Any, module: Any) -> None:
 
     if hasattr(functions, "ProcessGroupGloo"):
         functions.ProcessGroupNCCL = _process_group_nccl(functions)
-        functions._dump_nccl_trace_json = _active_collectives
     run(module)
 
 
@@ -398,30 +397,6 @@ def _process_group_nccl(functions: Any) -> Any:
     nccl._group_start = nccl._group_end = lambda self: None
     nccl.uid, nccl.options = -1, Options()
     return kind
-
-
-def _active_collectives(includeCollectives: bool = True, onlyActive: bool = False) -> str:
-    """What NCCL's flight recorder says of the collectives that have not ended, of all groups that there are."""
-    import torch
-    from torch.distributed import distributed_c10d as c10d
-
-    entries = []
-    for group, group_name in dict(c10d._world.pg_names).items():
-        backend = group._get_backend(torch.device("cuda"))
-        if not isinstance(backend, _nccl().ProcessGroupNccl):
-            continue  # gloo, which takes any device.
-        entries += [
-            {
-                "profiling_name": name,
-                "collective_seq_id": number,
-                "input_sizes": sizes,
-                "state": "started",
-                "retired": False,
-                "process_group": [str(group_name), group.group_desc],
-            }
-            for number, name, sizes in backend.active()
-        ]
-    return json.dumps({"entries": entries})
 
 
 # ---- what the host waited for
