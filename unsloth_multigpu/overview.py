@@ -28,7 +28,6 @@ _TAIL_BYTES = 4096
 # Columns that a narrow terminal leaves out, in this order, and the characters of a log line that it shows at least.
 _NARROW_OMITS = ("padding", "peak", "samples/s", "memory", "device")
 _LEAST_OF_LOG = 16
-_NOT_SHOWN = ("pid_begin_ticks", "begin_s")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
 
 
@@ -106,7 +105,7 @@ class Look:
         return {
             "schema_version": 1,
             "run": {
-                **{name: value for name, value in vars(self.run).items() if name not in _NOT_SHOWN},
+                **{name: value for name, value in vars(self.run).items() if name != "begin_s"},
                 "elapsed_s": self.elapsed_s,
                 "state": self.run.state(),
             },

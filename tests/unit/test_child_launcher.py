@@ -49,16 +49,6 @@ def test_launch_in_this_process_is_known_by_the_variables_of_what_it_starts(monk
     refuse_launcher(command, child)
 
 
-@pytest.mark.parametrize(
-    "command", ["\n  torchrun a.py", "accelerate  \\\n launch a.py", '"torchrun" a.py', "torchrun 'a.py"]
-)
-def test_command_for_a_shell_is_split_as_a_shell_does(monkeypatch, command):
-    for name, value in RANK.items():
-        monkeypatch.setenv(name, value)
-    with launchers_refused(lambda: False), pytest.raises(SetupError, match="a launcher in each rank"):
-        os.system(command)
-
-
 def test_only_a_rank_that_has_not_trained_refuses_and_all_is_put_back(monkeypatch):
     before, begun = (subprocess.Popen.__init__, os.system), []
     for name, value in RANK.items():
@@ -69,6 +59,10 @@ def test_only_a_rank_that_has_not_trained_refuses_and_all_is_put_back(monkeypatc
             with pytest.raises(SetupError, match=r"about to start 'torchrun /none/a\.py': a launcher in each") as it:
                 start("torchrun /none/a.py")
             assert "unsloth-multigpu run /none/a.py ..." in it.value.hint
+        # A command for a shell is split as a shell does.
+        for command in ("\n  torchrun a.py", "accelerate  \\\n launch a.py", '"torchrun" a.py', "torchrun 'a.py"):
+            with pytest.raises(SetupError, match="a launcher in each rank"):
+                os.system(command)
         assert subprocess.run([sys.executable, "-c", ""], check=True).returncode == os.system("true") == 0
         begun.append(True)
         with pytest.raises(FileNotFoundError):

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.helpers.run import finish, start, wait_until
-from unsloth_multigpu.wire.child import exit_on_signal, find_marked
+from unsloth_multigpu.wire.child import find_marked
 
 ASKS = """
 import os, sys
@@ -35,10 +35,3 @@ def test_script_that_is_asked_ends_with_who_asks_it(tmp_path):
         os.kill(pid, signal.SIGKILL)
     assert (ended.code, left) == (128 + signal.SIGHUP, []), ended.err
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_signal_that_is_ignored_stays_so():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with exit_on_signal():
-        signal.raise_signal(signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -135,12 +135,8 @@ def config_of(endpoint="127.0.0.1:29400", rdzv_id="job"):
     return MultiGPUConfig(nnodes=2, rdzv_endpoint=endpoint, rdzv_id=rdzv_id)
 
 
-def test_one_node_stays_on_its_loopback_interface():
-    assert MultiGPUConfig().nnodes == 1
-    assert socket_interfaces(MultiGPUConfig()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
 def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch):
+    assert socket_interfaces(MultiGPUConfig()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert socket_interfaces(config_of()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     # NCCL by itself would take the first one.
     monkeypatch.setattr(nodes, "_interface_of", {"172.18.0.1": "br-1", "10.0.0.2": "eth1", "127.0.0.1": "lo"}.get)

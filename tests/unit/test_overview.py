@@ -24,7 +24,7 @@ from unsloth_multigpu.overview import Overview, columns_of, headline
 from unsloth_multigpu.step.comparison import Comparison, Difference
 from unsloth_multigpu.tools.top.top_command import choose_run
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
-from unsloth_multigpu.wire.run import find_runs, pid_scope, read_begin_ticks, read_run, write_run
+from unsloth_multigpu.wire.run import find_runs, pid_scope, read_run, write_run
 
 TEN_STEPS = Figures(
     max_steps=40,
@@ -139,9 +139,6 @@ def test_only_living_runs_of_this_user_are_found(run, tmp_path):
     folder.chmod(0o700)
     (tmp_path / f"unsloth_multigpu_{os.getpid()}_{pid_scope()}_link").symlink_to(folder)
     assert find_runs() == [run]
-    # The number of a process may be another's by now.
-    (folder / "run.json").write_text(json.dumps({**dataclasses.asdict(run), "pid_begin_ticks": 1}))
-    assert find_runs() == []
     (folder / "run.json").write_text("[")
     assert find_runs() == []
 
@@ -157,7 +154,7 @@ def test_run_of_another_container_is_neither_alive_nor_over(run, monkeypatch):
 def test_supervisor_that_was_killed_or_stopped_is_not_running(run):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    other = dataclasses.replace(run, pid=child.pid, pid_begin_ticks=read_begin_ticks(child.pid))
+    other = dataclasses.replace(run, pid=child.pid)
     assert other.state() == "running"
     process.suspend()
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -190,7 +187,7 @@ def test_top_names_what_there_is(run, tmp_path, monkeypatch, capsys):
     other = tmp_path / f"unsloth_multigpu_{os.getppid()}_{pid_scope()}_y"
     other.mkdir(mode=0o700)
     parent = os.getppid()
-    second = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent), folder=str(other))
+    second = dataclasses.replace(run, pid=parent, folder=str(other))
     (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
     assert main(["top", "--once"]) == 0
     listed = capsys.readouterr().out

@@ -70,12 +70,6 @@ def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat,
     assert (stop.signal_number, stop.how) == (number, "at once")
 
 
-def test_lost_terminal_ends_all_at_once(stop, beat):
-    send(signal.SIGHUP)
-    assert stop.turn(BOTH) == signal.SIGTERM
-    assert (stop.signal_number, stop.how) == (signal.SIGHUP, "at once")
-
-
 def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
     send(signal.SIGINT)
     assert stop.turn(BOTH) is None
@@ -87,27 +81,22 @@ def test_script_that_caught_ctrl_c_may_take_its_time(stop, beat, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "num_started", "sent"),
+    ("phase", "number", "num_started", "sent"),
     [
-        (signal.SIGINT, 2, signal.SIGINT),
-        (signal.SIGINT, 1, signal.SIGTERM),  # The other one would print where its imports were.
-        (signal.SIGINT, 0, signal.SIGTERM),
-        (signal.SIGUSR1, 2, signal.SIGTERM),
+        (Phase.SCRIPT, signal.SIGINT, 2, signal.SIGINT),
+        (Phase.SCRIPT, signal.SIGINT, 1, signal.SIGTERM),  # The other one would print where its imports were.
+        (Phase.SCRIPT, signal.SIGINT, 0, signal.SIGTERM),
+        (Phase.SCRIPT, signal.SIGUSR1, 2, signal.SIGTERM),
+        (Phase.COMPUTE, signal.SIGHUP, 2, signal.SIGTERM),
     ],
 )
-def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, num_started, sent):
-    beat.mark(Phase.SCRIPT)
+def test_signal_while_nobody_trains_and_a_lost_terminal_end_all(stop, beat, asked, phase, number, num_started, sent):
+    beat.mark(phase)
     send(number)
     assert stop.turn(BOTH[:num_started]) == sent
     assert (stop.signal_number, stop.how, asked()) == (number, "at once", None)
     assert stop.turn(BOTH) is None
-
-
-def test_rank_that_does_not_end_is_killed(stop, beat):
-    beat.mark(Phase.SCRIPT)
-    send(signal.SIGTERM)
-    assert stop.turn(BOTH) == signal.SIGTERM
-    stop._first_s -= 31.0
+    stop._first_s -= 31.0  # A rank that does not end is killed.
     assert stop.turn(BOTH) == signal.SIGKILL
     assert stop.how == "at once"
 
@@ -134,26 +123,17 @@ def test_handlers_come_back_and_ignored_signals_stay_so():
             signal.signal(number, handler)
 
 
+AGAIN = "put UNSLOTH_MULTIGPU_RESUME=auto before the same command."
+LATE = "the ranks did not stop within grace_s=5 s and were ended."
+
+
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "how", "resume", "text"),
     [
         ("stopped", "/c-4", "saved", "auto", " after step 4. The same command resumes from /c-4."),
-        (
-            "stopped",
-            "/c-4",
-            "saved",
-            "off",
-            " after step 4. To resume from /c-4, put UNSLOTH_MULTIGPU_RESUME=auto before the same command.",
-        ),
+        ("stopped", "/c-4", "saved", "off", f" after step 4. To resume from /c-4, {AGAIN}"),
         ("stopped", "", "saved", "off", " after step 4. Nothing was saved."),
-        (
-            "training",
-            "/c-2",
-            "late",
-            "auto",
-            " after step 4: the ranks did not stop within grace_s=5 s and were ended. "
-            "The same command resumes from /c-2.",
-        ),
+        ("training", "/c-2", "late", "auto", f" after step 4: {LATE} The same command resumes from /c-2."),
         ("training", "", "at once", "off", " after step 4: all ranks were ended at once."),
     ],
 )

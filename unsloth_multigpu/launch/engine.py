@@ -7,14 +7,12 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.wire.child import kill_rank, wait_after_kill
+from unsloth_multigpu.wire.child import kill_rank, start_process, wait_after_kill
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.process import open_private
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Place:
         return {**identity.variables(), "GROUP_RANK": str(self.node)}
 
 
+@dataclass(eq=False, repr=False)
 class Ranks:
     """The processes of this node's ranks, each the leader of its own session. Used by one thread.
 
@@ -41,9 +40,8 @@ class Ranks:
         exit_codes: Exit code of each rank that has ended; -N = ended by signal N.
     """
 
-    def __init__(self, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
-        self.exit_codes: dict[int, int] = {}
+    processes: Mapping[int, subprocess.Popen[bytes]]
+    exit_codes: dict[int, int] = field(default_factory=dict)
 
     def __enter__(self) -> Ranks:
         return self
@@ -51,19 +49,14 @@ class Ranks:
     def __exit__(self, *exc_info: object) -> None:
         self.send(signal.SIGKILL)
         for rank in self.living():
-            wait_after_kill(self._processes[rank])
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks that were started."""
-        return len(self._processes)
+            wait_after_kill(self.processes[rank])
 
     def living(self) -> dict[int, int]:
         """Returns the process ids of the ranks that run, and collects the exit codes of the others."""
-        for rank, process in self._processes.items():
+        for rank, process in self.processes.items():
             if rank not in self.exit_codes and (code := process.poll()) is not None:
                 self.exit_codes[rank] = code
-        return {rank: process.pid for rank, process in self._processes.items() if rank not in self.exit_codes}
+        return {rank: process.pid for rank, process in self.processes.items() if rank not in self.exit_codes}
 
     def send(self, signal_number: signal.Signals, ranks: Collection[int] | None = None) -> None:
         """Sends a signal to the process groups of living ranks. None = to all of them."""
@@ -101,12 +94,3 @@ def start_ranks(
                 ) from error
         stack.pop_all()
     return ranks
-
-
-def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Starts a process in a new session. With a log, its output is appended there, and it has no stdin."""
-    how: dict[str, Any] = {"env": dict(environment), "start_new_session": True}
-    if log is None:
-        return subprocess.Popen(list(command), **how)
-    with open(log, "ab", opener=open_private) as output:
-        return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **how)

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unsloth_multigpu.errors import GeneratorError
-from unsloth_multigpu.launch.engine import start_process
 from unsloth_multigpu.launch.nodes import socket_interfaces
 from unsloth_multigpu.launch.rank import die_with_supervisor
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.options import ENV_SERVER, MultiGPUConfig
-from unsloth_multigpu.wire.child import end_command, read_tail
+from unsloth_multigpu.wire.child import end_command, read_tail, start_process
 from unsloth_multigpu.wire.event import SERVER_WANTED, Event, say_ready
 from unsloth_multigpu.wire.run import make_log
 from unsloth_multigpu.words import duration, how_ended
@@ -35,7 +34,7 @@ _PROGRAM = "trl.scripts.vllm_serve"
 _HOST = "127.0.0.1"
 # Below Linux's ephemeral ports, which other connections may take before the server listens.
 _PORTS = range(20000, 32000)
-_LOOK_S, _ANSWER_S = 1.0, 1.0
+_ANSWER_S = 1.0
 # From SIGTERM to SIGKILL, while vLLM ends its workers.
 _END_LIMIT_S = 10.0
 
@@ -64,7 +63,6 @@ class GenerationServer:
     error: GeneratorError | None = field(init=False, default=None)
     _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
     _since_s: float = field(init=False, default=0.0)
-    _looked_s: float = field(init=False, default=0.0)
     _is_ready: bool = field(init=False, default=False)
 
     def __enter__(self) -> GenerationServer:
@@ -85,13 +83,10 @@ class GenerationServer:
 
     def turn(self, events: Sequence[Event]) -> str:
         """Called about ten times a second while ranks run. Returns why the server has failed, "" if it has not."""
-        if self.error is not None:
-            return str(self.error.args[0])
-        if self._process is None:
-            if wanted := next((event for event in events if event.kind == SERVER_WANTED), None):
-                self._start(**wanted.facts)
-        else:
+        if self._process is not None and self.error is None:
             self._look(self._process)
+        elif wanted := next((event for event in events if event.kind == SERVER_WANTED and self.error is None), None):
+            self._start(**wanted.facts)
         return "" if self.error is None else str(self.error.args[0])
 
     def _start(self, port: int, arguments: Sequence[str]) -> None:
@@ -113,17 +108,13 @@ class GenerationServer:
         if (code := process.poll()) is not None:
             when = "while it was serving" if self._is_ready else "while it was loading"
             self.error = self._failure(f"{how_ended(code)} {when}")
-            return
-        now_s = time.monotonic()
-        if self._is_ready or now_s - self._looked_s < _LOOK_S:
-            return
-        if answers(self.port):
-            self._is_ready = True
-            say_ready(self.run_dir, self.attempt)
-            tell(f"unsloth_multigpu: the server of generators answers after {duration(now_s - self._since_s)}\n")
-        elif now_s - self._since_s > self.config.timeout_s:
-            self.error = self._failure(f"did not answer within timeout_s={self.config.timeout_s:g} s")
-        self._looked_s = time.monotonic()
+        elif not self._is_ready:
+            self._is_ready, loading_s = answers(self.port), time.monotonic() - self._since_s
+            if self._is_ready:
+                say_ready(self.run_dir, self.attempt)
+                tell(f"unsloth_multigpu: the server of generators answers after {duration(loading_s)}\n")
+            elif loading_s > self.config.timeout_s:
+                self.error = self._failure(f"did not answer within timeout_s={self.config.timeout_s:g} s")
 
     def _failure(self, what: str) -> GeneratorError:
         tell("".join(f"  [server] {line[:200]}\n" for line in read_tail(self.log, 15).splitlines()))

@@ -40,6 +40,7 @@ _NAME_POLL_S = 1.0
 # "ready": the ranks start or run. "done": all have succeeded. "failed": one has failed. "left": the node has exited
 # after "done". "ended": the node ends the run on all nodes.
 _STATES = ("ready", "done", "failed", "left", "ended")
+_OVER = ("left", "ended")
 _MAX_TEXT, _MAX_MESSAGE = 4096, 300
 _RESTART = "Start the command again on all nodes."
 
@@ -126,6 +127,7 @@ class Meeting:
         self._sent: Record | None = None
         self._error: LaunchError | None = None
         self._ranks_store: TCPStore | None = None
+        self._has_left = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="unsloth_multigpu-nodes", daemon=True)
 
@@ -138,12 +140,15 @@ class Meeting:
 
     def __exit__(self, *exc_info: object) -> None:
         self._show(state="left" if self._own.state == "done" else "ended")
-        deadline_s = time.monotonic() + GOODBYE_LIMIT_S
         if self._node is not None and self._thread.is_alive():
-            wait_until(lambda: self._sent is self._own or self._error is not None, deadline_s)
-        if self._listener is not None:
-            # The store ends with this process.
-            wait_until(lambda: all(r.state in ("left", "ended") for r in self._others.values()), deadline_s)
+            wait_until(self._may_leave, time.monotonic() + GOODBYE_LIMIT_S)
+        self._has_left = True
+        self._wake.set()
+
+    def _may_leave(self) -> bool:
+        # The store ends with the thread of the node that serves it.
+        is_needed = self._listener is not None and any(r.state not in _OVER for r in self._others.values())
+        return self._error is not None or (self._sent is self._own and not is_needed)
 
     def meet(self, attempt: int, is_stopped: Callable[[], bool]) -> Place | None:
         """Waits for all nodes before a start of the ranks, which get a new store without keys of earlier attempts.
@@ -242,7 +247,7 @@ class Meeting:
                 store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
             store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
             self._node = self._claim_node_rank(store)
-            while self._sent is None or self._sent.state not in ("left", "ended"):
+            while not self._has_left:
                 self._exchange(store, self._node)
                 self._wake.wait(PERIOD_S)
                 self._wake.clear()

@@ -115,7 +115,7 @@ class Watch:
         self._last_look_s = now_s
         started = {event.rank for event in events if event.kind == "started"}
         is_ending = {event.kind for event in events} & {HANG, "exception", *STOPS}
-        if is_ending or min(len(living), len(started)) < self.ranks.num_ranks or not self._find_hang():
+        if is_ending or min(len(living), len(started)) < len(self.ranks.processes) or not self._find_hang():
             return
         # A page that is read while it is written may mix two states. A real hang is found again.
         time.sleep(POLL_S)

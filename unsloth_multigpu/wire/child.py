@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.process import is_alive, send_signal, signals_handled
+from unsloth_multigpu.wire.process import is_alive, open_private, send_signal, signals_handled
 from unsloth_multigpu.wire.run import make_log
 from unsloth_multigpu.words import how_ended
 
@@ -62,17 +62,9 @@ class Child:
             stack.callback(self.connection.close)
             if not log.exists():  # The folder was removed meanwhile.
                 make_log(log)
-            with log.open("ab") as output, theirs:
-                self._process = subprocess.Popen(
-                    [*_BY_SHELL, sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=dict(environment),
-                    # Keeps away Ctrl-C and Jupyter's Stop, which go to the process group.
-                    start_new_session=True,
-                )
+            with theirs:
+                command = [*_BY_SHELL, sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments]
+                self._process = start_process(command, environment, log, pass_fds=[theirs.fileno()])
             self.pid = self._process.pid
             stack.callback(self._process.wait)
             stack.callback(self.kill)
@@ -109,6 +101,20 @@ class Child:
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"
         return f"{self.name} (pid {self.pid}) {how}"
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a new session, which keeps away Ctrl-C and Jupyter's Stop.
+
+    With a log, its output is appended there, and it has no stdin.
+    """
+    how: dict[str, Any] = {"env": dict(environment), "start_new_session": True, "pass_fds": pass_fds}
+    if log is None:
+        return subprocess.Popen(list(command), **how)
+    with open(log, "ab", opener=open_private) as output:
+        return subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **how)
 
 
 def connect_to_parent() -> Connection:

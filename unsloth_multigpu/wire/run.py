@@ -116,7 +116,6 @@ class Run:
 
     Args:
         pid: Process id of its supervisor, in a notebook of the kernel.
-        pid_begin_ticks: Start time of that process, see `read_begin_ticks`: process ids are reused.
         begin_s: When the ranks were started, in seconds since 1970.
         job: Name of the script, or "notebook"; `command` is what the user has typed.
         num_ranks: Ranks on this machine.
@@ -124,7 +123,6 @@ class Run:
     """
 
     pid: int
-    pid_begin_ticks: int | None
     begin_s: float
     job: str
     command: str
@@ -139,13 +137,12 @@ class Run:
     def state(self) -> State:
         """Returns the state of the supervisor: "stopped" by a signal, "over" if it is gone. Requires `is_here()`."""
         state = read_state(self.pid)
-        return "over" if state == "gone" or read_begin_ticks(self.pid) != self.pid_begin_ticks else state
+        return "over" if state == "gone" else state
 
 
 def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
     """Writes the description of this run into its private folder. Called by the supervisor."""
-    pid = os.getpid()
-    run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
+    run = Run(os.getpid(), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
     write_private(run_dir / _FILE, json.dumps(dataclasses.asdict(run)))
     return run
 
@@ -190,13 +187,3 @@ def pid_scope() -> str:
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-
-def read_begin_ticks(pid: int) -> int | None:
-    """Returns the start of a process in kernel ticks since boot; None if it is gone. Not affected by the clock."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # Field 2 is the program's name in brackets and may contain spaces. The start time is field 22.
-    return int(text.rpartition(")")[2].split()[19])

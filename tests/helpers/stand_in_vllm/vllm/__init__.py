@@ -2,8 +2,7 @@
 
 With this folder's parent in PYTHONPATH, `python -m vllm.entrypoints.cli.main serve MODEL ...` is the server. Its
 completions follow from the prompt and their place among those of the prompt. STAND_IN says what it does wrong:
-"dies", "hangs" or "taken" (another program has its port) while it loads, "dies:N" at the Nth call for completions,
-"dies:N once" not where there is a report of an earlier server.
+"dies:N" at the Nth call for completions, "dies:N once" not where there is a report of an earlier server.
 STAND_IN_REPORT: a file that it writes about itself.
 """
 

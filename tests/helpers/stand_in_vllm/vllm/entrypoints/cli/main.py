@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -129,10 +128,5 @@ if __name__ == "__main__":
     facts["child"] = child.pid
     is_again = bool(REPORT) and Path(REPORT).exists()
     report()
-    if FAULT == "dies":
-        sys.exit("the model does not fit")
-    if FAULT == "hangs":
-        time.sleep(600)
-    other = socket.create_server((options.host, options.port)) if FAULT == "taken" else None
     assert os.environ["VLLM_SERVER_DEV_MODE"] == "1"
     ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
