@@ -1,6 +1,5 @@
 """What ends a run, and what the user then reads: one message with the cause, the exit code, and nothing left behind."""
 
-import json
 import re
 import signal
 import subprocess
@@ -113,19 +112,3 @@ def test_signal_ends_all_ranks(tmp_path, number):
     assert "death signal" not in run.err
     assert run.seconds < 25.0  # A script that handles the signal has 30 s.
     assert_nothing_is_left(tmp_path)
-
-
-@pytest.mark.thorough
-def test_two_jobs_at_once_do_not_meet(tmp_path):
-    first, second = start_ranks(tmp_path, "sleep@1"), None
-    try:
-        wait_until((tmp_path / "sleeping").exists, 120.0, "second step of the first job")
-        second = finish(start_ranks(tmp_path))
-    finally:
-        first.send_signal(signal.SIGTERM)
-        finish(first)
-    assert second.code == 0, second.err
-    assert "log_dir is in use by another job" in second.err
-    assert (tmp_path / "logs" / "rank_1.log").exists()
-    # Each step adds one on each rank and sums both.
-    assert json.loads((tmp_path / "total.json").read_text()) == [14.0]

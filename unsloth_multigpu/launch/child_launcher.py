@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,8 @@ _LAUNCH = re.compile(
     r"(\S*/)?(torchrun|torch\.distributed\.(run|launch)|deepspeed|deepspeed\.launcher\.runner|accelerate launch"
     r"|accelerate-launch|accelerate\.commands\.(launch|accelerate_cli launch))( |$)"
 )
+# Also the quotes of a command for a shell.
+_BETWEEN_WORDS = re.compile(r"[\s\\\"']+")
 # Variables that torch elastic and accelerate set for the processes that they launch.
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 
@@ -39,10 +40,11 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         def guarded(*args: Any, **keywords: Any) -> Any:
             if not has_begun():
                 command = args[position] if len(args) > position else keywords.get("args")
-                words = _words(command) if isinstance(command, (str, bytes, os.PathLike)) else command
+                words = [command] if isinstance(command, (str, bytes, os.PathLike)) else command
                 env = keywords.get("env")
                 if isinstance(words, Sequence):  # An iterator can be read only once.
-                    refuse_launcher(" ".join(map(os.fsdecode, words)), os.environ if env is None else env)
+                    text = _BETWEEN_WORDS.sub(" ", " ".join(map(os.fsdecode, words))).strip()
+                    refuse_launcher(text, os.environ if env is None else env)
             return original(*args, **keywords)
 
         stack.enter_context(instance_attribute(owner, name, guarded))
@@ -51,15 +53,6 @@ def launchers_refused(has_begun: Callable[[], bool]) -> Iterator[None]:
         guard(subprocess.Popen, "__init__", 1)
         guard(os, "system", 0)
         yield
-
-
-def _words(command: Any) -> list[str]:
-    """Splits a command for a shell; by white space if its quotes are not closed."""
-    text = os.fsdecode(command).replace("\\\n", " ")
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()
 
 
 def refuse_launcher(command: str, child: Mapping[str, str]) -> None:
