@@ -13,7 +13,7 @@ from unsloth_multigpu.errors import GeneratorError
 from unsloth_multigpu.launch import generation_server
 from unsloth_multigpu.launch.generation_server import GenerationServer, free_ports
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.event import SERVER_WANTED, Event, is_ready
+from unsloth_multigpu.wire.event import SERVER_WANTED, Event
 from unsloth_multigpu.wire.process import is_alive
 
 PORT = free_ports(2)
@@ -82,7 +82,7 @@ def test_server_is_started_when_it_is_asked_for_and_leaves_nothing(make, tmp_pat
     with make() as server:
         assert server.turn([]) == ""
         assert not server.log.exists()
-        assert set(turned(server, lambda: is_ready(tmp_path, 0))) == {""}
+        assert set(turned(server, lambda: server._is_ready)) == {""}
         facts = json.loads((tmp_path / "facts.json").read_text())
         options = ["--tensor_parallel_size", "2", "--host", "127.0.0.1", "--port", str(PORT)]
         assert facts["argv"] == ["--model", "tiny", *options]

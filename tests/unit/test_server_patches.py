@@ -12,10 +12,11 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError, VersionError
 from unsloth_multigpu.hooks import server_patches
 from unsloth_multigpu.hooks.server_patches import GenerationServer
+from unsloth_multigpu.launch import generation_server
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
-from unsloth_multigpu.wire.event import EventWriter, read_events, say_ready
+from unsloth_multigpu.wire.event import EventWriter, read_events
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -91,26 +92,26 @@ def test_unsloth_and_an_old_trl_are_refused(monkeypatch):
         server().name_in(Arguments())
 
 
-def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path):
+def test_rank_0_asks_with_the_trainers_model_and_all_wait(tmp_path, monkeypatch):
     for rank in (0, 1):
         with pytest.raises(RankTimeoutError, match=r"no server answered within twice timeout_s=0\.1 s"):
             use(server(tmp_path, rank), "tiny", max_model_length=64, model_impl="auto")
     (event,) = read_events(tmp_path, 0)
     assert (event.rank, event.facts["port"]) == (0, 20000)
     assert event.facts["arguments"] == ["--model", "tiny", "--max_model_len", "64", "--vllm_model_impl", "auto"]
-    say_ready(tmp_path, 0)
+    monkeypatch.setattr(generation_server, "answers", lambda port: port == 20000)
     use(server(tmp_path, 1), "tiny")
     assert set(os.environ["no_proxy"].split(",")) == {"local", "127.0.0.1"}
     with pytest.raises(ConfigError, match="by its name, and it has none"):
         use(server(tmp_path), "")
 
 
-def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path):
+def test_server_serves_one_trainer_and_no_training_goes_by_it(tmp_path, monkeypatch):
     used, identity = server(tmp_path), RankIdentity(0, 0, 1, 1, "unsloth_multigpu")
     session = Session(MultiGPUConfig(generators=1), identity, Console(), server=used)
     with pytest.raises(SetupError, match="reserves GPUs for generation, and Other does not generate"):
         session.run_training(type("Other", (), {})(), lambda: None, {})
-    say_ready(tmp_path, 0)
+    monkeypatch.setattr(generation_server, "answers", lambda _: True)
     use(used, "tiny")
     used.check_use(None)
     with pytest.raises(SetupError, match="a second Trainer asks for it"):

@@ -15,11 +15,12 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, TrainerLike
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.versions import check_version
-from unsloth_multigpu.wire.event import SERVER_WANTED, EventWriter, is_ready
+from unsloth_multigpu.wire.event import SERVER_WANTED, EventWriter
 from unsloth_multigpu.wire.wait import wait_until
 
 _NEEDED = "trl>=0.28"
 _HOST = "127.0.0.1"
+_LOOK_S = 0.5
 _ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port")
 
 
@@ -107,14 +108,15 @@ class GenerationServer:
         original(generation, *args, **kwargs)
 
     def _await_server(self, given: Mapping[str, Any]) -> None:
-        events = self._events
+        from unsloth_multigpu.launch.generation_server import answers
+
         if self._is_first:
-            events.write(SERVER_WANTED, port=self._port, arguments=_command_of(given))
+            self._events.write(SERVER_WANTED, port=self._port, arguments=_command_of(given))
         # TRL sends requests to this machine, which must not go through a proxy.
         os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), _HOST]))
         # Twice: for rank 0, and for the supervisor, which ends the ranks of a server that fails.
         deadline_s = time.monotonic() + 2 * self._timeout_s
-        if not wait_until(lambda: is_ready(events.run_dir, events.attempt), deadline_s):
+        if not wait_until(lambda: answers(self._port), deadline_s, poll_s=_LOOK_S):
             raise RankTimeoutError(
                 f"generators: no server answered within twice timeout_s={self._timeout_s:g} s.",
                 hint="Let all ranks make the Trainer.",

@@ -25,7 +25,7 @@ from unsloth_multigpu.launch.rank import die_with_supervisor
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.options import ENV_SERVER, MultiGPUConfig
 from unsloth_multigpu.wire.child import end_command, read_tail, start_process
-from unsloth_multigpu.wire.event import SERVER_WANTED, Event, say_ready
+from unsloth_multigpu.wire.event import SERVER_WANTED, Event
 from unsloth_multigpu.wire.run import make_log
 from unsloth_multigpu.words import duration, how_ended
 
@@ -111,7 +111,6 @@ class GenerationServer:
         elif not self._is_ready:
             self._is_ready, loading_s = answers(self.port), time.monotonic() - self._since_s
             if self._is_ready:
-                say_ready(self.run_dir, self.attempt)
                 tell(f"unsloth_multigpu: the server of generators answers after {duration(loading_s)}\n")
             elif loading_s > self.config.timeout_s:
                 self.error = self._failure(f"did not answer within timeout_s={self.config.timeout_s:g} s")

@@ -1,7 +1,7 @@
 """Messages between a supervisor and its ranks, as files in the run's folder.
 
-Ranks append events to a file of JSON lines. The supervisor, which may not reach the store of the ranks, answers by a
-file: it asks the ranks to stop, or says that the generation server, which rank 0 has requested by an event, is ready.
+Ranks append events to a file of JSON lines. The supervisor, which may not reach the store of the ranks, asks them to
+stop by a file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unsloth_multigpu.wire.process import open_private
 # The same signal twice within this time counts once: `timeout` and job managers signal a process and its group, srun
 # the launcher and its ranks.
 REPEAT_S = 0.2
-# Kind of an event. Its facts: "port" of the server, and "arguments" of TRL's command, from the Trainer.
+# Rank 0 requests the generation server. Facts: its "port", and "arguments" of TRL's command, from the Trainer.
 SERVER_WANTED = "server wanted"
 
 
@@ -103,16 +103,6 @@ def read_request(run_dir: str | os.PathLike[str]) -> StopRequest | None:
     except FileNotFoundError:
         return None
     return StopRequest(int(signal_number), float(deadline_s))
-
-
-def say_ready(run_dir: str | os.PathLike[str], attempt: int) -> None:
-    """Tells the ranks that the generation server of this attempt answers."""
-    Path(run_dir, f"server_{attempt}").touch(mode=0o600)
-
-
-def is_ready(run_dir: str | os.PathLike[str], attempt: int) -> bool:
-    """True once the generation server of this attempt has answered. Takes microseconds."""
-    return Path(run_dir, f"server_{attempt}").exists()
 
 
 def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
