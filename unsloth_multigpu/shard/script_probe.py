@@ -97,10 +97,7 @@ def ask(
         values = {"file": str(outcome), "question": dataclasses.asdict(question)}
         request = ToolRequest("unsloth_multigpu.shard.script_probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
-        with log.open("wb") as output:
-            code = run_to_end(
-                command, variables, output, marker=str(outcome), limit_s=limit_s, terminate_limit_s=_END_LIMIT_S
-            )
+        code = run_to_end(command, variables, log, marker=str(outcome), limit_s=limit_s, terminate_limit_s=_END_LIMIT_S)
         if code is None:
             raise RankTimeoutError(
                 f"The script did not reach train() within {limit_s:g} seconds.",

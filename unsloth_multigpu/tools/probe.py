@@ -14,7 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.options import ENV_CONFIG, ENV_PROBE
-from unsloth_multigpu.wire.child import end_command
+from unsloth_multigpu.wire.child import end_command, start_process
 from unsloth_multigpu.words import how_ended, shown_lines
 
 _TERMINATE_LIMIT_S = 10.0
@@ -41,16 +41,8 @@ class Probe:
     def __enter__(self) -> Probe:
         self._deadline = time.monotonic() + self._limit_s
         command = [sys.executable, "-m", self._module, str(self._outcome)]
-        with self._log.open("wb") as log:
-            # A session of its own: Ctrl-C reaches only this process, which then ends the probe and its children.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-            )
+        # Ctrl-C reaches only this process, which then ends the probe and its children.
+        self._process = start_process(command, self._environment, self._log)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

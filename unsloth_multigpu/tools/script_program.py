@@ -76,10 +76,9 @@ def run_recorded(
     log = folder / "output.log"
     # Not by the whole path, because requests contain it as JSON, which escapes characters other than ASCII.
     marker = f"{folder.parent.name}/{folder.name}"
-    with log.open("wb") as output:
-        code = run_to_end(
-            command, environment, output, marker=marker, limit_s=limit_s, terminate_limit_s=_TERMINATE_LIMIT_S, cwd=cwd
-        )
+    code = run_to_end(
+        command, environment, log, marker=marker, limit_s=limit_s, terminate_limit_s=_TERMINATE_LIMIT_S, cwd=cwd
+    )
     paths = folder.glob("rank_*.json") if code == 0 else ()
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     tail = last_lines(log.read_text(encoding="utf-8", errors="replace"), _NUM_LINES)

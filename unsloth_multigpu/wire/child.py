@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 
@@ -104,13 +104,13 @@ class Child:
 
 
 def start_process(
-    command: Sequence[str], environment: Mapping[str, str], log: Path | None, pass_fds: Sequence[int] = ()
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None, **others: Any
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a new session, which keeps away Ctrl-C and Jupyter's Stop.
 
-    With a log, its output is appended there, and it has no stdin.
+    With a log, its output is appended there, and it has no stdin. `others` are arguments of `Popen`.
     """
-    how: dict[str, Any] = {"env": dict(environment), "start_new_session": True, "pass_fds": pass_fds}
+    how: dict[str, Any] = {"env": dict(environment), "start_new_session": True, **others}
     if log is None:
         return subprocess.Popen(list(command), **how)
     with open(log, "ab", opener=open_private) as output:
@@ -138,14 +138,14 @@ def read_tail(log: Path, num_lines: int = 25) -> str:
 def run_to_end(
     command: Sequence[str],
     environment: Mapping[str, str],
-    output: BinaryIO,
+    log: Path,
     *,
     marker: str,
     limit_s: float,
     terminate_limit_s: float,
     cwd: Path | None = None,
 ) -> int | None:
-    """Runs a command in a new session, without input, which Ctrl-C does not reach, and ends all of its processes.
+    """Runs a command by `start_process`, and ends all of its processes.
 
     Args:
         environment: All of its variables; one of them must contain `marker`, see `end_command`.
@@ -154,8 +154,7 @@ def run_to_end(
     Returns:
         The exit code, -N = ended by signal N; None if it took longer than `limit_s`.
     """
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(list(command), cwd=cwd, env=dict(environment), start_new_session=True, **streams)
+    process = start_process(command, environment, log, cwd=cwd)
     try:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(limit_s)
