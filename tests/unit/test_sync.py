@@ -1,51 +1,16 @@
-"""Buckets, bytes, and which strategy the options name; in a group of one rank."""
+"""A strategy other than DDP in a Trainer: when ranks meet, and what becomes of the Trainer."""
 
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.strategies.strategy_exchange import Exchange, make_sync
-from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, LocalSGDSync, ParameterServerSync
+from unsloth_multigpu.strategies.strategy_exchange import Exchange
 from unsloth_multigpu.train.loop import Loop
-
-
-@pytest.fixture
-def model(lone_group):
-    return nn.Linear(3, 2)
-
-
-def optimizer_of(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"strategy": "allreduce"}, (AllReduceSync, {})),
-        ({"strategy": "parameter_server"}, (ParameterServerSync, {"_is_loss_scaled": True})),
-        ({"strategy": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
-        ({"strategy": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
-    ],
-)
-def test_options_name_a_strategy(model, options, expected):
-    sync = make_sync(MultiGPUConfig(**options), model, optimizer_of(model), is_loss_scaled=True)
-    assert (type(sync), {name: getattr(sync, name) for name in expected[1]}) == expected
-
-
-def test_momentum_of_another_model_is_refused(model):
-    sync = DiLoCoSync(model, optimizer_of(model), every_steps=1)
-    sync.after_step()
-    state = sync.state_dict()
-    sync.load_state_dict(state)
-    state["momentum"] = state["momentum"][:1]
-    with pytest.raises(SetupError, match="momentum of strategy='diloco'"):
-        sync.load_state_dict(state)
 
 
 @pytest.mark.parametrize("control", ["should_save", "should_evaluate", "should_training_stop", None])

@@ -17,10 +17,16 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, GradientExchange, Override, StateLike, TrainerLike
 from unsloth_multigpu.strategies.sync import AllReduceSync, DiLoCoSync, GradientSync, LocalSGDSync, ParameterServerSync
-from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer, Strategy
 
 logger = get_logger(__name__)
 
+_SYNCS: dict[type[Strategy], type[GradientSync]] = {
+    AllReduce: AllReduceSync,
+    ParameterServer: ParameterServerSync,
+    LocalSGD: LocalSGDSync,
+    DiLoCo: DiLoCoSync,
+}
 # In a checkpoint, next to the Trainer's own files.
 STATE_FILE = "unsloth_multigpu_sync.pt"
 
@@ -81,20 +87,16 @@ class Exchange(GradientExchange):
             self.sync.after_step()
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._synchronize_if_read(control)
-
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._synchronize_if_read(control)
-
-    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        assert self.sync is not None
-        self.sync.synchronize()
-
-    def _synchronize_if_read(self, control: ControlLike) -> None:
         """Synchronizes the ranks' weights before they are read. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             with self._manager.waits.counted():
                 self.sync.synchronize()
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        assert self.sync is not None
+        self.sync.synchronize()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -165,19 +167,5 @@ class Exchange(GradientExchange):
 def make_sync(
     config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
 ) -> GradientSync:
-    """Returns the implementation of `config.strategy`, which is not DDP.
-
-    Args:
-        model: On this rank's device, without a wrapper.
-        optimizer: torch's, not accelerate's wrapper.
-        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
-    """
-    asked = config.strategy
-    if isinstance(asked, AllReduce):
-        return AllReduceSync(model, optimizer)
-    if isinstance(asked, DiLoCo):
-        return DiLoCoSync(model, optimizer, asked.every_steps, asked.outer_learning_rate, asked.outer_momentum)
-    if isinstance(asked, LocalSGD):
-        return LocalSGDSync(model, optimizer, asked.every_steps)
-    assert isinstance(asked, ParameterServer)
-    return ParameterServerSync(model, optimizer, is_loss_scaled=is_loss_scaled)
+    """Returns the implementation of `config.strategy`, which is not DDP, for a model without a wrapper."""
+    return _SYNCS[type(config.strategy)](model, optimizer, config.strategy, is_loss_scaled=is_loss_scaled)

@@ -6,7 +6,7 @@ Two synchronize in every step, as DDP does. In the others ranks step independent
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import all_reduce_bytes, num_bytes
+from unsloth_multigpu.strategy import DiLoCo, LocalSGD, Strategy
 
 SERVER_RANK = 0
-# Bounds the memory of copies. gloo has two threads that send.
-_MAX_FLYING = 8
-_NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 
 class GradientSync:
@@ -34,6 +31,8 @@ class GradientSync:
     Args:
         model: The model without a wrapper. Its trainable parameters and buffers are synchronized.
         optimizer: This rank's torch optimizer, on those parameters.
+        strategy: The options, for a strategy that has some.
+        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
 
     Attributes:
         bucket_bytes: Largest size of a message. A tensor that fills a message alone is sent without a copy.
@@ -43,9 +42,18 @@ class GradientSync:
 
     bucket_bytes = 25 * 2**20
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy | None = None,
+        *,
+        is_loss_scaled: bool = False,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.strategy = strategy
+        self.is_loss_scaled = is_loss_scaled
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.buffers = list(model.buffers())
         self.rank = dist.get_rank()
@@ -54,7 +62,7 @@ class GradientSync:
         self.num_steps = 0
         # A thread of gloo drops its reference after a message is done. If it is the last one, the thread takes Python's
         # lock to free the tensor, and a process that is exiting aborts then.
-        self._last_works: deque[Any] = deque(maxlen=2)
+        self._last_work: Any = None
 
     def begin(self) -> None:
         """Copies rank 0's weights and buffers to all ranks, including frozen ones, as DDP does."""
@@ -66,8 +74,8 @@ class GradientSync:
     def after_step(self) -> None:
         """Called when the optimizer has stepped."""
         self.num_steps += 1
-        # Handles hold gradients, whose memory the next forward pass needs.
-        self._last_works.clear()
+        # It holds gradients, whose memory the next forward pass needs.
+        self._last_work = None
 
     @property
     def are_replicas_equal(self) -> bool:
@@ -89,37 +97,22 @@ class GradientSync:
 
         A gradient that no rank has stays None, so that no optimizer decays an unused weight. Collective: one byte for
         each parameter.
-
-        Raises:
-            SetupError: A rank has a sparse gradient. Raised on all ranks.
         """
         if not self.parameters:
             return []
-        kinds = [_kind_of(p.grad) for p in self.parameters]
-        seen = torch.tensor(kinds, dtype=torch.uint8, device=self.parameters[0].device)
+        has_gradient = [p.grad is not None for p in self.parameters]
+        seen = torch.tensor(has_gradient, dtype=torch.uint8, device=self.parameters[0].device)
         self.exchange([seen], lambda flat: self._all_reduce(flat, dist.ReduceOp.MAX))
         gradients = []
-        for parameter, kind in zip(self.parameters, seen.tolist(), strict=True):
-            if kind == _SPARSE:
-                raise SetupError(
-                    f"{self._name_of(parameter)} has a sparse gradient, which {type(self).__name__} does not send.",
-                    hint="Use strategy='ddp', or build its layer with sparse=False.",
-                )
-            if kind == _DENSE:
+        for parameter, is_shared in zip(self.parameters, seen.tolist(), strict=True):
+            if is_shared:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 gradients.append(parameter.grad)
         return gradients
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, p in self.model.named_parameters() if p is parameter)
-
     def average(self, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
         """Replaces each tensor by the mean over ranks, computed in `dtype`; None = its own dtype. Collective."""
         self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), dtype)
-
-    def average_on_server(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces rank 0's tensors by the mean over ranks; those of other ranks become undefined. Collective."""
-        self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies rank 0's values to all ranks. Collective."""
@@ -132,29 +125,21 @@ class GradientSync:
         start: Callable[[torch.Tensor], Any],
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Runs a collective on tensors in buckets, several at a time, and writes the results back.
+        """Runs a collective on tensors, bucket by bucket, and writes the results back.
 
         Args:
             tensors: The same shapes in the same order on all ranks.
             start: Starts a collective on a flat tensor, in place, and returns its handle.
             dtype: dtype of the messages; None = that of the tensors.
         """
-        flying: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
         for group in buckets(tensors, self.bucket_bytes):
             is_flat = len(group) == 1 and group[0].is_contiguous()
             flat = group[0].detach().view(-1) if is_flat else flatten(group)
             flat = flat if dtype is None else flat.to(dtype)
-            flying.append((group, flat, start(flat)))
-            if len(flying) == _MAX_FLYING:
-                self._arrive(*flying.popleft())
-        while flying:
-            self._arrive(*flying.popleft())
-
-    def _arrive(self, group: list[torch.Tensor], flat: torch.Tensor, work: Any) -> None:
-        work.wait()
-        self._last_works.append(work)
-        if flat.data_ptr() != group[0].data_ptr():
-            unflatten_into(group, flat)
+            work = self._last_work = start(flat)
+            work.wait()
+            if flat.data_ptr() != group[0].data_ptr():
+                unflatten_into(group, flat)
 
     def _all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         self.sent_bytes += all_reduce_bytes(num_bytes(flat), self.world_size)
@@ -194,16 +179,9 @@ class ParameterServerSync(GradientSync):
     Equal to DDP up to rounding. Only rank 0 has optimizer state: the optimizers of the other ranks get no gradient, so
     their steps do nothing. The gradient norm of a step is that of rank 0.
 
-    Args:
-        model: See `GradientSync`.
-        optimizer: See `GradientSync`.
-        is_loss_scaled: A GradScaler scales the loss. It needs a gradient on every rank, and the same scale on all. So
-            each worker keeps the gradient of its smallest parameter: zeros, or NaN if rank 0's gradient overflowed.
+    A GradScaler needs a gradient on every rank, and the same scale on all. So each worker keeps the gradient of its
+    smallest parameter: zeros, or NaN if rank 0's gradient overflowed.
     """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool = False) -> None:
-        super().__init__(model, optimizer)
-        self._is_loss_scaled = is_loss_scaled
 
     def begin(self) -> None:
         """Copies rank 0's weights and buffers to all ranks. Workers drop optimizer state of a checkpoint."""
@@ -214,11 +192,11 @@ class ParameterServerSync(GradientSync):
     def after_backward(self) -> None:
         """Averages the gradients on rank 0 and removes them on the others. Collective."""
         gradients = self.shared_gradients()
-        self.average_on_server(gradients)
+        self.exchange(gradients, lambda flat: self._reduce(flat.div_(self.world_size)))
         if self.rank != SERVER_RANK:
             for parameter in self.parameters:
                 parameter.grad = None
-        if self._is_loss_scaled and gradients:
+        if self.is_loss_scaled and gradients:
             self._share_overflow([g for g in gradients if g.numel()])
 
     def _share_overflow(self, gradients: list[torch.Tensor]) -> None:
@@ -240,18 +218,12 @@ class LocalSGDSync(GradientSync):
     """Each rank steps on its own gradients; every `every_steps` steps the trained weights are averaged.
 
     Only trainable weights and buffers are sent. Optimizer states stay with their ranks, and a checkpoint holds rank
-    0's. Source: Stich 2019, "Local SGD Converges Fast and Communicates Little".
-
-    Args:
-        model: See `GradientSync`.
-        optimizer: See `GradientSync`.
-        every_steps: Optimizer steps between two synchronizations. An extra one in between restarts the count.
+    0's. A synchronization in between restarts the count of steps. Source: Stich 2019, "Local SGD Converges Fast and
+    Communicates Little".
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every_steps: int = 16) -> None:
-        super().__init__(model, optimizer)
-        self.every_steps = every_steps
-        self._num_local_steps = 0
+    strategy: LocalSGD
+    _num_local_steps = 0
 
     @property
     def are_replicas_equal(self) -> bool:
@@ -262,7 +234,7 @@ class LocalSGDSync(GradientSync):
         """Synchronizes if `every_steps` steps are done. Collective in that case."""
         super().after_step()
         self._num_local_steps += 1
-        if self._num_local_steps == self.every_steps:
+        if self._num_local_steps == self.strategy.every_steps:
             self.synchronize()
 
     def synchronize(self) -> None:
@@ -291,37 +263,17 @@ class DiLoCoSync(LocalSGDSync):
 
     An earlier synchronization, for a save or an evaluation, is an outer step as well, in which the momentum moves the
     weights once more. So saves and evaluations should fall on multiples of `every_steps`.
-
-    Args:
-        model: See `GradientSync`.
-        optimizer: See `GradientSync`.
-        every_steps: See `LocalSGDSync`.
-        learning_rate: Learning rate of the outer step. 1 without momentum = the mean of the ranks' weights.
-        momentum: Momentum of the outer step; 0 = none.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        every_steps: int = 16,
-        learning_rate: float = 0.7,
-        momentum: float = 0.9,
-    ) -> None:
-        super().__init__(model, optimizer, every_steps)
-        # In 32 bits also for 16-bit weights, since an outer step can be smaller than their spacing.
-        self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
-        self._outer = torch.optim.SGD(self._start, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
+    strategy: DiLoCo
 
     def begin(self) -> None:
         """Copies rank 0's weights and buffers to all ranks. The first window begins with them."""
         super().begin()
-        self._read_start()
-
-    def _read_start(self) -> None:
-        with torch.no_grad():
-            for start, parameter in zip(self._start, self.parameters, strict=True):
-                start.copy_(parameter)
+        # In 32 bits also for 16-bit weights, since an outer step can be smaller than their spacing.
+        self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
+        rate, momentum = self.strategy.outer_learning_rate, self.strategy.outer_momentum
+        self._outer = torch.optim.SGD(self._start, lr=rate, momentum=momentum, nesterov=momentum > 0)
 
     def _combine_weights(self) -> None:
         with torch.no_grad():
@@ -335,42 +287,18 @@ class DiLoCoSync(LocalSGDSync):
                 parameter.copy_(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer momentum: a tensor for each trainable parameter, none before the first synchronization.
-
-        With 16-bit weights also the weights of the last synchronization in 32 bits.
-        """
-        buffers = [self._outer.state[s].get("momentum_buffer") for s in self._start]
-        state: dict[str, Any] = {"momentum": [b.cpu() for b in buffers if b is not None]}
+        """Returns the outer momentum; with 16-bit weights also those of the last synchronization in 32 bits."""
+        state: dict[str, Any] = {"momentum": self._outer.state_dict()["state"]}
         if any(s.dtype != p.dtype for s, p in zip(self._start, self.parameters, strict=True)):
-            state["start"] = [s.cpu() for s in self._start]
+            state["start"] = self._start
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a `state_dict()` at the beginning of a window.
-
-        Raises:
-            SetupError: It belongs to another model.
-        """
-        self._read_start()
-        shapes = [s.shape for s in self._start]
-        for name in ("momentum", "start"):
-            if state.get(name) and [t.shape for t in state[name]] != shapes:
-                raise SetupError(
-                    f"The checkpoint's {name} of strategy='diloco' does not fit this model's trainable parameters.",
-                    hint="Resume with the model and the trainable parameters of the checkpoint.",
-                )
+        """Resumes from a `state_dict()` at the beginning of a window."""
         with torch.no_grad():
             for start, saved in zip(self._start, state.get("start", self._start), strict=True):
                 start.copy_(saved)
-        self._outer.state.clear()
-        for start, saved in zip(self._start, state["momentum"], strict=bool(state["momentum"])):
-            self._outer.state[start]["momentum_buffer"] = saved.to(start.device, copy=True)
-
-
-def _kind_of(gradient: torch.Tensor | None) -> int:
-    if gradient is None:
-        return _NO_GRADIENT
-    return _DENSE if gradient.layout == torch.strided else _SPARSE
+        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["momentum"]})
 
 
 def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
