@@ -30,6 +30,8 @@ from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
 
+# Values of a batch: tensors, and what all shards share.
+_CUT_OR_SHARED = (torch.Tensor, bool, int, float, str, type(None))
 HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
 
 
@@ -100,9 +102,6 @@ class SerialTrainer(Part):
         return {"training_step": self._training_step, "compute_loss": self._compute_loss}
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # Schedule-free optimizers keep other weights for an evaluation; training_step() would switch back too late.
-        if callable(switch := getattr(self.trainer.optimizer, "train", None)):
-            switch()
         # Not after the optimizer's step: callbacks that come later may change the weights once more.
         self.send_weights()
 
@@ -126,7 +125,7 @@ class SerialTrainer(Part):
         if not self._replicas or self._replicas[0] is not model:
             self._replicas[:] = [model, *(copy_of(model, device) for device in self._devices[1:])]
         parameters = list(model.parameters())
-        earlier = take_gradients(model)  # Of this step's micro-batches so far.
+        # The model's own gradients are also those of this step's earlier micro-batches.
         total: list[torch.Tensor | None] = [None] * len(parameters)
         losses = []
         # Fewer rows than replicas are fewer shards.
@@ -151,8 +150,10 @@ class SerialTrainer(Part):
                 )
             total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
             losses.append(loss.to(self.trainer.args.device))
-        for parameter, before, added in zip(parameters, earlier, total, strict=True):
-            parameter.grad = before if added is None else self._put_back(parameter, before, added)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+                self.moved_bytes += num_bytes(parameter.grad)
         return torch.stack(losses).sum()
 
     def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
@@ -174,11 +175,6 @@ class SerialTrainer(Part):
         self.moved_bytes += num_bytes(gradient)
         gradient = gradient.to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
         return gradient if total is None else total.add_(gradient)
-
-    def _put_back(self, parameter: nn.Parameter, before: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.to(parameter.device, parameter.dtype)
-        self.moved_bytes += num_bytes(gradient)
-        return gradient if before is None else before.add_(gradient)
 
     def _cut(self, inputs: Any) -> list[tuple[Any, float]]:
         """Returns shards of rows, each with the factor of its loss."""
@@ -216,33 +212,26 @@ class SerialTrainer(Part):
 
 def count_rows(inputs: Any) -> int:
     """Returns the rows of a micro-batch. Raises SetupError if it cannot be split."""
-    lengths = {_length(value) for value in inputs.values()} - {None} if isinstance(inputs, Mapping) else set()
-    if len(lengths) != 1 or 0 in lengths:
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    lengths = {len(value) for value in values if _has_rows(value)}
+    others = {type(value).__name__ for value in values if not isinstance(value, _CUT_OR_SHARED)}
+    if others or len(lengths) != 1 or 0 in lengths:
         raise SetupError(
-            f"A batch cannot be cut where rows are not the first dimension of all: {type(inputs).__name__} of "
-            f"{sorted(map(str, lengths))} rows.",
+            f"A batch can be cut if it is a mapping of tensors with the same number of rows; this one is a "
+            f"{type(inputs).__name__} of {sorted([*map(str, lengths), *others])}.",
             hint=HINT,
         )
-    return int(lengths.pop() or 0)
+    return lengths.pop()
 
 
-def _length(value: Any) -> int | None:
-    """Returns the length of an input; None if all shards share it."""
-    if isinstance(value, torch.Tensor):
-        return len(value) if value.dim() else None
-    if isinstance(value, (list, tuple)):
-        return len(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return None
-    raise SetupError(f"A batch that holds a {type(value).__name__} cannot be cut into rows.", hint=HINT)
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]:
     """Splits a micro-batch into contiguous shards whose sizes differ by at most one row."""
-    rows = count_rows(inputs)
-    ends = [rows * (i + 1) // num_shards for i in range(num_shards)]
-    parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-    return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
+    parts = {name: v.tensor_split(num_shards) if _has_rows(v) else [v] * num_shards for name, v in inputs.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(num_shards)]
 
 
 def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.device]) -> None:
@@ -254,6 +243,7 @@ def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.devic
         "a Trainer of a distributed run, or of nn.DataParallel": args.n_gpu > 1
         or str(trainer.accelerator.distributed_type.value) != "NO",
         "auto_find_batch_size=True": args.auto_find_batch_size,
+        "a schedule-free optimizer, which keeps other weights for an evaluation": "schedule_free" in args.optim,
         "a trainer that generates its samples": hasattr(args, "steps_per_generation"),
         f"{type(trainer).__name__}, whose rows belong together": any(name != "SFTTrainer" for name in losses),
         "a mixture of experts with a router's loss, which depends on the whole micro-batch": has_router_loss(trainer),

@@ -70,33 +70,10 @@ def sft_lora():
 
 
 def classifier():
-    return texts.classifier(TEXTS, COMMON)
-
-
-class Swapping(torch.optim.SGD):
-    """As schedule-free optimizers do, it keeps other weights for an evaluation."""
-
-    is_training = True
-
-    def train(self):
-        self.swap(2.0, is_training=True)
-
-    def eval(self):
-        self.swap(0.5, is_training=False)
-
-    @torch.no_grad()
-    def swap(self, factor, is_training):
-        for parameter in self.param_groups[0]["params"] if is_training != self.is_training else ():
-            parameter.mul_(factor)
-        self.is_training = is_training
-
-
-def swapped(**options):
     """It is evaluated in between."""
-    trainer = full(**options)
+    trainer = texts.classifier(TEXTS, COMMON)
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
     trainer.eval_dataset = trainer.train_dataset.select(range(2))
-    trainer.optimizer = Swapping(trainer.model.parameters(), lr=0.1)
     return trainer
 
 
@@ -155,7 +132,7 @@ def refusal(build):
         return str(error)
 
 
-results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier, swapped)}
+results = {build.__name__: compare(build) for build in (lora, sft_lora, classifier)}
 enable()
 send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
 results["unsent"] = train(built(lora, max_steps=2))["grad_norm"]
