@@ -45,29 +45,29 @@ def weighted_mean(states, num_examples):
     return {name: value.to(states[0][name].dtype) for name, value in mean.items()}
 
 
-def trained_clients(model, train, weights, number, num_clients, config, seed=0):
-    """Every client's weights and number of examples, in the order of the clients; trained in any order."""
-    found = {}
-    for client_id in random.SystemRandom().sample(range(num_clients), num_clients):
-        model.load_state_dict(weights, strict=False)
-        model.train()
-        torch.manual_seed(client_seed(seed, number, client_id))
-        client = FederatedClient(client_id, num_clients, number, torch.device("cpu"), config)
-        num_examples, _ = train(model, client)
-        found[client_id] = {name: model.state_dict()[name].clone() for name in weights}, num_examples
-    return zip(*(found[client_id] for client_id in range(num_clients)), strict=True)
+def loop_by_hand(build, train, config, num_rounds, *, num_clients, seed=0, aggregate=weighted_mean):
+    """Federated averaging: one client after the other, in any order; means in float64."""
+    torch.manual_seed(seed)
+    model = build()
+    is_sent = (lambda name: ".lora_" in name) if hasattr(model, "peft_config") else (lambda name: True)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items() if is_sent(name)}
+    for number in range(1, num_rounds + 1):
+        found = {}
+        for client_id in random.SystemRandom().sample(range(num_clients), num_clients):
+            model.load_state_dict(weights, strict=False)
+            model.train()
+            torch.manual_seed(client_seed(seed, number, client_id))
+            client = FederatedClient(client_id, num_clients, number, torch.device("cpu"), config)
+            num_examples, _ = train(model, client)
+            found[client_id] = {name: model.state_dict()[name].clone() for name in weights}, num_examples
+        weights = aggregate(*zip(*(found[client_id] for client_id in range(num_clients)), strict=True))
+    return weights
 
 
 @functools.cache
 def plain_loop(seed, num_rounds):
-    """Federated averaging by hand: one client after the other, means in float64."""
-    torch.manual_seed(seed)
-    model = clients.build()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    for number in range(1, num_rounds + 1):
-        arguments = (weights, number, clients.NUM_CLIENTS, clients.CONFIG, seed)
-        weights = weighted_mean(*trained_clients(model, clients.train, *arguments))
-    return weights
+    functions = (clients.build, clients.train, clients.CONFIG)
+    return loop_by_hand(*functions, num_rounds, num_clients=clients.NUM_CLIENTS, seed=seed)
 
 
 def difference(one, other):
@@ -134,6 +134,7 @@ def test_weights_are_those_of_a_plain_loop(averaged):
     assert difference(averaged["weights"], plain_loop(SEEDS[1], 3)) > 1e-3
     # Only what the training changed counts as a result.
     assert difference(expected, plain_loop(SEEDS[0], 0)) > 1e-2
+    assert_same_bits(load_file("plain/model.safetensors"), averaged["weights"])
 
 
 def test_round_robin_puts_clients_where_their_number_says(averaged):
@@ -164,10 +165,6 @@ def test_metrics_of_clients_and_server_are_in_the_result(averaged):
     assert {n: dict(m) for n, m in result.evaluate_metrics_serverapp.items()} == {
         number: {"round": number, "is_training": 0.0} for number in range(4)
     }
-
-
-def test_saved_weights_are_those_of_the_result(averaged):
-    assert_same_bits(load_file("plain/model.safetensors"), averaged["weights"])
 
 
 def test_training_that_was_killed_goes_on_to_the_same_bits(server):
@@ -203,20 +200,13 @@ def lora():
     return found
 
 
-def lora_loop(num_rounds):
-    torch.manual_seed(0)
-    model = clients.build_lora()
-    weights = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
-    for number in range(1, num_rounds + 1):
-        weights = weighted_mean(*trained_clients(model, clients.train_lora, weights, number, 4, LORA))
-    return weights
+def lora_loop(num_rounds, **options):
+    return loop_by_hand(clients.build_lora, clients.train_lora, LORA, num_rounds, num_clients=4, **options)
 
 
 @pytest.mark.thorough
 def test_adapters_alone_travel_and_their_mean_is_that_of_a_plain_loop(lora):
     result, weights = lora["mean"]
-    assert weights
-    assert all(".lora_" in name for name in weights)
     assert difference(weights, lora_loop(3)) < 1e-6
     assert difference(weights, lora_loop(0)) > 1e-2
     # What the mean of the factors misses.
@@ -225,30 +215,18 @@ def test_adapters_alone_travel_and_their_mean_is_that_of_a_plain_loop(lora):
 
 @pytest.mark.thorough
 def test_projection_averages_the_products_and_goes_on(lora):
-    torch.manual_seed(0)
-    model = clients.build_lora()
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-    start = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
-    for number in (1, 2, 3):
-        states, num_examples = trained_clients(model, clients.train_lora, start, number, 4, LORA)
-        for name in layers:
-            split = mean_of_products([factors(state, name) for state in states], num_examples)
-            start |= dict(zip(factor_names(name), (split.a.float(), split.b.float()), strict=True))
+    def project(states, num_examples):
+        found = {}
+        for a in (name for name in states[0] if ".lora_A." in name):
+            b = a.replace(".lora_A.", ".lora_B.")
+            factors = mean_of_products([(state[a], state[b]) for state in states], num_examples)
+            found |= {a: factors[0].float(), b: factors[1].float()}
+        return found
+
     result, weights = lora["project"]
+    assert difference(weights, lora_loop(3, aggregate=project)) < 1e-4
     saved = load_file("adapter_project/adapter_model.safetensors")
-    assert difference(weights, start) < 1e-4
-    for name in layers:
-        assert all(
-            torch.equal(s, w) for s, w in zip(factors(saved, name, ".weight"), factors(weights, name), strict=True)
-        )
+    assert_same_bits(saved, {name.replace(".default.", "."): value for name, value in weights.items()})
     # The mean of the factors is another adapter.
     assert difference(weights, lora["mean"][1]) > 1e-2
     assert all(report.lora_remainder > 0.01 for report in result.rounds)
-
-
-def factor_names(layer, ending=".default.weight"):
-    return f"{layer}.lora_A{ending}", f"{layer}.lora_B{ending}"
-
-
-def factors(state, layer, ending=".default.weight"):
-    return tuple(state[name] for name in factor_names(layer, ending))

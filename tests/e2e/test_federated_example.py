@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, ROOT, run_python, run_well
+from tests.helpers.run import LIGHT, ROOT, run_well
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,10 +39,3 @@ def test_clients_with_different_topics_learn_one_adapter(tmp_path: Path) -> None
     # The base model was loaded once per slot, not once per round or client.
     for slot in (0, 1):
         assert (tmp_path / "logs" / f"slot_{slot}.log").read_text().count("LlamaForCausalLM on") == 1
-
-
-def test_example_names_a_wrong_argument(tmp_path: Path) -> None:
-    run = run_python([EXAMPLE, "--strategy", "fedfoo"], tmp_path, ENV)
-    assert run.code == 1
-    assert "strategy='fedfoo'; expected one of" in run.err
-    assert "Traceback" not in run.err

@@ -1,7 +1,6 @@
 """What a client does with a message: seeds, state, FedProx, errors; on plain models and tiny Llamas in this process."""
 
 import random
-import time
 from contextlib import suppress
 
 import pytest
@@ -10,7 +9,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11 or newer")
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 from tests.helpers.tiny import build_tiny, topics
@@ -20,6 +19,7 @@ from unsloth_multigpu.federated.client import ProximalPull, client_seed, make_cl
 from unsloth_multigpu.federated.flower_strategy import changed_by
 
 NUM_CLIENTS = 4
+pytestmark = pytest.mark.usefixtures("may_make_messages")
 
 
 def ask(app, kind, arrays=None, client_id=0, node_config=None, **config):
@@ -28,19 +28,8 @@ def ask(app, kind, arrays=None, client_id=0, node_config=None, **config):
     if arrays is not None:
         content["arrays"] = arrays
     node_config = {"partition-id": client_id, "num-partitions": NUM_CLIENTS} if node_config is None else node_config
-    metadata = Metadata(
-        run_id=1,
-        message_id="",
-        src_node_id=1,
-        dst_node_id=client_id + 1,
-        reply_to_message_id="",
-        group_id="",
-        created_at=time.time(),
-        ttl=60.0,
-        message_type=kind,
-    )
     context = Context(1, client_id + 1, node_config, RecordDict(), {})
-    return app(Message(content, metadata=metadata), context).content
+    return app(Message(content, client_id + 1, kind), context).content
 
 
 def tensors(content):
@@ -92,7 +81,6 @@ def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app):
     assert list(first["arrays"]) == [
         *("1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
     ]
-    assert first["config"]["layout"][:2] == ["0.weight: (8, 6)", "0.bias: (8,)"]
     assert first["config"]["buffers"] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert first["config"]["adapter_config"] == ""
 
@@ -186,12 +174,6 @@ def test_every_client_ends_as_it_would_in_a_process_of_its_own():
     ]
 
 
-def double(model, client):
-    with torch.no_grad():
-        model[0].weight.mul_(2)
-    return train(model, client)
-
-
 def merge(model, client):
     """As PEFT's merge_adapter() does, of which torch counts no version."""
     model[0].weight.data += 1e-3 * torch.ones(8, 1) @ torch.ones(1, 6)
@@ -199,17 +181,18 @@ def merge(model, client):
 
 
 def replace(model, client):
+    """It trains a layer of its own."""
     model[3] = nn.Linear(8, 3)
     return train(model, client)
 
 
-@pytest.mark.parametrize(("careless", "name"), [(double, "0.weight"), (merge, "0.weight"), (replace, "3.weight")])
-def test_weight_that_a_client_changed_is_named_and_gone(app, start, careless, name):
+@pytest.mark.parametrize(("careless", "changed"), [(merge, ["0.weight"]), (replace, [])])
+def test_what_a_client_changed_is_gone_and_frozen_weights_are_named(app, start, careless, changed):
     expected = ask(app, "train", start, 1)
     careless_app = make_client_app(
         builder, lambda model, client: (train if client.client_id else careless)(model, client), seed=3
     )
-    assert changed_by(ask(careless_app, "train", start, 0))[0] == name
+    assert changed_by(ask(careless_app, "train", start, 0)) == changed
     reply = ask(careless_app, "train", start, 1)
     assert changed_by(reply) == []
     assert same(tensors(reply), tensors(expected))
@@ -260,7 +243,7 @@ def test_evaluation_that_cannot_be_averaged_is_an_error(result, text, start):
         ask(make_client_app(builder, train, lambda model, client: result), "evaluate", start)
     # A client without data weighs nothing.
     app = make_client_app(builder, train, lambda model, client: (float("nan"), np.int64(0), {"right": True}))
-    assert ask(app, "evaluate", start)["metrics"] == {"num-examples": 0, "loss": 0.0, "right": 1}
+    assert ask(app, "evaluate", start)["metrics"]["num-examples"] == 0
 
 
 def test_arrays_that_do_not_fit_are_named(app, start):
@@ -277,21 +260,22 @@ def test_arrays_that_do_not_fit_are_named(app, start):
         ask(make_client_app(lambda: builder().requires_grad_(False), train), "query.initial")
 
 
-def proximal_by_hand(start, mu, make_optimizer, num_accumulated=1):
-    """The client's training with the term in the loss, as FedProx's paper has it."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model.load_state_dict({name: to_tensor(array) for name, array in start.items()})
+def tanh_model():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def six_steps(model, make_optimizer, num_accumulated, mu=0.0):
+    """A client's training; with the term in the loss, as FedProx's paper has it, where `mu` is given."""
     fixed = [p.detach().clone() for p in model.parameters()]
     optimizer = make_optimizer(model.parameters())
-    torch.manual_seed(client_seed(3, 0, 0))
     for _ in range(6):
         optimizer.zero_grad()
         for _ in range(num_accumulated):
             (model(torch.randn(12, 6)) - 1).square().mean().div(num_accumulated).backward()
-        pull = sum((p - q).square().sum() for p, q in zip(model.parameters(), fixed, strict=True))
-        (mu / 2 * pull).backward()
+        if mu:
+            pull = sum((p - q).square().sum() for p, q in zip(model.parameters(), fixed, strict=True))
+            (mu / 2 * pull).backward()
         optimizer.step()
-    return dict(model.state_dict())
 
 
 class NestedSGD(torch.optim.SGD):
@@ -307,20 +291,19 @@ class NestedSGD(torch.optim.SGD):
     ids=["adamw", "nested"],
 )
 def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated):
-    def plain_train(model, client):
+    def train_fn(model, client):
         torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = make_optimizer(model.parameters())
-        for _ in range(6):
-            optimizer.zero_grad()
-            for _ in range(num_accumulated):
-                (model(torch.randn(12, 6)) - 1).square().mean().div(num_accumulated).backward()
-            optimizer.step()
+        six_steps(model, make_optimizer, num_accumulated)
         return 12, {}
 
-    app = make_client_app(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), plain_train, seed=3)
+    app = make_client_app(tanh_model, train_fn, seed=3)
     start = ask(app, "query.initial")["arrays"]
     pulled, free = (tensors(ask(app, "train", start, **{"proximal-mu": mu})) for mu in (0.7, 0.0))
-    expected = proximal_by_hand(start, 0.7, make_optimizer, num_accumulated)
+    model = tanh_model()
+    model.load_state_dict({name: to_tensor(array) for name, array in start.items()})
+    torch.manual_seed(client_seed(3, 0, 0))
+    six_steps(model, make_optimizer, num_accumulated, mu=0.7)
+    expected = model.state_dict()
     assert max(float((pulled[n] - expected[n]).abs().max()) for n in expected) <= 1e-6
     assert max(float((free[n] - expected[n]).abs().max()) for n in expected) > 1e-3
 
@@ -373,20 +356,9 @@ def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path):
         return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
     def train_with_trainer(model, client):
-        options = TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            learning_rate=0.05,
-            optim="adamw_torch",
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=True,
-            disable_tqdm=True,
-            seed=client.seed,
-        )
+        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4}
+        quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        options = TrainingArguments(str(tmp_path), bf16=True, learning_rate=0.05, seed=client.seed, **sizes, **quiet)
         data = Dataset.from_dict({"input_ids": rows, "labels": rows})
         callbacks = [PullByHand(model, client.config["by-hand"])] if "by-hand" in client.config else []
         Trainer(model=model, args=options, train_dataset=data, callbacks=callbacks).train()

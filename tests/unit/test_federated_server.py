@@ -9,11 +9,11 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 import unsloth_multigpu as ump
-from tests.helpers.answering_grid import AnsweringGrid
+from tests.helpers.answering_grid import LocalGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import training
@@ -46,8 +46,8 @@ def make_plan(model_builder=build, train_fn=train, **options):
 
 
 def run(plan, num_clients=2, **options):
-    trained = Training(plan, AppGrid(plan.client_app, num_clients), FitOptions(num_clients, **options))
-    return trained.run(), trained
+    trained = Training(plan, LocalGrid(plan.client_app, num_clients), FitOptions(num_clients, **options))
+    return trained.run()
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,14 @@ def run(plan, num_clients=2, **options):
         ({"server_id": "../up"}, "server_id='../up'; expected 1 to 100 letters"),
         ({"model_builder": nn.Linear(1, 1)}, "model_builder=.*; expected a function that is called as model_builder"),
         ({"device": "gpu"}, "device='gpu'; expected 'cpu', 'cuda'"),
-        ({"num_gpus": True}, "num_gpus=True; expected a whole number of at least 1"),
-        ({"clients_per_gpu": "many"}, "clients_per_gpu='many'; expected a whole number of at least 1"),
-        ({"max_workers": 1.5}, "max_workers=1.5"),
+        ({"clients_per_gpu": 0}, "clients_per_gpu=0; expected a whole number of at least 1"),
         ({"placement": "random"}, "placement='random'; expected 'round_robin' or 'balanced'"),
         ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected 'mean' or 'project'"),
         (
             {"lora_aggregation": "project", "strategy": "fedadam"},
             "lora_aggregation='project' cannot work here: FedAdam does not compute the example-weighted mean",
         ),
-        ({"seed": -1}, "seed=-1"),
-        ({"log_dir": ""}, "log_dir=''"),
         ({"train_fn": None}, "train_fn=None; expected a function that is called as train_fn"),
-        ({"evaluate_fn": 1}, "evaluate_fn=1"),
     ],
 )
 def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
@@ -80,16 +75,13 @@ def test_argument_that_cannot_be_used_is_named_at_once(options, fact):
     ("options", "fact"),
     [
         ({"num_clients": 0}, "num_clients=0; expected a whole number of at least 1"),
-        ({"num_rounds": 2.0}, "num_rounds=2.0"),
         ({"min_success": float("nan")}, "min_success=nan; expected a share from 0 to 1"),
         ({"round_timeout_s": 0}, "round_timeout_s=0; expected a number of at least 0.001"),
         ({"config": [1]}, r"config=\[1\]; expected a mapping"),
         ({"config": {"sizes": [1, 2.0]}}, r"config=.*sizes.*; expected a mapping"),
         ({"config": {"server-round": 1}}, r"config=.*server-round.*; expected .* without .*set in every round"),
-        ({"output_dir": ""}, "output_dir=''"),
         ({"resume": "auto"}, "resume='auto' looks for rounds in output_dir, which is not set"),
         ({"resume": "logs/round-1"}, "resume='logs/round-1'; expected 'auto'"),
-        ({"server_evaluate": "f"}, "server_evaluate='f'"),
         ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
     ],
 )
@@ -133,33 +125,10 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch):
         make_server()
 
 
-class AppGrid(AnsweringGrid):
-    """Runs a ClientApp in this process, as Flower's nodes would."""
-
-    def __init__(self, app, num_clients=2):
-        super().__init__()
-        self.contexts = {
-            client_id + 1: Context(
-                1, client_id + 1, {"partition-id": client_id, "num-partitions": num_clients}, RecordDict(), {}
-            )
-            for client_id in range(num_clients)
-        }
-        self.app = app
-
-    def get_node_ids(self):
-        return list(self.contexts)
-
-    def answer(self, message):
-        try:
-            return self.app(message, self.contexts[message.metadata.dst_node_id])
-        except (ValueError, FederatedError) as error:
-            return Message(Error(2, str(error)), reply_to=message)
-
-
 def test_client_app_trains_under_a_server_app_of_the_users():
     """As in docs/federated.md: Flower's own strategy asks it for the first weights, and for rounds."""
     app = make_server(seed=3).client_app
-    grid = AppGrid(app)
+    grid = LocalGrid(app, 2)
     (reply,) = grid.send_and_receive([Message(RecordDict({"config": ConfigRecord()}), 1, "query.initial")])
     torch.manual_seed(3)
     expected = build().state_dict()
@@ -178,7 +147,7 @@ def test_what_the_model_does_not_allow_is_refused_before_the_first_round():
     def broken():
         raise ValueError("no such weights")
 
-    with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
+    with pytest.raises(FederatedError, match="no client could build its model: client 0: no such weights"):
         run(make_plan(broken))
 
 
@@ -197,7 +166,7 @@ def test_servers_own_evaluation_gets_the_global_model_as_it_was_built(caplog):
         return {"bias": model.get_parameter("bias").detach().sum(), "list": [1.0, 2.0]}
 
     plan = make_plan(build_frozen)
-    result, _ = run(plan, num_rounds=2, server_evaluate=measure)
+    result = run(plan, num_rounds=2, server_evaluate=measure)
     assert [round(seen[n][1] - seen[0][1], 5) for n in (0, 1, 2)] == [0.0, 1.5, 3.0]
     assert [weight for weight, _ in seen.values()] == [2.0, 2.0, 2.0]
     assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
@@ -229,40 +198,5 @@ def test_folder_is_written_by_one_training_at_a_time(tmp_path):
 def test_saved_round_of_another_model_is_refused(tmp_path):
     options = {"num_rounds": 1, "output_dir": str(tmp_path)}
     run(make_plan(), **options)
-
-    def with_frozen():
-        model = build()
-        model.register_parameter("vocabulary", nn.Parameter(torch.ones(7), requires_grad=False))
-        return model
-
-    for other, fact in (
-        (lambda: nn.Linear(3, 1), r"weight is \(1, 3\) here, \(1, 2\) there"),
-        (with_frozen, r"vocabulary is \(7,\) here, None there"),
-    ):
-        with pytest.raises(ump.ResumeError, match=f"round 1 is of another model: {fact}"):
-            run(make_plan(other), **options | {"num_rounds": 2, "resume": "auto"})
-
-
-class Seeing(nn.Module):
-    """It notes which words it saw."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-        self.register_buffer("seen", torch.zeros(8, dtype=torch.bool))
-
-
-def see(model, client):
-    """Moves towards a point of its own; words 0 to 3 are seen by all, the others by client 3, which has least data."""
-    with torch.no_grad():
-        model.head.weight += client.client_id + 1 - model.head.weight
-        model.seen[: 8 if client.client_id == 3 else 4] = True
-    return 4 - client.client_id, {"train_loss": 1.0}
-
-
-@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
-def test_truth_values_are_aggregated(strategy):
-    _, trained = run(make_plan(lambda: Seeing(), see, strategy=strategy), 4, num_rounds=2)
-    seen = training.tensors_of(trained.arrays)["seen"]
-    assert seen.dtype == torch.bool
-    assert seen.tolist() == [True] * 4 + [False] * 4
+    with pytest.raises(FederatedError, match=r"shape of weight is \(1, 2\) on the server and \(1, 3\) in this model"):
+        run(make_plan(lambda: nn.Linear(3, 1)), **options | {"num_rounds": 2, "resume": "auto"})

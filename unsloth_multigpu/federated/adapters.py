@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +13,8 @@ from flwr.app import ArrayRecord
 from torch import nn
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, partner_of, to_array, to_tensor
+from unsloth_multigpu.federated.aggregation import find_pairs, partner_of, to_array, to_tensor
+from unsloth_multigpu.group.replicas import persistent_buffers
 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -35,11 +36,10 @@ def exchanged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def exchanged_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the persistent buffers that training may change."""
-    buffers = dict(model.named_buffers())
+    buffers = dict(persistent_buffers(model))
     if is_quantized(model):
         return {name: value for name, value in buffers.items() if name.endswith(_RUNNING_STATISTICS)}
-    kept = model.state_dict().keys() if buffers else ()
-    return {name: value for name, value in buffers.items() if name in kept}
+    return buffers
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
@@ -74,27 +74,6 @@ def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> No
         tensor.copy_(value.round() if is_mean else value)
 
 
-def layout_of(model: nn.Module) -> list[str]:
-    """Returns facts that must be equal on all clients, as "name: value".
-
-    These are the shapes of all parameters (adapters may fit although the vocabularies of their base models differ), and
-    the factor of each LoRA layer. A quantized weight has its original shape here.
-    """
-    lines = [f"{name}: {_logical_shape(value)}" for name, value in model.named_parameters()]
-    for name, module in model.named_modules():
-        factors = getattr(module, "scaling", None)  # PEFT: adapter name -> factor.
-        if isinstance(factors, dict) and hasattr(module, "lora_A"):
-            lines += [f"{name} LoRA factor of {adapter}: {float(factor)!r}" for adapter, factor in factors.items()]
-    return lines
-
-
-def layout_difference(here: Sequence[str], there: Sequence[str]) -> str:
-    """Describes the first difference between two layouts, "" if they are equal."""
-    mine, its = (dict(line.rsplit(": ", 1) for line in lines) for lines in (here, there))
-    names = [name for name in its | mine if mine.get(name) != its.get(name)]
-    return f"{names[0]} is {mine.get(names[0])} here, {its.get(names[0])} there" if names else ""
-
-
 def is_quantized(model: nn.Module) -> bool:
     """True if Hugging Face's `is_quantized` is set, or a weight is a quantized tensor."""
     return bool(getattr(model, "is_quantized", False)) or any(map(_is_packed, model.parameters()))
@@ -107,15 +86,18 @@ def _is_packed(tensor: torch.Tensor) -> bool:
     return foreign or not tensor.is_floating_point() or tensor.element_size() == 1
 
 
-def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    packed = getattr(tensor, "quant_state", None)  # bitsandbytes packs two 4-bit values into a byte.
-    return tuple(tensor.shape if packed is None else packed.shape)
-
-
-def variants(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns reasons why an adapter does not add a plain B A, from names, shapes and PEFT's layers."""
-    reasons = not_projectable({name: tuple(value.shape) for name, value in exchanged.items()})
-    for name in find_pairs(exchanged):
+def not_projectable(model: nn.Module, exchanged: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns reasons why lora_aggregation="project" cannot work: tensors that are no factors of a plain B A."""
+    pairs = find_pairs(exchanged)
+    reasons = [] if pairs else ["no pair of lora_A and lora_B is trained"]
+    for name, value in exchanged.items():
+        if "lora_" not in name or (".lora_B." in name and name.endswith(".bias")):
+            continue
+        if not partner_of(name):
+            reasons.append(f"{name} is not a factor of a plain LoRA product (DoRA and AdaLoRA have such tensors)")
+        elif value.dim() != 2:
+            reasons.append(f"{name} has shape {tuple(value.shape)}: the product of such factors is not a matrix")
+    for name in pairs:
         path, _, rest = name.rpartition(".lora_")
         layer: Any = model.get_submodule(path)
         adapter = rest.removesuffix(".weight").split(".")[-1]

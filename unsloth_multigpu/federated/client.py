@@ -26,9 +26,8 @@ from unsloth_multigpu.federated.adapters import (
     exchanged_tensors,
     frozen_factors,
     is_quantized,
-    layout_of,
+    not_projectable,
     to_arrays,
-    variants,
     write_arrays,
 )
 from unsloth_multigpu.group.manager import find_accelerator
@@ -128,19 +127,16 @@ class _MessageHandler:
             raise FederatedError(
                 f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
             )
-        # A client without data may have a NaN loss. Its weight is 0, but 0 * NaN would make the mean NaN.
-        own = {"num-examples": num_examples, "loss": loss if math.isfinite(loss) else 0.0}
-        return self._reply(message, own, metrics, "evaluate_fn")
+        return self._reply(message, {"num-examples": num_examples, "loss": loss}, metrics, "evaluate_fn")
 
     def describe(self, message: Message, context: Context) -> Message:
         """Replies with the exchanged tensors of a newly built model, and the facts for `training.Start`."""
         built = self.model.build(visible_device())
         model, tensors = built.model, built.exchanged
         facts: dict[str, Any] = {
-            "layout": layout_of(model),
             "adapter_config": describe_adapter(model),
             "buffers": list(exchanged_buffers(model)),
-            "not_projectable": variants(model, tensors),
+            "not_projectable": not_projectable(model, tensors),
         }
         frozen = to_arrays(frozen_factors(model, tensors))
         content = RecordDict({"arrays": to_arrays(tensors), "frozen": frozen})
@@ -233,8 +229,8 @@ class ClientModel:
 
     Reset are weights and buffers (to the global ones), gradients, requires_grad, and the modules' attributes: train or
     eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision wraps it again in each Trainer). Nested
-    state, such as `model.config` and hooks of tensors, is not reset. After a client that has replaced a parameter,
-    changed a frozen one or moved the model, it is built again.
+    state, such as `model.config` and hooks of tensors, is not reset. After a client that has changed a frozen parameter
+    or moved the model, it is built again.
     """
 
     def __init__(self, model_builder: Callable[[], nn.Module], seed: int) -> None:
@@ -287,8 +283,8 @@ class ClientModel:
         """Frees what a client left. Returns tensors that `reset` cannot restore; then the model will be built again."""
         if self._built is None:
             return []
-        before, now = self._built.marks, self._built.marked()
-        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        now = self._built.marked()
+        changed = [name for name, mark in self._built.marks.items() if mark != now[name]]
         if changed:
             self._built = None
         else:
@@ -309,9 +305,10 @@ class BuiltModel:
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
         values = [value for _, kept in self._attributes for value in kept.values()]
         self._contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
-        self._buffers = dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
+        self._tensors = {**buffers, **dict(model.named_parameters())}
         # Not of a quantized model, whose base weights may be buffers.
-        fixed = {} if is_quantized(model) else self._buffers
+        fixed = {} if is_quantized(model) else buffers
         self._caches = [
             (value, value.detach().to("cpu", copy=True))
             for name, value in fixed.items()
@@ -353,19 +350,15 @@ class BuiltModel:
         return {name: now[name] for name in self.exchanged}
 
     def marked(self) -> dict[str, tuple[Any, ...]]:
-        """Returns marks by the tensor's name, to find changes that `reset` cannot restore.
+        """Returns marks of the original tensors by name, to find changes that `reset` cannot restore.
 
-        A mark has the tensor's id, dtype, device and shape; for a frozen plain tensor also a hash of its values.
+        A mark has dtype, device and shape; for a frozen plain tensor also a hash of its values.
         """
         free = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.exchanged.values()}
-        # The original buffers, which a client may have replaced.
-        named = {**self._buffers, **dict(self.model.named_parameters())}
-        fixed = {name: value.data for name, value in named.items() if id(value) not in free and not value.is_meta}
+        fixed = {name: v.data for name, v in self._tensors.items() if id(v) not in free and not v.is_meta}
         plain = {name: value for name, value in fixed.items() if type(value) is torch.Tensor}
         hashes = dict(zip(plain, tensor_hashes(list(plain.values())), strict=True))
-        return {
-            name: (id(value), value.dtype, value.device, value.shape, hashes.get(name)) for name, value in named.items()
-        }
+        return {name: (v.dtype, v.device, v.shape, hashes.get(name)) for name, v in self._tensors.items()}
 
 
 def _ids(container: Any) -> list[int]:

@@ -133,23 +133,13 @@ def weight_key(strategy: Strategy) -> str:
     return next((key for key in keys if isinstance(key, str)), "num-examples")
 
 
-def has_state(value: Any) -> bool:
-    """True if a value has `state_dict` and `load_state_dict`, such as a privacy accountant."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def describe(strategy: Strategy) -> dict[str, Any]:
-    """Describes a strategy and its wrapped ones by class, settings and stateful parts. Must be equal after a resume."""
-    described: dict[str, Any] = {}
-    name_of_layer = "strategy"
-    for layer in layers_of(strategy):
-        described[name_of_layer] = type(layer).__name__
-        described[f"parts of {name_of_layer}"] = sorted(name for name, value in vars(layer).items() if has_state(value))
-        accepted = inspect.signature(type(layer)).parameters
-        for name, value in vars(layer).items():
-            if name in accepted and isinstance(value, int | float | str):
-                described[f"{name_of_layer}.{name}"] = value
-        name_of_layer += ".strategy"
+    """Describes a strategy and its wrapped ones by class and settings, which must be equal after a resume."""
+    layers = list(layers_of(strategy))
+    described: dict[str, Any] = {"strategy": " of ".join(type(layer).__name__ for layer in layers)}
+    for layer in layers:
+        values = vars(layer).items()
+        described |= {f"{type(layer).__name__}.{name}": v for name, v in values if isinstance(v, int | float | str)}
     return described
 
 
@@ -180,11 +170,9 @@ def check_replies(
     lost: list[str] = []
     for reply in sorted(replies, key=lambda reply: reply.metadata.src_node_id):
         name = f"client {reply.metadata.src_node_id - 1}"
-        if reply.has_error():
-            # Without the prefix of a slot's error, which the line has already.
-            reason = str(reply.error.reason).removeprefix(f"{name} (round {server_round}, {kind})").lstrip(" :")
-            lost.append(f"{name}: {reason}")
-            failures.append(f"{name}: left out of {kind}: {reason}")
+        if reply.has_error():  # The reason names the client.
+            lost.append(str(reply.error.reason))
+            failures.append(f"left out: {lost[-1]}")
         elif changed := changed_by(reply.content):
             failures.append(f"{name}: changed {', '.join(changed)} in {kind}, which must not change")
             _log.warning("round %d: %s; its model is built again", server_round, failures[-1])

@@ -1,9 +1,10 @@
-"""Which devices the slots have, what a slot's process sees, and which client is the next one. Pure."""
+"""Which devices the slots have, and what a slot's process sees."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import torch
 
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import SetupError
@@ -17,19 +18,10 @@ _OF_LAUNCHERS = (ENV_PREFIX, "GROUP_WORLD_", "OMPI_COMM_", "PMI_", "PMIX_", "ROL
 _NO_DEVICE = {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
 
 
-@dataclass(frozen=True)
-class SlotDevice:
-    """A device of `accelerator.KINDS` by its index among the visible ones; "cpu" slots are numbered likewise."""
+def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[torch.device]:
+    """Returns the devices for clients, each once; "cpu" slots are numbered likewise. Opens none of them.
 
-    kind: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
-
-
-def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[SlotDevice]:
-    """Returns the devices for clients, each once. Opens none of them. Raises SetupError if fewer are visible.
+    Raises SetupError if fewer are visible.
 
     Args:
         num_gpus: Number of visible devices to use; None = all. Without a visible device, number of CPU slots; None = 1.
@@ -51,10 +43,10 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
             hint="Lower num_gpus, set clients_per_gpu to run several clients on one device, or check "
             "CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
         )
-    return [SlotDevice(kind, index) for index in range(first, first + num_asked)]
+    return [torch.device(kind, index) for index in range(first, first + num_asked)]
 
 
-def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
+def slot_environment(device: torch.device, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables of a slot's process, which show it one device and no launcher.
 
     `num_slots` slots share the machine's cores; `seed` is PYTHONHASHSEED, equal in all of them. Raises SetupError if
@@ -65,20 +57,10 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     of_ranks = {name for name in given if name in _OF_RANKS or name.startswith(_OF_LAUNCHERS)}
     own = defaults | {name: value for name, value in given.items() if name not in of_ranks}
     try:
-        return own | (_NO_DEVICE if device.kind == "cpu" else among(device.kind, [device.index], environment))
+        return own | (_NO_DEVICE if device.type == "cpu" else among(device.type, [device.index], environment))
     except IndexError as hiding:
         name = str(hiding)
         raise SetupError(
             f"{device} was chosen, but {name}={environment[name]!r} does not show it.",
             hint=f"Do not change {name} after torch has counted the devices.",
         ) from hiding
-
-
-def longest_first(client_ids: Sequence[int], seconds: Mapping[int, float]) -> list[int]:
-    """Returns the indices of `client_ids` by the time of the client's last run. Without one it counts as the mean.
-
-    On devices of equal speed the last client then ends within 4/3 of the optimal time (Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies").
-    """
-    mean_s = sum(seconds.values()) / len(seconds) if seconds else 0.0
-    return sorted(range(len(client_ids)), key=lambda n: -seconds.get(client_ids[n], mean_s))

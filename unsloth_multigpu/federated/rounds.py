@@ -1,7 +1,6 @@
 """The rounds of a federated training: their report, and the files from which a training resumes.
 
-A file per finished round, written atomically, has plain data for `torch.load(weights_only=True)`, and no code. It is a
-ZIP archive with checksums.
+A file per finished round, written atomically, has plain data for `torch.load(weights_only=True)`, and no code.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import dataclasses
 import json
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,12 +21,10 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from unsloth_multigpu.checkpoint.manifest import flush_folder
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.federated.flower_strategy import has_state, layers_of
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.federated.flower_strategy import layers_of
 from unsloth_multigpu.wire.process import try_lock
 from unsloth_multigpu.words import aligned
 
-_log = get_logger(__name__)
 # Metrics of Flower's records: numbers or lists of numbers by name.
 Metrics = Mapping[str, Any]
 _JSON_LINES = "rounds.jsonl"
@@ -87,7 +83,7 @@ class RoundReport:
         devices: Every device with a slot.
         failures: One line per client that was left out or had to run again.
         lora_remainder: Relative difference of the round's adapter from mean(B A); None without LoRA, and if computing
-            it for "mean" would take long.
+            it would take long.
     """
 
     server_round: int
@@ -180,14 +176,6 @@ def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientReco
     return tuple(reports)
 
 
-def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
-    """Writes the rounds as JSON lines, with which a training can be watched. Raises OSError."""
-    with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
-        file.writelines(json.dumps(dataclasses.asdict(line)) + "\n" for line in rounds)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _short(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_short, value)) + "]"
@@ -200,29 +188,23 @@ class SavedRound:
 
     Args:
         arrays: The global arrays after it.
-        layout: Names and shapes of the model's tensors.
         reports: Reports of all rounds so far.
         first_metrics: Metrics of the server's evaluation before the first round.
         strategy: Packed attributes of the strategy and of each wrapped one, see `pack_strategy`.
-        facts: Settings that must be equal after a resume, as JSON values.
+        facts: Settings that must be equal after a resume, as texts.
     """
 
     arrays: ArrayRecord
-    layout: Sequence[str]
     reports: Sequence[RoundReport]
     first_metrics: Mapping[str, Any]
     strategy: Sequence[Mapping[str, Any]]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, str]
 
     def restore(self, strategy: Strategy) -> None:
         """Restores the state after the round in `strategy`, which has the same classes."""
         for layer, stored in zip(layers_of(strategy), self.strategy, strict=True):
             for name, packed in stored.items():
-                part: Any = vars(layer).get(name)
-                if has_state(part):
-                    part.load_state_dict(unpack(packed))
-                else:
-                    setattr(layer, name, unpack(packed))
+                setattr(layer, name, unpack(packed))
 
 
 @contextmanager
@@ -250,25 +232,13 @@ def open_folder(output_dir: Path | None, resume: str | None) -> Iterator[Path | 
                 f"output_dir={str(output_dir)!r}: another running training writes its rounds there.",
                 hint="Wait for its end, end it, or choose another output_dir.",
             )
-        yield _round_to_resume(output_dir, resume)
-
-
-def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
-    rounds = rounds_in(output_dir)
-    if resume is None and rounds:
-        raise ConfigError(
-            f"output_dir={str(output_dir)!r} has {rounds[-1].name} of an earlier training.",
-            hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
-        )
-    for file in reversed(rounds):
-        try:
-            with zipfile.ZipFile(file) as archive:
-                if (damaged := archive.testzip()) is None:
-                    return file
-        except (OSError, zipfile.BadZipFile) as error:
-            damaged = str(error)
-        _log.warning("%s is skipped, because it is damaged: %s", file, damaged)
-    return None
+        rounds = rounds_in(output_dir)
+        if resume is None and rounds:
+            raise ConfigError(
+                f"output_dir={str(output_dir)!r} has {rounds[-1].name} of an earlier training.",
+                hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
+            )
+        yield rounds[-1] if rounds else None
 
 
 def rounds_in(output_dir: Path) -> list[Path]:
@@ -278,10 +248,12 @@ def rounds_in(output_dir: Path) -> list[Path]:
 
 
 def write_round(output_dir: Path, saved: SavedRound) -> None:
-    """Writes a round as `round-K.pt`, and deletes all but the last two. Raises OSError."""
+    """Writes a round as `round-K.pt` and the reports so far as JSON lines, with which a training can be watched.
+
+    Deletes all rounds but the last two. Raises OSError.
+    """
     number, reports = len(saved.reports), [dataclasses.asdict(report) for report in saved.reports]
-    state = vars(saved) | {"server_round": number, "arrays": pack(saved.arrays), "reports": reports}
-    state["facts"] = json.dumps(saved.facts)
+    state = vars(saved) | {"arrays": pack(saved.arrays), "reports": reports}
     part, name = output_dir / ".round.part", f"round-{number}.pt"
     with part.open("wb") as file:
         torch.save(state, file)
@@ -289,12 +261,13 @@ def write_round(output_dir: Path, saved: SavedRound) -> None:
         os.fsync(file.fileno())
     os.replace(part, output_dir / name)
     flush_folder(output_dir)
+    (output_dir / _JSON_LINES).write_text("".join(json.dumps(report) + "\n" for report in reports), encoding="ascii")
     for path in rounds_in(output_dir):
         if path.name not in (name, f"round-{number - 1}.pt"):
             path.unlink()
 
 
-def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRound:
+def read_round(file: Path, facts: Mapping[str, str], num_rounds: int) -> SavedRound:
     """Reads a round of the training that resumes, with these settings and total number of rounds.
 
     Raises:
@@ -302,12 +275,11 @@ def read_round(file: Path, facts: Mapping[str, Any], num_rounds: int) -> SavedRo
         ConfigError: The saved round is later than the last one.
     """
     state = torch.load(file, weights_only=True)
-    number = state.pop("server_round")
-    stored, now = json.loads(state["facts"]), json.loads(json.dumps(dict(facts)))
-    for name in [*stored, *now]:
-        if stored.get(name) != now.get(name):
+    number, stored = len(state["reports"]), state["facts"]
+    for name in [*stored, *facts]:
+        if stored.get(name) != facts.get(name):
             raise ResumeError(
-                f"{file} was written with {name}={stored.get(name)!r}, this training has {now.get(name)!r}.",
+                f"{file} was written with {name}={stored.get(name)}, this training has {facts.get(name)}.",
                 hint="Use the same settings, or another output_dir for a new training.",
             )
     if number > num_rounds:
@@ -328,7 +300,7 @@ def pack_strategy(strategy: Strategy) -> tuple[list[dict[str, Any]], list[str]]:
     for layer in layers_of(strategy):
         layers.append({})
         for name, value in vars(layer).items():
-            if isinstance(value, Strategy) or (callable(value) and not has_state(value)):
+            if isinstance(value, Strategy) or callable(value):
                 continue
             try:
                 layers[-1][name] = pack(value)
@@ -356,8 +328,6 @@ def pack(value: Any) -> Any:
         return {key: pack(item) for key, item in value.items()}
     if isinstance(value, ArrayRecord):
         return "record", {name: pack(array.numpy()) for name, array in value.items()}
-    if has_state(value):
-        return pack(value.state_dict())
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not stored")
 
 

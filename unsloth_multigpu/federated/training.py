@@ -21,8 +21,8 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import nn
 
 from unsloth_multigpu import plugin
-from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError, SetupError
-from unsloth_multigpu.federated.adapters import layout_difference, save_adapter
+from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError
+from unsloth_multigpu.federated.adapters import save_adapter
 from unsloth_multigpu.federated.aggregation import aggregate_lora, to_tensor, weighted_mean
 from unsloth_multigpu.federated.client import ClientModel, client_seed, make_client_app, to_metrics
 from unsloth_multigpu.federated.flower_strategy import (
@@ -50,7 +50,6 @@ from unsloth_multigpu.federated.rounds import (
     pack_strategy,
     read_round,
     write_round,
-    write_rounds,
 )
 from unsloth_multigpu.federated.server import FitOptions, ServerOptions
 from unsloth_multigpu.group.random_state import seeded_draws
@@ -208,7 +207,6 @@ class Start:
     Args:
         arrays: The exchanged tensors.
         frozen: Frozen factors of the adapter.
-        layout: Names and shapes of the model's tensors, see `adapters.layout_of`.
         adapter_config: For `save_adapter`; "" without an adapter.
         buffers: Names of the buffers in `arrays`.
         not_projectable: Reasons why lora_aggregation="project" cannot work with this model.
@@ -216,7 +214,6 @@ class Start:
 
     arrays: ArrayRecord
     frozen: ArrayRecord
-    layout: Sequence[str] = ()
     adapter_config: str = ""
     buffers: Sequence[str] = ()
     not_projectable: Sequence[str] = ()
@@ -243,9 +240,10 @@ class Training:
         self._reports: list[RoundReport] = []
         self._first_metrics: Mapping[str, Any] | None = None
         self._failures: list[str] = []
-        self._facts = {name: getattr(server.options, name) for name in ("server_id", "seed", "lora_aggregation")}
-        self._facts |= {"num_clients": options.num_clients, **server.description}
-        self._facts |= {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
+        facts = {name: getattr(server.options, name) for name in ("server_id", "seed", "lora_aggregation")}
+        facts |= {"num_clients": options.num_clients, **server.description}
+        facts |= {f"config[{name!r}]": value for name, value in (options.config or {}).items()}
+        self._facts = {name: repr(value) for name, value in facts.items()}
 
     def run(self) -> FederatedResult:
         """Trains all rounds, or those after a saved round. Raises what `FederatedServer.fit` raises, and OSError."""
@@ -258,10 +256,10 @@ class Training:
                 raise _no_projection(self.start.not_projectable[0])
             self.arrays = self.start.arrays
             if saved is not None:
-                self._resume(saved)
+                self.arrays, self._first_metrics = saved.arrays, saved.first_metrics
+                self._reports = list(saved.reports)
+                saved.restore(self._strategy)
                 _log.info("resumes after round=%d of %s", len(saved.reports), newest)
-            if folder is not None:
-                write_rounds(folder, self._reports, must_append=False)
             self._grid.records = []  # The query of the initial state belongs to no round.
             startup_s = time.monotonic() - begin_s
             with quiet_flower():
@@ -273,16 +271,6 @@ class Training:
                         self._save(folder)
                     _log.info("%s", " ".join(f"{name}={text}" for name, text in self._reports[-1].row().items()))
         return self._result(startup_s)
-
-    def _resume(self, saved: SavedRound) -> None:
-        if difference := layout_difference(self.start.layout, saved.layout):
-            raise ResumeError(
-                f"round {len(saved.reports)} is of another model: {difference}.",
-                hint="Use the model_builder of the stopped training.",
-            )
-        self.arrays = saved.arrays
-        self._reports, self._first_metrics = list(saved.reports), saved.first_metrics
-        saved.restore(self._strategy)
 
     def _result(self, startup_s: float) -> FederatedResult:
         reports = tuple(self._reports)
@@ -368,8 +356,7 @@ class Training:
     def _save(self, folder: Path) -> None:
         packed, left_out = pack_strategy(self._strategy)
         first = self._first_metrics or {}
-        write_round(folder, SavedRound(self.arrays, self.start.layout, self._reports, first, packed, self._facts))
-        write_rounds(folder, self._reports[-1:], must_append=True)
+        write_round(folder, SavedRound(self.arrays, self._reports, first, packed, self._facts))
         if left_out and len(self._reports) == 1:
             _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 

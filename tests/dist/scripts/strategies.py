@@ -46,14 +46,13 @@ def enable(**line):
 
 def train(name, line):
     args, resume = {"max_steps": 20, "optim": "adamw_torch", **line.pop("args", {})}, line.pop("resume", None)
-    is_full = args.pop("full", False)
     enable(**line)
     torch.manual_seed(0)
     base = tiny_llama()
     # Each rank's own, until the strategy gives it rank 0's; the script's random numbers are equal.
     torch.manual_seed(rank)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
-    model = base if is_full else get_peft_model(base, adapters)
+    model = get_peft_model(base, adapters)
     random.seed(0)
     torch.manual_seed(0)
     rows = RaggedRows(40)
