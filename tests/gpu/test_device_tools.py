@@ -110,8 +110,6 @@ def test_late_rank_is_shown_by_top_and_named(tmp_path: Path) -> None:
         assert 0 < rank["memory_bytes"] <= rank["peak_bytes"] < 2**27, rank
         assert rank["device"] in table
     assert ranks[0]["collective"] > ranks[1]["collective"]
-    # A cell may be broken into lines.
-    assert re.search(r"no\b.*progress\b.*for", table, re.DOTALL), table
     assert run.code == 124, run.err
     hang = r"rank 1 hangs: no progress for \d+ s in step 4, computing \(hang\.py:\d+ in forward\)"
     assert re.search(hang, run.err), run.err

@@ -107,7 +107,7 @@ def test_failure_of_one_node_is_known_to_the_other_which_waits_for_it_again(node
         first.meet(2, lambda: False)
 
 
-def test_node_whose_ranks_have_ended_waits_for_the_others(node):
+def test_node_whose_ranks_have_ended_waits_for_the_others(node, monkeypatch):
     first, second = node(), node()
     meet(first, second)
     with ThreadPoolExecutor() as pool:
@@ -119,6 +119,14 @@ def test_node_whose_ranks_have_ended_waits_for_the_others(node):
         meet(first, second, attempt=1)
         outcomes = [pool.submit(one.finish, lambda: False) for one in (first, second)]
         assert [outcome.result(20) for outcome in outcomes] == ["", ""]
+        # The store is served until the others have left.
+        monkeypatch.setattr(nodes, "GOODBYE_LIMIT_S", 20.0)
+        leaving = pool.submit(first.__exit__)
+        wait_until(lambda: second._others[0].state == "left", 20, "news of the first that leaves")
+        time.sleep(5 * nodes.PERIOD_S)
+        assert (second._error, leaving.done()) == (None, False)
+        second.__exit__()
+        leaving.result(20)
 
 
 def test_node_that_is_silent_is_counted_and_given_up(node):
