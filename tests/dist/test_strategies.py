@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 # A checkpoint has the inner optimizer of one rank; SGD has no state.
 SAVES = {"max_steps": 12, "optim": "sgd", "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 8}
 # The planner measures, and no two runs measure the same.
-DILOCO = {"strategy": "diloco:folders=4", "verify_every": 1, "balance": "off", "args": SAVES}
+DILOCO = {"strategy": "diloco:every_steps=4", "verify_every": 1, "balance": "off", "args": SAVES}
 RUNS = {
     "ddp": {},
     "allreduce": {"strategy": "allreduce", "verify_every": 1},
@@ -75,4 +75,4 @@ def test_best_checkpoint_stays_loaded(folder):
 def test_model_of_another_strategy_is_wrapped_again_or_refused(folder):
     for rank in facts(folder, "ends"):
         assert rank["ddp_after_diloco"] == ""
-        assert "strategy='diloco:folders=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
+        assert "strategy='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
