@@ -15,7 +15,7 @@ from torch import nn
 from tests.helpers.tiny import build_tiny, topics
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated.aggregation import to_tensor
-from unsloth_multigpu.federated.client import ProximalPull, client_seed, make_client_app
+from unsloth_multigpu.federated.client import client_seed, make_client_app, proximal_pull
 from unsloth_multigpu.federated.flower_strategy import changed_by
 
 NUM_CLIENTS = 4
@@ -323,11 +323,15 @@ def test_step_that_the_proximal_term_cannot_reach_is_an_error():
 
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
-            raise StopIteration
+            raise ZeroDivisionError
 
-    weight = nn.Parameter(torch.ones(2))
-    pull, optimizer = ProximalPull([weight], 0.5), Failing([weight], 0.1)
-    with pytest.raises(FederatedError, match="later steps had no"), pull.applied(), suppress(StopIteration):
+    model = builder()
+    optimizer = Failing(model.parameters(), 0.1)
+    with (
+        pytest.raises(FederatedError, match="later steps had no"),
+        proximal_pull(model, 0.5),
+        suppress(ZeroDivisionError),
+    ):
         optimizer.step()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +104,10 @@ class _MessageHandler:
         with self._prepared(message, context) as (client, model):
             model.train()
             mu = float(client.config.get("proximal-mu", 0.0))
-            pull = ProximalPull((value for value in model.parameters() if value.requires_grad and mu), mu)
-            with pull.applied():
+            with proximal_pull(model, mu) if mu else nullcontext(Counter[str]()) as pulled:
                 result = self.train_fn(model, client)
             num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
-            if mu and num_examples and not pull.num_steps:
+            if mu and num_examples and not pulled["steps"]:
                 raise FederatedError(
                     f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
                     hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model of train_fn.",
@@ -366,37 +365,22 @@ def _ids(container: Any) -> list[int]:
     return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]
 
 
-class ProximalPull:
+@contextmanager
+def proximal_pull(model: nn.Module, mu: float) -> Iterator[Counter[str]]:
     """Adds mu (w - w_global) to the gradient of each trainable parameter before each step of any optimizer.
 
     It is the gradient of mu/2 |w - w_global|^2 (Li et al. 2020, "Federated Optimization in Heterogeneous Networks"). It
     is added once per optimizer step, so gradients may be accumulated, and after clipping, which applies to the loss
-    only. The parameters have the global weights now. mu = 0: no proximal term.
+    only. The parameters have the global weights now. Yields the number of "steps" so far.
     """
+    start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+    counts = Counter[str]()
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
-        self._mu = mu
-        self._start = {parameter: parameter.detach().clone() for parameter in parameters}
-        self._depth = 0
-        self.num_steps = 0
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._mu:
-                stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-                stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            yield
-        if self._depth:
-            raise FederatedError(
-                "A step of an optimizer raised an error that train_fn caught: later steps had no proximal term.",
-                hint="Let the error leave train_fn, or use another strategy than FedProx.",
-            )
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A step may call that of its base class or of a wrapped optimizer.
-        self._depth += 1
-        if self._depth > 1:
+        counts["depth"] += 1
+        if counts["depth"] > 1:
             return
         if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
             # The closure computes the gradients inside the step, after this hook.
@@ -404,18 +388,23 @@ class ProximalPull:
                 f"proximal-mu does not work with {type(optimizer).__name__}.step(closure).",
                 hint="Call step() without a closure, or use another strategy than FedProx.",
             )
-        self._pull(optimizer)
-
-    def _after_step(self, *_: Any) -> None:
-        self._depth -= 1
-
-    @torch.no_grad()
-    def _pull(self, optimizer: Optimizer) -> None:
         # A fused optimizer unscales gradients inside its step, by the scale that torch.amp.GradScaler sets.
         scale = getattr(optimizer, "grad_scale", None)
-        factor = self._mu if scale is None else self._mu * scale
-        own = [p for group in optimizer.param_groups for p in group["params"] if p in self._start]
+        own = [p for group in optimizer.param_groups for p in group["params"] if p in start]
         for parameter in own:
-            pull = (parameter - self._start[parameter]).mul_(factor)
+            pull = (parameter - start[parameter]).mul_(mu if scale is None else mu * scale)
             parameter.grad = pull if parameter.grad is None else parameter.grad.add_(pull)
-        self.num_steps += bool(own)
+        counts["steps"] += bool(own)
+
+    def after_step(*_: Any) -> None:
+        counts["depth"] -= 1
+
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(after_step).remove)
+        yield counts
+    if counts["depth"]:
+        raise FederatedError(
+            "A step of an optimizer raised an error that train_fn caught: later steps had no proximal term.",
+            hint="Let the error leave train_fn, or use another strategy than FedProx.",
+        )

@@ -27,6 +27,7 @@ from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated.placement import slot_environment
 from unsloth_multigpu.federated.rounds import ClientRecord
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.wire.child import Child, read_tail
 from unsloth_multigpu.wire.run import exclusive_log_dir, make_log
 
@@ -37,9 +38,6 @@ _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[3])
 from unsloth_multigpu.federated.client_worker import main
 main()"""
-# The node id of Flower's SuperLink.
-_SERVER_NODE_ID = 1
-_IDENTITY = ("_task_id", "_run_id", "_node_id")
 # Flower's error codes of SuperNodes; their names are in flwr.common.constant, which is not public.
 CLIENT_RAISED, REPLY_UNAVAILABLE, CLIENT_CRASHED = 2, 4, 8
 # Attempts of a client whose process dies.
@@ -279,15 +277,13 @@ class Slot:
         return f"slot {self.index} on {self.device}"
 
     def start(self, app: bytes, environment: Mapping[str, str]) -> None:
-        """Starts a process unless one lives, and waits until it is ready.
+        """Starts a process unless there is one, and waits until it is ready.
 
         Raises SlotEnded if it has ended, for example because its device does not work; SetupError if it cannot load the
         app.
         """
         if self._process is not None:
-            if not self._process.has_ended():
-                return
-            logger.warning("%s while it was idle; a new process is started", self.end())
+            return
         arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
         self._process = Child(str(self), _PROGRAM, self.log, environment, arguments)
         kind, *error = self.call(self.device.type, sys.argv, app)
@@ -377,13 +373,9 @@ def task_identity() -> Iterator[None]:
     # Flower's own simulation sets it in this place, too. It is not public.
     from flwr.supercore.task_identity import TaskIdentity
 
-    before = [getattr(TaskIdentity, name) for name in _IDENTITY]
-    # Flower's identifiers have 64 bits; its databases store them signed.
-    own = (1, uuid.uuid4().int >> 66, _SERVER_NODE_ID)
-    try:  # By attributes, because the properties refuse None.
-        for name, value in zip(_IDENTITY, own, strict=True):
-            setattr(TaskIdentity, name, value)
+    # Flower's identifiers have 64 bits; its databases store them signed. Node 1 is its SuperLink.
+    own = {"_task_id": 1, "_run_id": uuid.uuid4().int >> 66, "_node_id": 1}
+    with ExitStack() as stack:  # By attributes, because the properties refuse None.
+        for name, value in own.items():
+            stack.enter_context(instance_attribute(TaskIdentity, name, value))
         yield
-    finally:
-        for name, value in zip(_IDENTITY, before, strict=True):
-            setattr(TaskIdentity, name, value)
