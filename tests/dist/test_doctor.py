@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import need
 from tests.helpers.run import finish, orphans, run_python, start, wait_until
-from unsloth_multigpu.tools.probe import Probe
+from unsloth_multigpu.tools.probe import run_probe
 from unsloth_multigpu.versions import SUPPORTED
 
 DOCTOR = ["-m", "unsloth_multigpu.cli.main", "doctor"]
@@ -85,8 +85,7 @@ def test_doctor_finds_every_planted_fault(tmp_path):
 def test_stuck_all_reduce_names_its_rank(tmp_path):
     options = {"LOG_DIR": str(tmp_path / "logs"), "TIMEOUT_S": "10", "NUM_GPUS": "2", "DEVICE": "cpu"}
     variables = {**plant_fault(tmp_path, "stuck"), **{f"UNSLOTH_MULTIGPU_{n}": v for n, v in options.items()}}
-    with Probe("unsloth_multigpu.tools.allreduce", tmp_path, 120.0, variables) as probe:
-        outcome = probe.outcome()
+    outcome = run_probe("unsloth_multigpu.tools.allreduce", tmp_path, 120.0, variables)
     # Rank 0, which waits for rank 1, is the one that notices.
     assert "unsloth_multigpu: rank 0 failed: RuntimeError: " in outcome["error"], outcome
     assert "imed out" in outcome["error"], outcome

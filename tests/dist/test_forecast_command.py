@@ -47,11 +47,3 @@ def test_stream_has_no_forecast(tmp_path: Path) -> None:
     assert run.code == 69
     assert "A forecast needs the tokens of each sample" in run.err
     assert "a streaming data set does not say what comes" in run.err
-
-
-@pytest.mark.thorough
-def test_script_without_a_training_has_no_forecast(tmp_path: Path) -> None:
-    run = run_python([*FORECAST, SCRIPT, "--fault", "no_training"], tmp_path, BARE)
-    assert run.code == 69
-    assert " ended without a training that forecast could record." in run.err
-    assert "It must call train() of a transformers Trainer" in run.err

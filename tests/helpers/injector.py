@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, read_records
+from unsloth_multigpu.tools.chaos.fault import Fault, chaos_variables, read_records
 
 
 def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:
@@ -20,7 +20,7 @@ def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict
 
 def faults_in(folder: Path, *faults: Fault) -> dict[str, str]:
     """The same for several faults, or for none: the ranks then only write down what they do."""
-    return ChaosRequest(str(folder), faults).variables()
+    return chaos_variables(folder, faults)
 
 
 def records(folder: Path, rank: int, event: str = "") -> list[dict]:

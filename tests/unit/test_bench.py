@@ -75,40 +75,33 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path):
 
 
 class Planted(Arm):
-    """An arm whose process is another one."""
+    """An arm whose process runs other code. The settings file, its argument, tells which processes are meant."""
 
     def command(self, options):
-        return self.training["command"]
+        return [sys.executable, "-c", self.training["code"]]
 
 
-def failing(command):
-    return Planted("one_process", "planted", has_one_process=True, training={"command": command})
+SLEEPER = "import time; time.sleep(600)"
+# A session of its own and no end with its parent, as a rank of torchrun.
+STARTER = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, '-c', {SLEEPER!r}, sys.argv[1]], start_new_session=True)
+{SLEEPER}
+"""
 
 
-def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(
-        ARMS, "one_process", failing([sys.executable, "-c", "print('its reason'); raise SystemExit(3)"])
-    )
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    code = main.main(["bench", "--device", "cpu", "--arms", "one_process"])
-    captured = capsys.readouterr()
-    assert code == 1
-    assert "The arm one_process (planted) ended with exit code 3" in captured.err
-    assert "| its reason" in captured.err
-    assert captured.out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_arm_that_hangs_is_ended_with_its_children(tmp_path):
-    # The settings file, which stands in the command, tells which processes are meant.
-    sleeper = "import time; time.sleep(600)"
-    # A session of its own and no end with its parent, as a rank of torchrun.
-    start = f"subprocess.Popen([sys.executable, '-c', {sleeper!r}, sys.argv[1]], start_new_session=True)"
-    code = f"import subprocess, sys; {start}; {sleeper}"
-    begin_s = time.monotonic()
-    with pytest.raises(LaunchError, match="did not end within 1 s"):
-        run_arm(failing([sys.executable, "-c", code]), BenchOptions(timeout_s=1.0), tmp_path)
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('its reason'); raise SystemExit(3)", r"ended with exit code 3\. .*\n  \| its reason"),
+        (STARTER, "did not end within 1 s"),
+        ("", "left results of 0 of 1 ranks"),
+    ],
+)
+def test_arm_that_fails_is_named_and_ended_with_its_children(tmp_path, code, reason):
+    arm, begin_s = Planted("one_process", "planted", has_one_process=True, training={"code": code}), time.monotonic()
+    with pytest.raises(LaunchError, match=rf"The arm one_process \(planted\) {reason}"):
+        run_arm(arm, BenchOptions(timeout_s=1.0 if code == STARTER else 60.0), tmp_path)
     assert time.monotonic() - begin_s < 20
     assert orphans(str(tmp_path)) == []
 
@@ -181,7 +174,8 @@ def test_device_is_found_or_refused(visible, given, expected, monkeypatch):
     assert bench.on_device(replace(asked, warmup=3)).warmup == 3
 
 
-def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, capsys):
+def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ran = []
 
     def run(arm, options, folder):
@@ -207,3 +201,4 @@ def test_each_round_begins_with_another_arm_and_whole_rounds_are_kept(monkeypatc
     assert "stopped: an arm failed in round 3 of 3" in written["conditions"]
     assert [len(rounds) for rounds in written["runs"].values()] == [2, 2, 2]
     assert written["runs"]["ours"][1][0]["gradient_norms"] == ["inf"] * 5
+    assert list(tmp_path.iterdir()) == []

@@ -17,10 +17,10 @@ from unsloth_multigpu.cli import main
 from unsloth_multigpu.cli import script_runner as script
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.tools import probe
 from unsloth_multigpu.tools import script_program as program
 from unsloth_multigpu.tools.doctor import device_check as device
 from unsloth_multigpu.tools.doctor import doctor_command as doctor
+from unsloth_multigpu.tools.probe import run_probe
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -228,21 +228,22 @@ def test_script_with_the_line_is_known_without_running_it(tmp_path, monkeypatch)
         assert script.calls_enable([name]) == (name == "bare.py")
 
 
-def test_verify_shows_one_process_one_device(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "before", "expected"),
+    [
+        ("auto", 1, None, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("auto", 1, "2,3", {"CUDA_VISIBLE_DEVICES": "2"}),
+        ("auto", 1, "GPU-abc,GPU-def", {"CUDA_VISIBLE_DEVICES": "GPU-abc"}),
+        ("auto", 4, None, {}),
+        *(("cpu", num_gpus, None, {**HIDDEN, "ACCELERATE_USE_CPU": "true"}) for num_gpus in (1, 2)),
+    ],
+)
+def test_verify_shows_one_process_one_device_and_none_on_the_cpu(monkeypatch, device, num_gpus, before, expected):
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 4))
-    for before, alone in ((None, "0"), ("2,3", "2"), ("GPU-abc,GPU-def", "GPU-abc")):
-        with mock.patch.dict(os.environ, {} if before is None else {"CUDA_VISIBLE_DEVICES": before}):
-            if before is None:
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            assert program.device_variables("auto", 1) == {"CUDA_VISIBLE_DEVICES": alone}
-            assert program.device_variables("auto", 4) == {}
-
-
-@pytest.mark.parametrize("num_gpus", [1, 2])
-def test_verify_on_the_cpu_hides_the_gpus_of_both_runs(monkeypatch, num_gpus):
-    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    found = program.device_variables("cpu", num_gpus)
-    assert found == {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    assert program.device_variables(device, num_gpus) == expected
 
 
 def test_version_is_that_of_the_distribution(capsys):
@@ -385,8 +386,7 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
     imports += "from unsloth_multigpu.errors import SetupError\n"
     (tmp_path / f"probe_{name}.py").write_text(imports + PROBES[name])
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with probe.Probe(f"probe_{name}", tmp_path, 60.0, {"PYTHONPATH": path}) as running:
-        outcome = running.outcome()
+    outcome = run_probe(f"probe_{name}", tmp_path, 60.0, {"PYTHONPATH": path})
     assert {key: outcome[key] for key in expected} == expected
     assert capfd.readouterr() == ("", "")
 

@@ -348,11 +348,11 @@ def test_style_check_lets_the_allowed_pass(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from unsloth_multigpu.tools.verify.run import ScriptRuns", "tools.forecast.forecast_command"),
+        ("from unsloth_multigpu.tools.verify.run import run_script", "tools.forecast.forecast_command"),
         ("def f():\n    from unsloth_multigpu.tools import verify", "tools.script_program"),
         ("import unsloth_multigpu.tools.verify", "cli.main"),
-        ("from ..verify.run import ScriptRuns", "tools.forecast.forecast_command"),
-        ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
+        ("from ..verify.run import run_script", "tools.forecast.forecast_command"),
+        ("run_probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
         ("ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')", "launch.rank"),
     ],
 )

@@ -1,8 +1,8 @@
 """Faults as data, what they do to a rank, and what `unsloth-multigpu chaos` makes of the records."""
 
-import os
 import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +16,8 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import chaos_command
-from unsloth_multigpu.tools.chaos.chaos_command import Options, ScriptRuns
-from unsloth_multigpu.tools.chaos.fault import KINDS, ChaosRequest, Fault, all_faults, limit_s, parse_fault
+from unsloth_multigpu.tools.chaos.chaos_command import Options, run_script
+from unsloth_multigpu.tools.chaos.fault import KINDS, Fault, all_faults, chaos_variables, limit_s, parse_fault
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.process import is_alive
@@ -75,23 +75,22 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, ran
     assert sum(records(tmp_path, rank, "step")[0]["samples"].values()) == 2
 
 
-def test_full_disk_is_full_for_one_checkpoint(trainer, tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+@pytest.mark.parametrize(
+    ("fault", "limit", "error"),
+    [
+        (Fault("disk_full", 0, 1, phase="save"), resource.RLIMIT_FSIZE, "File too large"),
+        (Fault("memory", 0, 2), resource.RLIMIT_AS, "can't allocate memory"),
+    ],
+)
+def test_disk_or_memory_is_full_once(trainer, tmp_path, fault, limit, error):
+    before = resource.getrlimit(limit)
     trainer.step()
-    with inject(trainer, tmp_path, Fault("disk_full", 0, 1, phase="save")):
-        with pytest.raises(OSError, match="File too large"):
-            trainer._save_checkpoint(None, None)
-        assert resource.getrlimit(resource.RLIMIT_FSIZE) == limit
-        assert trainer._save_checkpoint(None, None) == str(tmp_path)
-
-
-def test_memory_runs_out_in_one_step(trainer, tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    with inject(trainer, tmp_path, Fault("memory", 0, 1)):
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            trainer.step()
-        assert resource.getrlimit(resource.RLIMIT_AS) == limit
-        trainer.step()
+    act = trainer.step if fault.kind == "memory" else lambda: trainer._save_checkpoint(None, None)
+    with inject(trainer, tmp_path, fault):
+        with pytest.raises((OSError, RuntimeError), match=error):
+            act()
+        assert resource.getrlimit(limit) == before
+        act()
 
 
 def test_faults_are_written_as_text():
@@ -101,9 +100,8 @@ def test_faults_are_written_as_text():
     for text in ("kill", "kill@1", "kill@x:1", "kill@1:x", "fly@1:2", "kill@1:2:lunch"):
         with pytest.raises(ConfigError):
             parse_fault(text)
-    environment = fail_at("kill", 1, 5, folder="/somewhere", attempt=2)
-    chaos = tool_of(RunContext.read(environment))
-    assert chaos.request == ChaosRequest("/somewhere", (Fault("kill", 1, 5, attempt=2),))
+    chaos = tool_of(RunContext.read(fail_at("kill", 1, 5, folder="/somewhere", attempt=2)))
+    assert (chaos.folder, chaos.faults) == (Path("/somewhere"), [Fault("kill", 1, 5, attempt=2)])
     assert type(tool_of(RunContext.read({}))) is Tool
     # Every kind is planted, in a step of the training.
     assert {fault.kind for fault in all_faults(12, 2)} == set(KINDS)
@@ -130,7 +128,7 @@ def test_wrong_options_are_errors(tmp_path, capsys, options, message):
 def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     work = tmp_path / "work"
-    chaos = tool_of(RunContext.read(ChaosRequest("records", (), str(work)).variables()))
+    chaos = tool_of(RunContext.read(chaos_variables("records", (), work)))
 
     def aside(**values):
         args = SimpleNamespace(**{"push_to_hub": True, "logging_dir": None, **values})
@@ -149,7 +147,7 @@ def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
     assert chaos.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == str(work / "logs")
     # Faults that a test plants leave a script's folders alone.
     left = SimpleNamespace(output_dir="out", push_to_hub=True)
-    plain = tool_of(RunContext.read(ChaosRequest("records").variables()))
+    plain = tool_of(RunContext.read(chaos_variables("records")))
     plain.adjust_arguments(left)
     assert (left.output_dir, left.push_to_hub) == ("out", True)
     assert plain.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == "mine"
@@ -166,9 +164,8 @@ def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypa
         "print('unsloth_multigpu: rank 1 died. The other ranks were stopped.')\n"
         "sys.exit(3)\n"
     )
-    runs = ScriptRuns(tmp_path / "run", [str(script), "{run}"], dict(os.environ), 60.0)
-    ended = runs.run((), {"num_gpus": 2})
+    ended = run_script([str(script), "{run}"], tmp_path / "run", {"num_gpus": 2}, 60.0)
     assert (ended.code, ended.num_orphans) == (3, 1)
     assert ended.told == "rank 1 died. The other ranks were stopped."
-    pid = int((runs.work / "pid").read_text())
+    pid = int((tmp_path / "run" / "work" / "pid").read_text())
     wait_until(lambda: not is_alive(pid), 60, "end of the child")

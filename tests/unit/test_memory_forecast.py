@@ -92,16 +92,17 @@ def test_memory_of_the_command_line(text, expected):
     assert parse_memory("memory", text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "24 cats", "GiB", "0", "-1GiB"])
-def test_wrong_memory_is_refused(text):
-    with pytest.raises(ConfigError, match="memory="):
-        parse_memory("memory", text)
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "1.5", "-1"])
-def test_wrong_numbers_of_gpus_are_refused(text):
-    with pytest.raises(ConfigError, match="gpus="):
-        parse_numbers("gpus", text)
+@pytest.mark.parametrize(
+    ("parse", "name", "texts"),
+    [
+        (parse_memory, "memory", ["", "24 cats", "GiB", "0", "-1GiB"]),
+        (parse_numbers, "gpus", ["", "0", "1,,2", "two", "1.5", "-1"]),
+    ],
+)
+def test_wrong_value_is_refused(parse, name, texts):
+    for text in texts:
+        with pytest.raises(ConfigError, match=f"{name}='{text}'; expected "):
+            parse(name, text)
 
 
 ROWS = (of_total("ddp", 4, 145), of_total("sharded", 4, 50), of_total("ddp", 8, 140), of_total("sharded", 8, 28))

@@ -1,4 +1,4 @@
-"""The receipt: fingerprints of samples, reasons for differences, the recorder on a real Trainer, and the verdict."""
+"""The receipt: fingerprints of samples, the verdict, and the recorder on a real Trainer."""
 
 import io
 import json
@@ -20,12 +20,10 @@ from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.step.comparison import FINE, sketch_of
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.fingerprint import fingerprints
-from unsloth_multigpu.tools.script_program import StepsRequest
 from unsloth_multigpu.tools.verify import receipt
 from unsloth_multigpu.tools.verify import verify_recorder as recorder
-from unsloth_multigpu.tools.verify.verify_recorder import Verify
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.context import RunContext, ToolRequest
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
@@ -39,158 +37,130 @@ def padded(rows, left=False, pad=0):
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-def test_fingerprint_knows_a_sample_whatever_its_padding_and_place():
-    whole = fingerprints(padded(ROWS))
-    assert sorted(whole.values()) == [1, 1, 2]
-    parts = fingerprints(padded(ROWS[3:] + ROWS[:1], left=True, pad=99)) + fingerprints(padded(ROWS[1:3]))
-    assert parts == whole
-    assert fingerprints(padded([[5, 6, 7], [8, 9], [5, 6, 7], [2]])) != whole
-    # A mask of who sees whom says nothing of padding.
-    rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
-    mask = torch.ones(2, 1, 3, 3).tril()
-    assert fingerprints({"input_ids": rows, "attention_mask": mask}) == fingerprints({"input_ids": rows})
+def packed(row, positions):
+    return {"input_ids": torch.tensor([row]), "position_ids": torch.tensor([positions])}
 
 
-def test_fingerprint_parts_rows_without_padding_also_in_the_middle_of_a_sample():
-    def packed(row, positions):
-        return fingerprints({"input_ids": torch.tensor([row]), "position_ids": torch.tensor([positions])})
+FLAT = packed([t for row in ROWS for t in row], [place for row in ROWS for place in range(len(row))])
+SQUARE = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 4]])}
 
-    tokens, places = ([t for row in ROWS for t in row], [place for row in ROWS for place in range(len(row))])
-    assert packed(tokens, places) == fingerprints(padded(ROWS))
-    assert packed([6, 7, 8, 9], [1, 2, 0, 1]) == fingerprints(padded([[6, 7], [8, 9]]))
-    assert packed([5, 6], [3, 4]) != packed([5, 9], [3, 4])
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (padded(ROWS), padded(ROWS[3:] + ROWS[:3], left=True, pad=99), True),
+        (padded(ROWS), padded([*ROWS[:3], [2]]), False),
+        (padded(ROWS), padded([*ROWS, [1]]), False),
+        # A mask of who sees whom says nothing of padding.
+        (SQUARE, {**SQUARE, "attention_mask": torch.ones(2, 1, 3, 3).tril()}, True),
+        # Rows without padding are parted, also in the middle of a sample.
+        (padded(ROWS), FLAT, True),
+        (padded([[6, 7], [8, 9]]), packed([6, 7, 8, 9], [1, 2, 0, 1]), True),
+        (packed([5, 6], [3, 4]), packed([5, 9], [3, 4]), False),
+    ],
+)
+def test_fingerprint_knows_a_sample_whatever_its_padding_and_place(one, other, is_same):
+    assert (fingerprints(one) == fingerprints(other)) is is_same
 
 
 STEPS = [(2.5, 0.7, {"a": 1, "b": 2}), (2.25, 0.5, {"c": 3})]
+OVERFLOW = (2.5, math.inf, {"a": 1})
+NOTHING = "nothing could be compared"
 EQUAL = {"is_exact": True, "not_compared": "", "difference": 8e-8, "bound": 1e-5, "one_process_s": 2.0, "dealt_s": 1.0}
+WRONG = {**EQUAL, "is_exact": False, "difference": 3.1e-2}
+DEALT = "the gradient from the same weights, as one process and as dealt,"
+ONES = {"w": torch.ones(4)}
+TENSORS = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.zeros(2)}
 
 
-def updates_of(**tensors):
-    """As a recorder leaves them."""
-    return {name: (sketch_of(tensor), recorder._moved(tensor)) for name, tensor in tensors.items()}
-
-
-UPDATES = updates_of(w=torch.ones(4))
-
-
-def run_of(steps=STEPS, updates=UPDATES, compared=None, sources=(), **facts):
+def run_of(steps=STEPS, tensors=ONES, compared=None, **facts):
+    """A run as `merged` leaves it, with these updates."""
     names = ("step", "loss", "grad_norm", "samples", "compared")
     records = [
         dict(zip(names, (i, loss, norm, Counter(s), compared or {}), strict=True))
         for i, (loss, norm, s) in enumerate(steps, 1)
     ]
-    facts = {"trainer": "T", "rounding": FINE, "optimizer": "adamw_torch", "device": "cpu", **facts}
-    facts |= {"world_size": 2}
-    return {"steps": records, "updates": updates, "facts": facts, "sources": list(sources)}
+    usual = {"trainer": "T", "rounding": FINE, "optimizer": "adamw_torch", "device": "cpu", "world_size": 2}
+    updates = {name: (sketch_of(tensor), recorder._moved(tensor)) for name, tensor in tensors.items()}
+    return {"steps": records, "updates": updates, "facts": {**usual, **facts}, "sources": []}
 
 
-def judged(steps, compared=None):
-    return receipt.compare(run_of(), run_of(steps, compared=compared))
-
-
-def judged_alike(steps, updates=UPDATES):
-    """The verdict over two runs that have left the same."""
-    return receipt.compare(run_of(steps, updates), run_of(steps, updates))
+def both(*values):
+    """Two runs that have left the same."""
+    return run_of(*values), run_of(*values)
 
 
 def page_of(one, many):
     stream = io.StringIO()
     receipt.show(Screen(stream), receipt.make_receipt(["train.py"], one, many))
-    return stream.getvalue().removesuffix("\n")
-
-
-def test_equal_runs_agree():
-    found = judged([(2.5 + 1e-6, 0.7 - 1e-6, {"b": 2, "a": 1}), STEPS[1]])
-    assert found["agree"]
-    assert found["steps"][0]["num_samples"] == [3, 3]
-    # A loss near zero is not compared with itself, and steps that overflow may come before one that does not.
-    assert receipt.compare(run_of([(1e-9, 0.5, {"a": 1})]), run_of([(-3e-9, 0.5, {"a": 1})]))["agree"]
-    assert judged_alike([OVERFLOW, *STEPS])["agree"]
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("steps", "reason"),
+    ("runs", "reasons"),
     [
-        ([STEPS[0], (2.25, 0.51, {"c": 3})], "step 2: gradient norm 0.5 and 0.51 on one process and on the ranks"),
-        ([STEPS[0], (2.26, 0.5, {"c": 3})], "step 2: loss 2.25 and 2.26 on one process"),
-        ([(2.5, 0.7, {"a": 2, "b": 1}), STEPS[1]], "step 1: other samples (3 and 3 on"),
-        ([(2.5, math.nan, {"a": 1, "b": 2}), STEPS[1]], "step 1: gradient norm 0.7 and nan"),
-        ([(2.5, None, {"a": 1, "b": 2}), STEPS[1]], "step 1: gradient norm 0.7 and none"),
-        (STEPS[:1], "one process took 2 steps, the ranks 1"),
+        ((run_of(), run_of([(2.5 + 1e-6, 0.7 - 1e-6, {"b": 2, "a": 1}), STEPS[1]])), []),
+        # A loss near zero is not compared with itself, and steps that overflow may come before one that does not.
+        ((run_of([(1e-9, 0.5, {"a": 1})]), run_of([(-3e-9, 0.5, {"a": 1})])), []),
+        (both([OVERFLOW, *STEPS]), []),
+        *(
+            ((run_of(), run_of(steps)), [reason])
+            for steps, reason in (
+                ([STEPS[0], (2.25, 0.51, {"c": 3})], "step 2: gradient norm 0.5 and 0.51 on one process and on"),
+                ([STEPS[0], (2.26, 0.5, {"c": 3})], "step 2: loss 2.25 and 2.26 on one process"),
+                ([(2.5, 0.7, {"a": 2, "b": 1}), STEPS[1]], "step 1: other samples (3 and 3 on"),
+                ([(2.5, math.nan, {"a": 1, "b": 2}), STEPS[1]], "step 1: gradient norm 0.7 and nan"),
+                ([(2.5, None, {"a": 1, "b": 2}), STEPS[1]], "step 1: gradient norm 0.7 and none"),
+                (STEPS[:1], "one process took 2 steps, the ranks 1"),
+            )
+        ),
+        (both([(2.5, 0.7, {})]), [f"step 1: {NOTHING}, neither run has a sample"]),
+        (both([STEPS[0], (None, 0.7, {"a": 1})]), [f"step 2: {NOTHING}, neither run has a loss"]),
+        (both([OVERFLOW, (math.nan, math.nan, {"a": 1})]), [f"{NOTHING}: no step has a gradient norm above 0"]),
+        (both([(0.0, 0.0, {"a": 1})]), [f"{NOTHING}: no step has a gradient norm above 0"]),
+        (both(STEPS, {}), [f"{NOTHING}: no weights were moved"]),
+        (both(STEPS, {"w": torch.zeros(4)}), [f"{NOTHING}: no weights were moved; the first steps of fp16 overflow"]),
+        # From the same weights the ranks' own comparison judges. What it did not compare is said.
+        ((run_of(), run_of(compared=EQUAL)), []),
+        ((run_of(), run_of(compared=WRONG)), [f"step {step}: {DEALT} differs by 3.1" for step in (1, 2)]),
+        (
+            (run_of(), run_of(STEPS[:1], compared={**WRONG, "difference": None})),
+            [f"step 1: {DEALT} is not finite", "one"],
+        ),
+        ((run_of(), run_of(compared={**WRONG, "not_compared": "it draws"})), []),
+        *(((run_of(**{n: "1"}), run_of(**{n: "2"})), [f"{n}: "]) for n in ("device", "optimizer", "trainer")),
+        ((run_of(rounding=1e-5), run_of(rounding=2e-5)), ["rounding: "]),
+        (
+            (run_of(tensors=TENSORS), run_of(tensors={**TENSORS, "b": torch.ones(4) * 1.5})),
+            ["weights: the updates of 1 of 3 tensors differ, b by "],
+        ),
     ],
 )
-def test_first_disagreement_is_named(steps, reason):
-    found = judged(steps)
-    assert not found["agree"]
-    assert len(found["reasons"]) == 1
-    assert found["reasons"][0].startswith(reason)
-
-
-OVERFLOW = (2.5, math.inf, {"a": 1})
-NOTHING = "nothing could be compared"
-
-
-@pytest.mark.parametrize(
-    ("steps", "updates", "reason"),
-    [
-        ([(2.5, 0.7, {})], UPDATES, f"step 1: {NOTHING}, neither run has a sample"),
-        ([STEPS[0], (None, 0.7, {"a": 1})], UPDATES, f"step 2: {NOTHING}, neither run has a loss"),
-        ([OVERFLOW, (math.nan, math.nan, {"a": 1})], UPDATES, f"{NOTHING}: no step has a gradient norm above 0"),
-        ([(0.0, 0.0, {"a": 1})], UPDATES, f"{NOTHING}: no step has a gradient norm above 0"),
-        (STEPS, {}, f"{NOTHING}: no weights were moved"),
-        (STEPS, updates_of(w=torch.zeros(4)), f"{NOTHING}: no weights were moved; the first steps of fp16 overflow"),
-    ],
-)
-def test_runs_that_have_nothing_are_not_said_to_agree(steps, updates, reason):
-    found = judged_alike(steps, updates)
-    assert len(found["reasons"]) == 1
-    assert found["reasons"][0].startswith(reason)
-    run = run_of(steps, updates)
-    assert "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: " in page_of(run, run)
-
-
-def test_gradients_from_the_same_weights_are_judged_by_the_ranks_own_comparison():
-    assert judged(STEPS, EQUAL)["agree"]
-    wrong = {**EQUAL, "is_exact": False, "difference": 3.1e-2}
-    found = judged(STEPS, wrong)["reasons"]
-    assert len(found) == 2
-    assert found[1].startswith(
-        "step 2: the gradient from the same weights, as one process and as dealt, differs by 3.1"
-    )
-    assert judged(STEPS, {**wrong, "difference": None})["reasons"][0].endswith("is not finite in one of them")
-    # What was not compared is said, and the runs are judged by what else they have left.
-    unknown = {**wrong, "not_compared": "it draws"}
-    assert judged(STEPS, unknown)["agree"]
-    text = page_of(run_of(), run_of(compared=unknown))
-    assert "\ngradients from the same weights were not compared: it draws\n" in text
-
-
-@pytest.mark.parametrize("name", ["device", "rounding", "optimizer", "trainer"])
-def test_runs_of_two_kinds_disagree(name):
-    one, other = (1e-5, 2e-5) if name == "rounding" else ("1", "2")
-    (reason,) = receipt.compare(run_of(**{name: one}), run_of(**{name: other}))["reasons"]
-    assert reason.startswith(f"{name}: ")
-
-
-def compared_updates(one, many):
-    return receipt.compare(run_of(updates=updates_of(**one)), run_of(updates=updates_of(**many)))
+def test_verdict_names_each_difference(runs, reasons):
+    found = receipt.compare(*runs)
+    assert found["agree"] is (not reasons)
+    assert len(found["reasons"]) == len(reasons), found["reasons"]
+    assert all(a.startswith(b) for a, b in zip(found["reasons"], reasons, strict=True)), found["reasons"]
+    verdict = "DO NOT AGREE" if reasons else "agree over"
+    if reasons and NOTHING in reasons[0]:
+        verdict = "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: "
+    page = page_of(*runs)
+    assert verdict in page
+    is_unknown = runs[1]["steps"][0]["compared"].get("not_compared")
+    assert ("\ngradients from the same weights were not compared: it draws\n" in page) is bool(is_unknown)
 
 
 def test_updates_are_compared_tensor_by_tensor():
-    tensors = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.zeros(2)}
-    other = {**tensors, "b": torch.ones(4) * 1.5}
-    verdict = compared_updates(tensors, other)
-    found = verdict["weights"]
+    def compared(**changed):
+        return receipt.compare(run_of(tensors=TENSORS), run_of(tensors={**TENSORS, **changed}))
+
+    found = compared(b=torch.ones(4) * 1.5)["weights"]
     assert [(w["name"], w["counts"]) for w in found] == [("b", True), ("a", True), ("c", False)]
     # Norms are exact; what they leave of a difference is estimated.
     assert found[0]["update_norm"] == [2.0, 3.0]
     assert 0.5 <= found[0]["relative"] < 1.2
-    (reason,) = verdict["reasons"]
-    assert reason.startswith("weights: the updates of 1 of 3 tensors differ, b by ")
-    del other["a"]
-    found = compared_updates(tensors, {**other, "e": torch.ones(1)})["weights"]
-    assert {w["name"] for w in found if w["relative"] == math.inf} == {"a", "e"}
-    found = compared_updates(tensors, {**tensors, "a": torch.zeros(4), "b": torch.full((4,), math.nan)})
+    assert {w["name"] for w in compared(e=torch.ones(1))["weights"] if w["relative"] == math.inf} == {"e"}
+    found = compared(a=torch.zeros(4), b=torch.full((4,), math.nan))
     assert [w["name"] for w in found["weights"]] == ["b", "a", "c"]
     assert not found["agree"]
 
@@ -205,16 +175,15 @@ class Tracker(TrainerCallback):
 class Saver(TrainerCallback):
     """What a user's own callback may do."""
 
-    def __init__(self):
-        self.trainer = None
+    def __init__(self, trainer):
+        self.trainer = trainer
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         model.save_pretrained(args.output_dir + "/mine")
         self.trainer.save_model(args.output_dir + "/mine_too")
         self.trainer.save_state()
-        model.save_pretrained_merged(args.output_dir + "/merged")
-        model.save_pretrained_gguf(args.output_dir + "/gguf")
-        model.push_to_hub(args.output_dir + "/pushed")
+        for save in (model.save_pretrained_merged, model.save_pretrained_gguf, model.push_to_hub):
+            save(args.output_dir + "/more")
         self.trainer.push_to_hub(args.output_dir + "/pushed_too")
 
 
@@ -224,12 +193,10 @@ def trainer(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, attention_dropout=0.1, **sizes))
     model.lm_head.weight.requires_grad_(False)
-    model.save_pretrained_merged = model.save_pretrained_gguf = lambda path: Path(path).mkdir(parents=True)
-    model.push_to_hub = model.save_pretrained_merged
     args = TrainingArguments(
         str(tmp_path / "out"),
         per_device_train_batch_size=2,
-        max_steps=9,
+        max_steps=3,
         save_steps=1,
         logging_steps=4,
         max_grad_norm=1e-3,
@@ -238,17 +205,17 @@ def trainer(tmp_path):
         use_cpu=True,
     )
     rows = [{"input_ids": torch.arange(4) + i, "labels": torch.arange(4) + i} for i in range(28)]
-    saver = Saver()
-    saver.trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Tracker(), saver])
-    saver.trainer.push_to_hub = model.push_to_hub
-    return saver.trainer
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    model.save_pretrained_merged = model.save_pretrained_gguf = lambda path: Path(path).mkdir(parents=True)
+    trainer.push_to_hub = model.push_to_hub = model.save_pretrained_merged
+    return trainer
 
 
 def record(trainer, folder, **options):
     folder.mkdir()
-    request = StepsRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
-    tool = tool_of(RunContext.read(request.variables("unsloth_multigpu.tools.verify.verify_recorder:Verify")))
-    assert tool.request == request
+    values = {"folder": str(folder), "num_steps": 2, "num_gpus": 1, **options}
+    request = ToolRequest("unsloth_multigpu.tools.verify.verify_recorder:Verify", values)
+    tool = tool_of(RunContext.read(request.variables()))
     recorder = tool.part(trainer, SimpleNamespace(identity=SINGLE_PROCESS, config=MultiGPUConfig()), None)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
@@ -256,64 +223,33 @@ def record(trainer, folder, **options):
     return json.loads((folder / "rank_0.json").read_text())
 
 
-def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
-    callbacks = list(trainer.callback_handler.callbacks)
-    learning_rates = []
-    trainer.add_callback(callback := type("Watch", (TrainerCallback,), {})())
-    type(callback).on_log = lambda self, args, state, control, logs=None, **k: learning_rates.append(
-        logs.get("learning_rate")
-    )
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+def test_recorder_follows_the_first_steps_after_a_resume_and_saves_nothing(trainer, tmp_path, monkeypatch):
+    trainer.train()
+    args, out, train = trainer.args, tmp_path / "out", trainer.train
+    args.max_steps, args.save_total_limit, args.load_best_model_at_end = 9, 1, True
+    args.metric_for_best_model = "loss"
+    state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
+    best = {"best_model_checkpoint": str(out / "checkpoint-1"), "best_global_step": 1, "best_metric": 0.1}
+    (out / "checkpoint-3" / "trainer_state.json").write_text(json.dumps({**state, **best}))
+    before = load_file(out / "checkpoint-3" / "model.safetensors")
+    names = sorted(str(p) for p in out.rglob("*"))
+    # Resumes from the newest.
+    monkeypatch.setattr(trainer, "train", lambda: train(resume_from_checkpoint=True))
+    trainer.callback_handler.callbacks += [Tracker(), Saver(trainer)]
     found = record(trainer, tmp_path / "receipt", dropout=False)
-    trainer.remove_callback(callback)
+    assert sorted(str(p) for p in out.rglob("*")) == names
     assert [step["step"] for step in found["steps"]] == [1, 2]
     assert all(sum(step["samples"].values()) == 2 for step in found["steps"])
     # Before clipping, and by the schedule of the whole training.
     assert all(step["grad_norm"] > 0.01 and step["loss"] > 1 for step in found["steps"])
-    assert learning_rates[:2] == pytest.approx([5e-5, 5e-5 * 8 / 9])
-    saved = {p.name for p in (tmp_path / "out").rglob("*")} if (tmp_path / "out").exists() else set()
-    assert saved == set()
+    rates = {log["step"]: log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log}
+    assert rates[5] == pytest.approx(5e-5 * 5 / 9)
     trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-    updates = found["updates"]
-    assert updates.keys() == trained.keys()
-    assert all(updates[name][0] == sketch_of(p - before[name]) and updates[name][0][0] for name, p in trained.items())
-    assert found["sources"] == []
-    assert found["facts"]["rounding"] == FINE
-    # As it was before.
-    assert trainer.callback_handler.callbacks == callbacks
-    assert not {"training_step", "save_model", "save_pretrained"} & {*vars(trainer), *vars(trainer.model)}
-    assert (trainer.args.logging_nan_inf_filter, trainer.args.logging_steps) == (True, 4)
-
-
-def test_resumed_training_keeps_its_checkpoints_and_what_it_trained(trainer, tmp_path):
-    handler, args = trainer.callback_handler, trainer.args
-    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
-    args.max_steps = 3
-    trainer.train()
-    args.max_steps, args.save_total_limit, args.load_best_model_at_end = 9, 1, True
-    args.metric_for_best_model = "loss"
-    out = tmp_path / "out"
-    state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
-    best = {"best_model_checkpoint": str(out / "checkpoint-1"), "best_global_step": 1, "best_metric": 0.1}
-    (out / "checkpoint-3" / "trainer_state.json").write_text(json.dumps({**state, **best}))
-    # Resumes from the newest.
-    before = load_file(out / "checkpoint-3" / "model.safetensors")
-    names = sorted(p.name for p in out.iterdir())
-    assert {"checkpoint-1", "checkpoint-2", "checkpoint-3"} <= set(names)
-
-    class Follow(type(trainer)):
-        def train(self, *positional, **named):
-            return super().train(resume_from_checkpoint=True)
-
-    trainer.__class__ = Follow
-    found = record(trainer, tmp_path / "receipt")
-    assert [step["step"] for step in found["steps"]] == [1, 2]
-    assert sorted(p.name for p in out.iterdir()) == names
-    now = dict(trainer.model.named_parameters())
+    assert found["updates"].keys() == trained.keys()
     for name, (update, _) in found["updates"].items():
         assert update[0] > 0
-        assert update == sketch_of(now[name].detach() - before[name])
-    assert (args.save_total_limit, args.load_best_model_at_end) == (1, True)
+        assert update == sketch_of(trained[name].detach() - before[name])
+    assert (found["sources"], found["facts"]["rounding"]) == ([], FINE)
 
 
 def test_other_parallelism_is_refused(trainer, tmp_path):
@@ -323,10 +259,9 @@ def test_other_parallelism_is_refused(trainer, tmp_path):
 
 
 def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(tmp_path):
-    tool = Verify(folder=str(tmp_path), num_steps=1, num_gpus=3, dropout=True)
+    tool, alone = (recorder.Verify(str(tmp_path), 1, num_gpus) for num_gpus in (3, 1))
     config = tool.adjusted(MultiGPUConfig(num_gpus=1, verify_every=0))
     assert (config.num_gpus, config.verify_every, config.check_first_step) == (3, 1, "every")
-    alone = Verify(folder=str(tmp_path), num_steps=1, num_gpus=1, dropout=True)
     assert alone.adjusted(MultiGPUConfig(num_gpus=1)).check_first_step == "auto"
     patches = TrainerHooks(config, 1, "any", print, print, adjust=tool.adjust_arguments).patches()
     (patch,) = (p for p in patches if "TrainingArguments" in p.target)

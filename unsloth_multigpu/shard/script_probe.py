@@ -180,7 +180,7 @@ class Probe(Tool):
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
         self._file.write_text(json.dumps(values), encoding="utf-8")
-        _leave()
+        leave_process()
 
     def _answered(self, trainer: TrainerLike) -> Answer:
         from unsloth_multigpu.shard.count import Rows, describe
@@ -224,8 +224,11 @@ def _devices() -> tuple[int, ...]:
     return () if module is None else tuple(module.mem_get_info(index)[1] for index in range(module.device_count()))
 
 
-def _leave() -> NoReturn:
-    """Ends the process, not by SystemExit, which the script may catch."""
+def leave_process() -> NoReturn:
+    """Ends the process with exit code 0, not by SystemExit, which the script may catch.
+
+    Exit handlers are called: they close the process group and end data loading workers.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,6 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_CPU_RANKS = 2
 _ELEMENT_BYTES = 4
 _GPU_ELEMENTS = 256 * 2**20 // _ELEMENT_BYTES
 _CPU_ELEMENTS = 16 * 2**20 // _ELEMENT_BYTES
@@ -90,13 +89,20 @@ def _measure_in_rank() -> None:
     dist.destroy_process_group()
 
 
+def with_several_ranks(config: MultiGPUConfig) -> MultiGPUConfig:
+    """Returns the options with two CPU ranks if they have no number of ranks, and no accelerator is visible."""
+    from unsloth_multigpu.start import visible_accelerators
+
+    if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):
+        return dataclasses.replace(config, num_gpus=2)
+    return config
+
+
 def _supervise_ranks() -> NoReturn:
     """Starts the ranks, and exits with their exit code. Does not return."""
-    from unsloth_multigpu.start import ranks_to_start, supervise, visible_accelerators
+    from unsloth_multigpu.start import ranks_to_start, supervise
 
-    config = MultiGPUConfig.resolve({})
-    if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):
-        config = dataclasses.replace(config, num_gpus=DEFAULT_CPU_RANKS)
+    config = with_several_ranks(MultiGPUConfig.resolve({}))
     num_ranks = ranks_to_start(config)
     supervise([sys.executable, "-m", "unsloth_multigpu.tools.allreduce", sys.argv[1], "rank"], config, num_ranks)
     raise AssertionError("supervise() exits")

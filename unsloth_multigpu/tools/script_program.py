@@ -5,7 +5,6 @@ In a run whose first steps are followed nothing is saved, and the process ends a
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import os
@@ -13,15 +12,15 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from unsloth_multigpu.accelerator import HIDDEN, among
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.shard.script_probe import leave_process
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.wire.child import run_to_end
 from unsloth_multigpu.wire.context import ToolRequest
@@ -86,18 +85,24 @@ def run_recorded(
 
 
 def run_first_steps(
-    name: str, program: Sequence[str], request: StepsRequest, device: str, variables: Mapping[str, str], limit_s: float
+    name: str,
+    program: Sequence[str],
+    values: Mapping[str, Any],
+    device: str,
+    variables: Mapping[str, str],
+    limit_s: float,
 ) -> tuple[int, list[dict[str, Any]], str]:
     """Runs the first steps of a program with the recorder class in `<name>_recorder`, `name` being that of the command.
 
-    Creates the folder of the request. device="cpu" hides accelerators from the run; `variables` are the options of the
-    run, and others. Returns the exit code as in a shell; the record of each rank, rank 0 first; the end of the output.
+    `values` are the arguments of `FirstSteps`, whose folder is created. device="cpu" hides accelerators from the run;
+    `variables` are the options of the run, and others. Returns the exit code as in a shell; the record of each rank,
+    rank 0 first; the end of the output.
 
     Raises:
         RankTimeoutError: It took longer than `limit_s`.
         SetupError: It exited with 0 and recorded nothing.
     """
-    folder = Path(request.folder)
+    folder = Path(values["folder"])
     folder.mkdir()
     environment = {
         # Not the folder of the user's trainings, unless the user has set it.
@@ -108,8 +113,8 @@ def run_first_steps(
         variable("max_restarts"): "0",
         "WANDB_MODE": "disabled",
         **variables,
-        **device_variables(device, request.num_gpus),
-        **request.variables(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}"),
+        **device_variables(device, values["num_gpus"]),
+        **ToolRequest(f"unsloth_multigpu.tools.{name}.{name}_recorder:{name.title()}", values).variables(),
     }
     code, records, tail = run_recorded(command_of(program), environment, folder, limit_s=limit_s)
     if code is None:
@@ -162,9 +167,10 @@ def parse_numbers(name: str, text: str) -> list[int]:
     return sorted({int(number) for number in text.split(",")})
 
 
-@dataclass(frozen=True)
-class StepsRequest:
-    """Settings of a tool for a run.
+class FirstSteps(Part, Tool):
+    """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
+
+    `name` is that of the command.
 
     Args:
         folder: Folder for `rank_N.json` of every rank.
@@ -173,30 +179,15 @@ class StepsRequest:
         dropout: False = dropout is switched off.
     """
 
-    folder: str
-    num_steps: int
-    num_gpus: int
-    dropout: bool = True
-
-    def variables(self, tool: str) -> dict[str, str]:
-        """Returns the environment variables of this request for a subclass of `FirstSteps`, "module:class"."""
-        return ToolRequest(tool, dataclasses.asdict(self)).variables()
-
-
-class FirstSteps(Part, Tool):
-    """Base of the tools that record the first steps of a run: nothing is saved, and the last of them ends the run.
-
-    `request` are the fields of a `StepsRequest`; `name` is that of the command.
-    """
-
     is_comparison = True
     place = "recorder"
     keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
     name: str
     _new_folders: tuple[Path, ...] = ()
 
-    def __init__(self, **request: Any) -> None:
-        self.request = StepsRequest(**request)
+    def __init__(self, folder: str, num_steps: int, num_gpus: int, dropout: bool = True) -> None:
+        self._folder, self._num_steps = folder, num_steps
+        self._num_gpus, self._dropout = num_gpus, dropout
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
         self._trainer, self._steps = trainer, steps
@@ -205,8 +196,12 @@ class FirstSteps(Part, Tool):
         return self
 
     def end_training(self) -> None:
+        """Ends the process before the script's next line, which may overwrite the user's model."""
         self.write()
-        self.leave_process()
+        for path in self._new_folders:
+            with suppress(OSError):  # Another rank may have removed it.
+                path.rmdir()
+        leave_process()
 
     def alone(self, config: MultiGPUConfig, **changes: Any) -> MultiGPUConfig:
         """Returns the options of a run on this machine without restarts and resume, and with the changes of the tool.
@@ -224,7 +219,7 @@ class FirstSteps(Part, Tool):
                 f"{config.generators} generates others each time.",
                 hint=f"Leave generators out for {self.name}.",
             )
-        given: dict[str, Any] = {"max_restarts": 0, "nnodes": 1, "resume": "off", "num_gpus": self.request.num_gpus}
+        given: dict[str, Any] = {"max_restarts": 0, "nnodes": 1, "resume": "off", "num_gpus": self._num_gpus}
         given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, **given, **changes)
 
@@ -232,20 +227,6 @@ class FirstSteps(Part, Tool):
         args.push_to_hub = False  # The Trainer makes the repository before train().
         folder = Path(args.output_dir or DEFAULT_OUTPUT).absolute()
         self._new_folders += tuple(path for path in (folder, *folder.parents) if not path.exists())
-
-    def leave_process(self) -> NoReturn:
-        """Exits with 0 before the script's next line, which may overwrite the user's model.
-
-        Not by SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers are
-        called: they close the process group and end data loading workers.
-        """
-        for path in self._new_folders:
-            with suppress(OSError):  # Another rank may have removed it.
-                path.rmdir()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -265,8 +246,8 @@ class FirstSteps(Part, Tool):
         raise NotImplementedError
 
     def write(self) -> None:
-        """Writes the record to the request's folder."""
-        file = Path(self.request.folder, f"rank_{self._rank}.json")
+        """Writes the record to its folder."""
+        file = Path(self._folder, f"rank_{self._rank}.json")
         file.write_text(json.dumps(self.record()), encoding="utf-8")
 
     def _step(self) -> int:
@@ -287,7 +268,7 @@ class FirstSteps(Part, Tool):
     def _steer(self, control: ControlLike) -> None:
         """Prevents saving and evaluation, and ends the training after the last step."""
         control.should_save = control.should_evaluate = False
-        if self._step() >= self.request.num_steps:
+        if self._step() >= self._num_steps:
             control.should_training_stop = True
 
 

@@ -39,6 +39,16 @@ TRANSFORMERS, UNSLOTH = _LIBRARIES = ("transformers", "unsloth")
 _WHAT, _MODEL, _SAMPLES, _RUN = "what is compared", "model", "samples", "measurement"
 
 
+def _check_arms(name: str, value: str) -> str:
+    names = [arm.strip() for arm in value.split(",")]
+    for arm in names:
+        if arm not in ARMS:
+            raise ConfigError(f"{name}={value!r}: there is no {arm!r}.", hint=f"Choose from {', '.join(ARMS)}.")
+        if names.count(arm) > 1:
+            raise ConfigError(f"{name}={value!r}: {arm!r} is given twice.", hint="Name each once; see --repeats.")
+    return ",".join(names)
+
+
 def _check_model_size(name: str, value: str) -> str:
     hidden = _shape_of(value)[0]
     if hidden % HEAD_SIZE or not hidden:
@@ -98,7 +108,7 @@ class BenchOptions(Arguments):
         is_card_shared: All ranks use the one visible GPU, over gloo.
     """
 
-    arms: Annotated[str, Option(_WHAT, shown="A,B")] = "one_process,ours,torchrun"
+    arms: Annotated[str, Option(_WHAT, check=_check_arms, shown="A,B")] = "one_process,ours,torchrun"
     ranks: Annotated[int, Option(_WHAT, least=1)] = 2
     device: Annotated[str, Option(_WHAT, words=("auto", "cpu", "cuda"))] = "auto"
     model_size: Annotated[str, Option(_MODEL, check=_check_model_size, shown="{tiny,small,medium,1b,HxL[xV]}")] = (
@@ -282,17 +292,6 @@ _OF_LAUNCHERS = (
     *("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
     *("SLURM_", "OMPI_", "PMI_", "PMIX_"),
 )
-
-
-def choose_names(text: str) -> list[str]:
-    """Splits names of arms at commas. Raises ConfigError for an unknown name, or one given twice."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in ARMS:
-            raise ConfigError(f"arms={text!r}: there is no {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
-        if names.count(name) > 1:
-            raise ConfigError(f"arms={text!r}: {name!r} is given twice.", hint="Name each once; see --repeats.")
-    return names
 
 
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:

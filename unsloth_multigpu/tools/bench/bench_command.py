@@ -18,14 +18,7 @@ from typing import Any
 from unsloth_multigpu.cli.command import Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import LaunchError, SetupError
-from unsloth_multigpu.tools.bench.arm import (
-    ARMS,
-    NUM_WARMUP_ON_DEVICE,
-    Arm,
-    BenchOptions,
-    arm_environment,
-    choose_names,
-)
+from unsloth_multigpu.tools.bench.arm import ARMS, NUM_WARMUP_ON_DEVICE, Arm, BenchOptions, arm_environment
 from unsloth_multigpu.tools.bench.bench_result import Record, conditions, show_results, summarize
 from unsloth_multigpu.tools.script_program import run_recorded
 from unsloth_multigpu.wire.child import exit_on_signal
@@ -39,13 +32,10 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 
     Raises ConfigError for an invalid option, SetupError if this machine does not have the requested devices.
     """
-    from unsloth_multigpu.tools.bench.bench_worker import made_model  # Imports torch.
-
-    names = choose_names(own.arms)
-    options = dataclasses.replace(on_device(own), arms=",".join(names))
-    with exit_on_signal(), Progress("bench") as progress, made_model(options) as ready:
-        runs, failed = run_rounds(ready, progress)
-    num_rounds, remarks = len(runs[names[0]]), list[str]()
+    options = on_device(own)
+    with exit_on_signal(), Progress("bench") as progress:
+        runs, failed = run_rounds(options, progress)
+    num_rounds, remarks = len(next(iter(runs.values()))), list[str]()
     if failed is not None:
         progress.say(f"error: {failed}")
         remarks.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.repeats}")
@@ -86,11 +76,15 @@ def run_rounds(options: BenchOptions, progress: Progress) -> tuple[dict[str, lis
     """Runs every arm in every round.
 
     Returns `records[arm][round][rank]` of the complete rounds, and the error that ended the last round, or None.
+    Raises SetupError as `make_folder`.
     """
+    from unsloth_multigpu.tools.bench.bench_worker import make_folder  # Imports torch.
+
     names = options.arms.split(",")
     records: dict[str, list[list[Record]]] = {name: [] for name in names}
     numbers = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
+        options = make_folder(options, Path(root))
         for number in range(options.repeats):
             # Each round starts with another arm, because a run after a pause, or after a large run, is slower.
             first = number % len(names)

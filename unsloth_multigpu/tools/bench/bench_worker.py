@@ -8,18 +8,16 @@ before the end.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +51,8 @@ def main(settings_file: str) -> None:
         enable_multi_gpu(num_gpus=arm.num_devices(options), **given)
     rank = int(os.environ.get("RANK", "0"))
     record = _train(arm, options, rank)
-    path = Path(settings_file).with_name(f"rank_{rank}.json")
-    path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
-    path.with_suffix(".part").rename(path)
+    file = Path(settings_file).with_name(f"rank_{rank}.json")
+    file.write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     if dist.is_initialized():
         dist.destroy_process_group()  # At the interpreter's end its threads may abort the process.
 
@@ -172,25 +169,21 @@ def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-@contextlib.contextmanager
-def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
-    """Creates the model that Unsloth loads, and removes it at the end. Yields the options with its folder.
+def make_folder(options: BenchOptions, root: Path) -> BenchOptions:
+    """Creates the model that Unsloth loads, in a folder of `root`. Returns the options with that folder.
 
     Raises SetupError if Unsloth is not installed, or does not support the options on this machine.
     """
     if options.library != UNSLOTH:
-        yield options
-        return
+        return options
     if importlib.util.find_spec("unsloth") is None:
         raise SetupError("--library unsloth, but Unsloth is not installed.", hint="pip install unsloth")
     if options.device == "cpu" and options.padding_free:
         raise SetupError(
             "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
         )
-    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        folder = Path(root, "model")
-        _write_model(options, folder)
-        yield dataclasses.replace(options, model_folder=str(folder))
+    _write_model(options, root / "model")
+    return dataclasses.replace(options, model_folder=str(root / "model"))
 
 
 def _write_model(options: BenchOptions, folder: Path) -> None:
@@ -260,18 +253,9 @@ def make_trainer(model: Any, tokenizer: Any, values: Mapping[str, Any], options:
 _Mark = tuple[float, float, int]
 
 
-class _MicroBatch(NamedTuple):
-    """The inputs of a forward pass.
-
-    Args:
-        inputs: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`.
-        is_sample: For each row; False = filler in the micro-batch of a rank without a sample.
-        begin: Start time.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    is_sample: torch.Tensor
-    begin: Any
+# Inputs of a forward pass: `input_ids`, with `position_ids` for padding-free batches, else `attention_mask`. For each
+# row whether it is a sample, and not the filler of a rank without one.
+_Inputs = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Meter:
@@ -279,8 +263,8 @@ class Meter:
 
     def __init__(self, model: torch.nn.Module, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
-        self._micro_batches: list[tuple[_MicroBatch, Any]] = []
-        self._pending: _MicroBatch | None = None
+        self._micro_batches: list[tuple[_Inputs, Lap]] = []
+        self._pending: tuple[_Inputs, Any] | None = None
         self._steps: list[tuple[_Mark, _Mark]] = []
         self._watched: set[int] = set()
         self._watch_end(model)
@@ -330,24 +314,25 @@ class Meter:
         ids = kwargs["input_ids"]
         more = "position_ids" if "position_ids" in kwargs else "attention_mask"
         inputs = {name: kwargs[name].clone() for name in ("input_ids", more)}
-        self._pending = _MicroBatch(inputs, (kwargs["labels"] != -100).any(dim=1), moment(ids.device))
+        self._pending = (inputs, (kwargs["labels"] != -100).any(dim=1)), moment(ids.device)
 
     def _after_backward(self, parameter: Any) -> None:
         if self._pending is not None:
-            self._micro_batches.append((self._pending, moment(self._pending.is_sample.device)))
+            batch, begin = self._pending
+            self._micro_batches.append((batch, Lap(begin, moment(parameter.device))))
             self._pending = None
 
 
-def _computed(micro_batches: list[tuple[_MicroBatch, Any]]) -> dict[str, Any]:
+def _computed(micro_batches: list[tuple[_Inputs, Lap]]) -> dict[str, Any]:
     """Returns compute time, sizes and samples of micro-batches, see `bench_result`."""
     samples: list[str] = []
     sizes = []
-    for (inputs, is_sample, _), _ in micro_batches:
+    for (inputs, is_sample), _ in micro_batches:
         kept = {name: value[is_sample] for name, value in inputs.items()}
         samples += fingerprints(kept).elements()
         tokens = kept["attention_mask"].sum() if "attention_mask" in kept else kept["input_ids"].numel()
         sizes.append([*inputs["input_ids"].shape, int(tokens)])
-    compute_s = sum(Lap(batch.begin, end).seconds() for batch, end in micro_batches)
+    compute_s = sum(lap.seconds() for _, lap in micro_batches)
     return {"compute_s": compute_s, "micro_batches": sizes, "samples": samples}
 
 

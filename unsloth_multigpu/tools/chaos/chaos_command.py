@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from unsloth_multigpu.cli.script_runner import calls_enable
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault, all_faults, limit_s, parse_fault, read_records
+from unsloth_multigpu.tools.chaos.fault import Fault, all_faults, chaos_variables, limit_s, parse_fault, read_records
 from unsloth_multigpu.tools.script_program import check_is_no_rank
 from unsloth_multigpu.wire.child import exit_on_signal, find_marked, kill_marked, wait_after_kill
 from unsloth_multigpu.wire.run import private_dir
@@ -109,30 +109,29 @@ class FaultRow:
 
 @dataclass(frozen=True)
 class Judge:
-    """Compares runs with faults to the run without faults.
+    """Runs the script with faults, and compares each run with the one without.
 
     Args:
+        program: The script and its arguments, or `-m`, a module and its arguments.
         folder: The command's private folder.
-        runs: The run without faults.
-        reference: Its records.
-        cold_s: Seconds from its start to its first step.
         options: Options of every run.
+        limit_s: Limit of each start of the ranks.
+        reference: The run without faults.
     """
 
+    program: Sequence[str]
     folder: Path
-    runs: ScriptRuns
-    reference: RunTrace
-    cold_s: float
     options: Mapping[str, Any]
+    limit_s: float
+    reference: Ended
 
     def try_out(self, fault: Fault) -> FaultRow:
         """Runs the script with a fault, resumes it without, and evaluates the result."""
-        limit_of_runs_s = self.runs.limit_s * (1 + int(self.options["max_restarts"]))
-        runs = replace(self.runs, folder=self.folder / "fault", limit_s=limit_of_runs_s)
-        shutil.rmtree(runs.folder, ignore_errors=True)
-        options = {**self.options, "resume": "auto"}
-        ended = runs.run((fault,), options)
-        trace = RunTrace.read(runs.records)
+        folder, options = self.folder / "fault", {**self.options, "resume": "auto"}
+        limit_of_runs_s = self.limit_s * (1 + int(options["max_restarts"]))
+        shutil.rmtree(folder, ignore_errors=True)
+        ended = run_script(self.program, folder, options, limit_of_runs_s, [fault])
+        trace = ended.trace
         row = FaultRow(str(fault), ended.told, None, ended.code, ended.num_orphans)
         if not trace.of("injected"):
             if ended.code == 0:
@@ -140,38 +139,37 @@ class Judge:
             else:
                 row.reasons.append(f"ended with {ended.code} before the fault\n{last_lines(ended.output)}")
             return row
-        self._judge_end(row, ended, trace)
+        self._judge_end(row, ended, limit_of_runs_s)
         if ended.code != 0:
-            again = runs.run((), options)
-            trace = RunTrace.read(runs.records)
+            again = run_script(self.program, folder, options, limit_of_runs_s)
+            trace = again.trace
             row.num_orphans += again.num_orphans
             if again.code != 0:
                 row.reasons.append(f"started again, it ended with {again.code}\n{last_lines(again.output)}")
                 return row
-            first_s = trace.first_step_s(again.start_s)
-            row.new_step_s = None if first_s is None else first_s - again.start_s
+            row.new_step_s = again.cold_start_s
         if row.new_step_s is not None:
             row.from_step = int(trace.of("begin")[-1]["step"])
-        row.lost, row.repeated = compare_samples(self.reference, trace)
-        row.difference = compare_weights(self.reference, trace)
+        row.lost, row.repeated = compare_samples(self.reference.trace, trace)
+        row.difference = compare_weights(self.reference.trace, trace)
         if row.lost or row.repeated:
             row.reasons.append(f"{row.lost} samples lost, {row.repeated} repeated")
         if row.difference is None or row.difference > ROUNDING:
             row.reasons.append(f"weights differ from those of the run without faults by {row.difference}")
         return row
 
-    def _judge_end(self, row: FaultRow, ended: Ended, trace: RunTrace) -> None:
+    def _judge_end(self, row: FaultRow, ended: Ended, limit_of_run_s: float) -> None:
         if ended.code is None:
-            row.reasons.append(f"did not end within {self.runs.limit_s:g} s\n{last_lines(ended.output)}")
+            row.reasons.append(f"did not end within {limit_of_run_s:g} s\n{last_lines(ended.output)}")
         if row.num_orphans:
             row.reasons.append(f"{row.num_orphans} processes were left behind")
-        fault = trace.of("injected")[0]
-        step_s = trace.first_step_s(fault["time_s"])
+        fault = ended.trace.of("injected")[0]
+        step_s = ended.trace.first_step_s(fault["time_s"])
         if step_s is not None:  # The ranks have started again.
             row.new_step_s = step_s - fault["time_s"]
             return
         row.ended_s = ended.end_s - fault["time_s"]
-        grace_s = self.reference.of("begin")[0]["config"]["grace_s"]
+        grace_s = self.reference.trace.of("begin")[0]["config"]["grace_s"]
         bound_s = limit_s(fault["kind"], hang_timeout_s=self.options["hang_timeout_s"], grace_s=grace_s)
         if bound_s is not None and row.ended_s > bound_s:
             row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
@@ -197,19 +195,18 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
         raise ConfigError(f"faults={own.faults!r}: there are {num_ranks} ranks.", hint="Count them from 0.")
     # Shell scripts ignore SIGINT in background jobs, which the runs would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
-        runs = ScriptRuns(folder / "reference", program, environment, own.limit_s)
-        progress.say(f"the run without faults, at most {runs.limit_s:g} s, to estimate the time of the others")
+        progress.say(f"the run without faults, at most {own.limit_s:g} s, to estimate the time of the others")
         progress.show("the run without faults")
-        ended = runs.run((), run_options)
+        ended = run_script(program, folder / "reference", run_options, own.limit_s)
         progress.clear()
         if ended.code != 0:
             said = f"{last_lines(ended.output)}\nchaos: without a fault the run ended with {ended.code}."
             Screen(sys.stderr).line(said)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
-        judge = _prepare(folder, runs, ended, run_options)
-        rows = _try_all(named or all_faults(judge.reference.num_steps, num_ranks), judge, ended, progress)
+        _check_reference(ended, run_options, folder)
+        judge = Judge(program, folder, run_options, own.limit_s, ended)
+        rows = _try_all(named or all_faults(ended.trace.num_steps, num_ranks), judge, progress)
     return _report(rows, judge, as_json=own.json)
 
 
@@ -224,35 +221,33 @@ COMMAND = Command(
 )
 
 
-def _prepare(folder: Path, runs: ScriptRuns, ended: Ended, run_options: Mapping[str, Any]) -> Judge:
-    reference = RunTrace.read(runs.records)
-    first_s = reference.first_step_s(ended.start_s)
-    if first_s is None:
+def _check_reference(ended: Ended, run_options: Mapping[str, Any], folder: Path) -> None:
+    """Raises if the runs of this script cannot be compared."""
+    if ended.cold_start_s is None:
         raise SetupError(
             "The script ended without a training that chaos could record.",
             hint="It must call train() of a transformers Trainer on every rank.",
         )
-    begun = reference.of("begin")[0]
+    begun = ended.trace.of("begin")[0]
     for name, value in run_options.items():
         if begun["config"][name] != value:
             raise ConfigError(
                 f"chaos sets {name}={value!r}, but the script's enable_multi_gpu() sets {begun['config'][name]!r}.",
                 hint="Leave it out of the script's call for chaos.",
             )
-    if not Path(begun["output_dir"]).is_relative_to(runs.work.resolve()):
+    if not Path(begun["output_dir"]).is_relative_to(folder.resolve()):
         raise ConfigError(
             f"The script saves to {begun['output_dir']}, where runs would find each other's checkpoints.",
             hint="Its Trainer must take the folder from TrainingArguments; or write {run} in the script's arguments.",
         )
-    return Judge(folder, runs, reference, first_s - ended.start_s, run_options)
 
 
-def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
+def _try_all(faults: Sequence[Fault], judge: Judge, progress: Progress) -> list[FaultRow]:
     """Tries every fault, after an estimate of the time."""
-    run_s = ended.end_s - ended.start_s
+    run_s = judge.reference.end_s - judge.reference.start_s
     # Twice the time of a run: one with the fault, and one that resumes.
     progress.say(
-        f"it took {run_s:.1f} s, {judge.cold_s:.1f} s of that to the end of the first step; "
+        f"it took {run_s:.1f} s, {judge.reference.cold_start_s:.1f} s of that to the end of the first step; "
         f"{len(faults)} more with faults take about {duration(2 * run_s * len(faults))}"
     )
     rows: list[FaultRow] = []
@@ -266,14 +261,14 @@ def _try_all(faults: Sequence[Fault], judge: Judge, ended: Ended, progress: Prog
 
 def _report(rows: Sequence[FaultRow], judge: Judge, *, as_json: bool) -> int:
     bad = [row.fault for row in rows if row.reasons]
-    screen = Screen()
+    screen, cold_s = Screen(), judge.reference.cold_start_s
     if as_json:
-        facts = {"schema_version": 1, "command": list(judge.runs.program), "cold_start_s": judge.cold_s}
+        facts = {"schema_version": 1, "command": list(judge.program), "cold_start_s": cold_s}
         result = {**facts, "options": dict(judge.options), "good": not bad, "rows": [asdict(row) for row in rows]}
         screen.json(result)
         return 1 if bad else 0
     _show(rows, screen)
-    screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
+    screen.line(f"cold start to the first step: {cold_s:.1f} s")
     result_line = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or continued as it should."
     screen.line(result_line, "bold red" if bad else "bold green")
     return 1 if bad else 0
@@ -299,6 +294,7 @@ class Ended:
         num_orphans: Processes that it left behind.
         told: The launcher's last message about the end or restart.
         output: Its whole output.
+        trace: The records of all runs in its folder.
     """
 
     code: int | None
@@ -307,79 +303,67 @@ class Ended:
     num_orphans: int
     told: str
     output: str
+    trace: RunTrace
+
+    @property
+    def cold_start_s(self) -> float | None:
+        """Seconds from its start to the end of its first step; None without one."""
+        first_s = self.trace.first_step_s(self.start_s)
+        return None if first_s is None else first_s - self.start_s
 
 
-@dataclass(frozen=True)
-class ScriptRuns:
-    """The runs of one row of the table.
+def run_script(
+    program: Sequence[str], folder: Path, options: Mapping[str, object], limit_s: float, faults: Sequence[Fault] = ()
+) -> Ended:
+    """Runs a script to its end, with options of `enable_multi_gpu` and faults to inject.
 
-    Args:
-        folder: Folder of this row, for records and the script's files.
-        program: The script and its arguments, or `-m`, a module and its arguments.
-        environment: Variables of every run.
-        limit_s: Time limit of a run.
+    `folder` is for the ranks' records and the script's checkpoints and logs, and replaces `{run}` in its arguments.
     """
+    # Only the variables of this run's processes contain the path of its records.
+    records, work = folder / "records", folder / "work"
+    for place in (records, work):
+        place.mkdir(parents=True, exist_ok=True)
+    variables = {variable(name): str(value) for name, value in options.items() if value is not None}
+    variables |= {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0", **chaos_variables(records, faults, work)}
+    start_s = time.monotonic()
+    process = subprocess.Popen(
+        _command([argument.replace("{run}", str(work)) for argument in program]),
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        # A pipe, because a limit on the size of files, which simulates a full disk, must not affect the output.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    printed: list[bytes] = []
+    reader = threading.Thread(target=lambda: printed.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    code: int | None = None
+    num_orphans = 0
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit_s)
+        end_s = time.monotonic() + _ORPHAN_LIMIT_S
+        while code is not None and (num_orphans := len(find_marked(str(records)))) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+    finally:
+        end_s = time.monotonic()
+        kill_marked(str(records))
+        wait_after_kill(process)
+    reader.join(_ORPHAN_LIMIT_S)
+    output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
+    # Show redirected paths as those in the user's folder.
+    for redirected in (f"{work}/output{Path().resolve()}", str(work)):
+        output = output.replace(redirected, ".")
+    told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
+    return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output, RunTrace.read(records))
 
-    folder: Path
-    program: Sequence[str]
-    environment: Mapping[str, str]
-    limit_s: float
 
-    @property
-    def records(self) -> Path:
-        """Folder of the ranks' records. Only the variables of this row's processes contain its path."""
-        return self.folder / "records"
-
-    @property
-    def work(self) -> Path:
-        """Folder for the script's checkpoints and logs, which replaces `{run}` in its arguments."""
-        return self.folder / "work"
-
-    def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
-        """Runs the script to its end, with faults to inject and options of `enable_multi_gpu`."""
-        for place in (self.records, self.work):
-            place.mkdir(parents=True, exist_ok=True)
-        variables = {variable(name): str(value) for name, value in options.items() if value is not None}
-        request = ChaosRequest(str(self.records), faults, str(self.work))
-        marker, start_s = str(self.records), time.monotonic()
-        process = subprocess.Popen(
-            self._command(),
-            env={**self.environment, **variables, **request.variables()},
-            stdin=subprocess.DEVNULL,
-            # A pipe, because a limit on the size of files, which simulates a full disk, must not affect the output.
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        printed: list[bytes] = []
-        reader = threading.Thread(target=lambda: printed.extend(process.stdout or ()), daemon=True)
-        reader.start()
-        code: int | None = None
-        num_orphans = 0
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(self.limit_s)
-            end_s = time.monotonic() + _ORPHAN_LIMIT_S
-            while code is not None and (num_orphans := len(find_marked(marker))) and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
-        finally:
-            end_s = time.monotonic()
-            kill_marked(marker)
-            wait_after_kill(process)
-        reader.join(_ORPHAN_LIMIT_S)
-        output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
-        # Show redirected paths as those in the user's folder.
-        for redirected in (f"{self.work}/output{Path().resolve()}", str(self.work)):
-            output = output.replace(redirected, ".")
-        told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
-        return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output)
-
-    def _command(self) -> list[str]:
-        program = [argument.replace("{run}", str(self.work)) for argument in self.program]
-        if program[0] != "-m":
-            program[0] = os.path.abspath(program[0])
-        own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
-        return [sys.executable, *own, *program]
+def _command(program: Sequence[str]) -> list[str]:
+    if program[0] != "-m":
+        program = [os.path.abspath(program[0]), *program[1:]]
+    own = [] if calls_enable(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
+    return [sys.executable, *own, *program]
 
 
 @dataclass(frozen=True)

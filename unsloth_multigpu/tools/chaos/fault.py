@@ -92,24 +92,13 @@ def all_faults(num_steps: int, num_ranks: int) -> list[Fault]:
     return [Fault(kind, num_ranks - 1 if rank == "last" else 0, step, 0, *phase) for kind, rank, *phase in places]
 
 
-@dataclass(frozen=True)
-class ChaosRequest:
-    """Settings of `unsloth-multigpu chaos` for a run.
+def chaos_variables(folder: Path, faults: Sequence[Fault] = (), work: Path | None = None) -> dict[str, str]:
+    """Returns the environment variables of a run with faults.
 
-    Args:
-        folder: Folder for `rank_N.jsonl` of each rank.
-        faults: The faults to inject.
-        work: Folder for the script's checkpoints and logs; None = the script's own.
+    `folder` is for `rank_N.jsonl` of each rank, `work` for the script's checkpoints and logs; None = the script's own.
     """
-
-    folder: str
-    faults: Sequence[Fault] = ()
-    work: str | None = None
-
-    def variables(self) -> dict[str, str]:
-        """Returns the environment variables of this request."""
-        values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults], "work": self.work}
-        return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()
+    values = {"folder": str(folder), "faults": list(map(asdict, faults)), "work": None if work is None else str(work)}
+    return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:

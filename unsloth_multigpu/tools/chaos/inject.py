@@ -23,7 +23,7 @@ from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, St
 from unsloth_multigpu.step.comparison import sketch_of
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault, read_records
+from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, Fault, read_records
 from unsloth_multigpu.tools.fingerprint import fingerprints, trained_weights
 from unsloth_multigpu.wire.process import send_signal
 
@@ -36,20 +36,19 @@ _LOOK_S = 0.5
 
 
 class Chaos(Tool):
-    """Injects faults into a run; see `ChaosRequest`."""
+    """Injects faults into a run; see `chaos_variables`."""
 
     draws_alike = True
 
     def __init__(self, folder: str, faults: list[dict[str, Any]], work: str | None = None) -> None:
-        self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults), work)
+        self.folder, self.faults, self._work = Path(folder), [Fault(**fault) for fault in faults], work
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        work = self.request.work
-        return config if work is None else dataclasses.replace(config, log_dir=str(Path(work, "logs")))
+        return config if self._work is None else dataclasses.replace(config, log_dir=str(Path(self._work, "logs")))
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
         """Redirects what a Trainer writes, and turns off its uploads."""
-        if self.request.work is None:
+        if self._work is None:
             return
         args.push_to_hub = False
         args.output_dir = self._redirected(args.output_dir or DEFAULT_OUTPUT)
@@ -59,14 +58,14 @@ class Chaos(Tool):
 
     def _redirected(self, folder: str | os.PathLike[str]) -> str:
         """Returns the path of a folder within the run's own folder, equal in every start of the ranks."""
-        work, path = Path(self.request.work or "").resolve(), Path(folder).resolve()
+        work, path = Path(self._work or "").resolve(), Path(folder).resolve()
         return str(path if path.is_relative_to(work) else work.joinpath("output", *path.parts[1:]))
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         if steps is None:
             return None
         self.adjust_arguments(trainer.args)  # Again, because the script may have changed them.
-        return Injector(trainer, self.request, session, steps)
+        return Injector(trainer, self, session, steps)
 
 
 class Injector(Part):
@@ -74,15 +73,15 @@ class Injector(Part):
 
     place = "faults"
 
-    def __init__(self, trainer: TrainerLike, request: ChaosRequest, session: Any, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, chaos: Chaos, session: Any, steps: StepFeed) -> None:
         self.trainer = trainer
         self._steps = steps
         self._rank = session.identity.rank
         self._config = session.config
         self.supervisor_pid = session.context.supervisor_pid
         self._attempt = session.context.attempt
-        self._folder = Path(request.folder)
-        mine = [f for f in request.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
+        self._folder = chaos.folder
+        mine = [f for f in chaos.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is injected in one training.
         written = read_records(self._folder, self._rank)
         done = [r["fault"] for r in written if r["event"] == "injected" and r["attempt"] == self._attempt]

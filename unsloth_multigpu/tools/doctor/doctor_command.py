@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +17,8 @@ from unsloth_multigpu.cli.command import Arguments, Command
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
-from unsloth_multigpu.tools.probe import Probe
-from unsloth_multigpu.wire.child import exit_on_signal
+from unsloth_multigpu.tools.probe import run_probe
+from unsloth_multigpu.wire.child import exit_on_signal, kill_marked
 from unsloth_multigpu.words import aligned, listed
 
 State = Literal["ok", "note", "FAIL"]
@@ -75,17 +76,14 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
     """Checks this machine and prints each section of the result when it is known. Returns 1 if a check failed."""
     MultiGPUConfig.resolve({})  # Raises for an invalid variable before the checks, which take a while.
     rows: list[CheckRow] = []
-    screen = Screen()
-    with exit_on_signal(), Progress("doctor") as progress:
-        for what, section in check_machine(own.num_gpus, own.timeout_s):
+    screen, progress = Screen(), Progress("doctor")
+    with exit_on_signal(), progress, closing(check_machine(own.num_gpus, own.timeout_s, progress)) as sections:
+        for section in filter(None, sections):
             progress.clear()
-            rows += section
-            if section and not own.json:
-                lead = [("", None)] if len(rows) > len(section) else []
-                for text, style in [*lead, *section_lines(section)]:
+            if not own.json:
+                for text, style in [*([("", None)] if rows else []), *section_lines(section)]:
                     screen.line(text, style)
-            if what and not own.json:
-                progress.show(what)
+            rows += section
     has_failed = any(row.state == "FAIL" for row in rows)
     if own.json:
         version = versions.installed_version("unsloth-multigpu")
@@ -99,30 +97,33 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
 COMMAND = Command("doctor", "check versions, devices, copies between GPUs, an all-reduce and the patches", Options, run)
 
 
-def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:
+def check_machine(num_gpus: int | None, limit_s: float, progress: Progress) -> Generator[list[CheckRow], None, None]:
     """Runs every check. The check of imports runs in parallel with the others, which use the GPUs one by one.
 
-    Yields the name of the next check ("" at the end), and the rows of a section as soon as they are known.
+    Yields the rows of a section as soon as they are known.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
-        patches = stack.enter_context(Probe(f"{_HERE}.patch_check", folder, limit_s))
-        probe = stack.enter_context(Probe(f"{_HERE}.device_check", folder, limit_s))
-        yield "devices, and copies between them", version_rows()
-        seen = probe.outcome()
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(kill_marked, str(folder))  # The pool waits for its probe, also after an error or a signal.
+        patches = pool.submit(run_probe, f"{_HERE}.patch_check", folder, limit_s)
+        yield version_rows()
+        progress.show("devices, and copies between them")
+        seen = run_probe(f"{_HERE}.device_check", folder, limit_s)
         devices = rows_of(seen, "devices", "torch", "Run `python -c 'import torch; torch.accelerator.device_count()'`.")
-        yield "", [row for row in devices if row.section == "devices"]
-        yield "an all-reduce on all ranks", [row for row in devices if row.section != "devices"]
+        yield [row for row in devices if row.section == "devices"]
+        yield [row for row in devices if row.section != "devices"]
+        progress.show("an all-reduce on all ranks")
         # timeout_s ends a hung collective with its own message, before the time limit of the probe.
         options = {"log_dir": folder / "logs", "timeout_s": limit_s / 2, "max_restarts": 0, "num_gpus": num_gpus}
         environment = {variable(name): str(value) for name, value in options.items() if value is not None}
-        reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
-        yield "imports of the libraries, and every patch", reduce_rows(reduced, seen.get("kind"))
-        landed = rows_of(
-            patches.outcome(), "patches", "functions", "A library cannot be imported, see the lines below."
-        )
-        yield "", [row for row in landed if row.section == "imports"]
-        yield "", [row for row in landed if row.section == "patches"]
+        reduced = run_probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)
+        yield reduce_rows(reduced, seen.get("kind"))
+        progress.show("imports of the libraries, and every patch")
+        failed = "A library cannot be imported, see the lines below."
+        landed = rows_of(patches.result(), "patches", "functions", failed)
+        yield [row for row in landed if row.section == "imports"]
+        yield [row for row in landed if row.section == "patches"]
 
 
 def rows_of(outcome: Mapping[str, Any], section: str, name: str, hint: str) -> list[CheckRow]:

@@ -18,7 +18,6 @@ from unsloth_multigpu.options import variable
 from unsloth_multigpu.tools.forecast.estimate import Estimate, Link, Workload, advise, estimate, parse_link
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
-    StepsRequest,
     check_is_no_rank,
     command_of,
     parse_numbers,
@@ -171,7 +170,7 @@ def _short(seconds: float) -> str:
 
 def _run(own: Options, program: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs the first steps of the program on one rank, and returns its record."""
-    asked = StepsRequest(str(folder / "one"), own.steps, num_gpus=1)
+    asked = {"folder": str(folder / "one"), "num_steps": own.steps, "num_gpus": 1}
     variables = {variable("device"): "cpu"} if own.device == "cpu" else {}
     code, records, tail = run_first_steps("forecast", program, asked, own.device, variables, own.timeout_s)
     if code != 0:

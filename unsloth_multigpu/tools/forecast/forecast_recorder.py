@@ -55,7 +55,7 @@ class Forecast(FirstSteps):
     def part(self, trainer: TrainerLike, session: Any, steps: StepFeed) -> Part:
         """Returns itself. Raises SetupError if the training cannot be forecast."""
         _refuse_unsupported(trainer)
-        self._num_steps, self._beat = 0, session.beat
+        self._beat = session.beat
         # Step, indices of the rows in the step, and the time.
         self._laps: list[tuple[int, Sequence[int], Lap]] = []
         self._ends: list[Any] = []
@@ -78,7 +78,6 @@ class Forecast(FirstSteps):
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self._num_steps = int(state.max_steps)
         loader = self._steps.loader
         if loader is None:
             raise SetupError(
@@ -149,7 +148,7 @@ class Forecast(FirstSteps):
             callbacks_s=self._median_s(step_s, Phase.CALLBACKS),
             steps=tuple(tuple(lengths) for lengths in self._lengths if len(lengths) == sum(sizes)),
             sizes=sizes,
-            num_steps=self._num_steps,
+            num_steps=int(trainer.state.max_steps),
             regroup=self._steps.passes.reduction.is_token_normalised,
             max_tokens=balancer.balance.max_tokens,
             gradient_bytes=num_bytes(*trained),

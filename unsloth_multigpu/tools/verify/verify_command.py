@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from unsloth_multigpu.cli.command import Arguments, Command
@@ -15,7 +15,6 @@ from unsloth_multigpu.option_type import Option
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.tools.script_program import (
     DEFAULT_LIMIT_S,
-    StepsRequest,
     check_is_no_rank,
     run_first_steps,
     thread_variables,
@@ -68,7 +67,8 @@ def run(own: Options, given: Mapping[str, Any], program: Sequence[str]) -> int:
             begin_s = time.monotonic()
             label = f"{own.steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             progress.show(label)
-            asked = StepsRequest(str(folder / name), own.steps, num_gpus, dropout=not own.no_dropout)
+            asked = {"folder": str(folder / name), "num_steps": own.steps, "num_gpus": num_gpus}
+            asked["dropout"] = not own.no_dropout
             code, records, tail = run_first_steps("verify", program, asked, config.device, variables, own.timeout_s)
             progress.clear()
             if code != 0:
@@ -101,16 +101,14 @@ COMMAND = Command(
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
-    from unsloth_multigpu.start import ranks_to_start, visible_accelerators
-    from unsloth_multigpu.tools.allreduce import DEFAULT_CPU_RANKS
+    from unsloth_multigpu.start import ranks_to_start
+    from unsloth_multigpu.tools.allreduce import with_several_ranks
 
     check_is_no_rank("verify")
-    num_devices = 0 if config.device == "cpu" else visible_accelerators()[1]
-    num_ranks = config.num_gpus or num_devices or DEFAULT_CPU_RANKS
+    num_ranks = ranks_to_start(with_several_ranks(config))
     if num_ranks == 1:
         raise ConfigError(
             "verify compares one process with several ranks; this would be one rank.",
             hint="Set --num-gpus 2, and with one GPU --device cpu.",
         )
-    ranks_to_start(replace(config, num_gpus=num_ranks))  # Raises before the first run.
     return num_ranks

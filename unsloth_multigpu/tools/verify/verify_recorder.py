@@ -41,7 +41,7 @@ class Verify(FirstSteps):
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
         # Both runs train as without the tool. The ranks also compute each step as one process does, and compare.
-        compared = {"check_first_step": "every"} if self.request.num_gpus > 1 else {}
+        compared = {"check_first_step": "every"} if self._num_gpus > 1 else {}
         return self.alone(config, verify_every=1, **compared)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
@@ -66,7 +66,7 @@ class Verify(FirstSteps):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        with super().around(), nullcontext() if self.request.dropout else Still():
+        with super().around(), nullcontext() if self._dropout else Still():
             yield
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ class Verify(FirstSteps):
     def _found(self) -> Iterator[dict[str, str]]:
         """Yields reasons for differences that the comparison of the steps has found."""
         drawing = {name for figures in self._figures.values() for name in figures.get("compared", {}).get("draws", ())}
-        for name in sorted(drawing if self.request.dropout else drawing - {_DROPOUT}):
+        for name in sorted(drawing if self._dropout else drawing - {_DROPOUT}):
             advice = "--no-dropout" if name == _DROPOUT else "turn off its randomness"
             found = "draws random numbers, which differ between ranks and one process"
             yield {"name": name, "found": found, "advice": advice}
