@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PART_LIMIT_S, PARTS, Step, place_ranks, short_result, steps_of
-from unsloth_multigpu.wire.child import end_command
+from unsloth_multigpu.wire.child import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUT = ROOT / "build" / "gpu" / "result.json"
@@ -219,16 +219,25 @@ def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict
     if limit_s < LEAST_S:
         return {"rc": None, "seconds": 0.0, "problems": ["no time left; call the part again"]}
     log = options.out.parent / f"{step.name}.log"
+    log.unlink(missing_ok=True)
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_kit_", ignore_cleanup_errors=True) as root:
-        file = Path(root, "result.json")
-        own = {name: root for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
-        command = [sys.executable, *(argument.replace("{json}", str(file)) for argument in step.command)]
+        file = Path(root, "facts.json")
+        own = {"GPU_KIT_FACTS": str(file), **{name: root for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}}
+        command = [sys.executable, *step.command]
         # pytest looks for its settings from the folder in which it is started.
         folder = ROOT if "pytest" in command else Path(root)
-        rc = run_command(command, folder, environment(options, step, own), log, limit_s, root)
+        rc = run_to_end(
+            command,
+            environment(options, step, own),
+            log,
+            marker=root,
+            limit_s=limit_s,
+            terminate_limit_s=END_LIMIT_S,
+            cwd=folder,
+        )
         text = log.read_text(encoding="utf-8", errors="replace")
-        problems = ["ended by its limit"] if rc == 124 else [f"exit code {rc}"] if rc else []
+        problems = ["ended by its limit"] if rc is None else [f"exit code {rc}"] if rc else []
         result = None
         if step.prints or file.exists():
             try:
@@ -236,13 +245,11 @@ def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict
                 problems += step.judge(result)
             except (ValueError, KeyError, TypeError) as error:
                 problems.append(f"its result cannot be read: {type(error).__name__}: {error}")
-        elif "{json}" in step.command and not rc:
-            problems.append("it left no result")
     reason = skipped_reason(text) if "pytest" in step.command and not problems else ""
     if reason:
         return {"skipped": reason}
     outcome = {
-        "rc": rc,
+        "rc": 124 if rc is None else rc,
         "seconds": round(time.monotonic() - begin_s, 1),
         "limit_s": round(limit_s),
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -260,28 +267,6 @@ def skipped_reason(text: str) -> str:
         return ""
     reasons = dict.fromkeys(line.partition(": ")[2] for line in lines if line.startswith("SKIPPED "))
     return f"all tests skipped: {'; '.join(reasons)}"
-
-
-def run_command(
-    command: Sequence[str], folder: Path, variables: Mapping[str, str], log: Path, limit_s: float, marker: str
-) -> int:
-    """Exit code; 124 where the limit ended it, with all that it had started."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return 124
-    finally:
-        end_command(process, marker, END_LIMIT_S)
 
 
 if __name__ == "__main__":

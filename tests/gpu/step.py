@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
 from statistics import median
 from typing import Any
 
@@ -27,14 +26,11 @@ PARTS = {
 # The line's share of a step, and how much slower a planned step may be than one that is dealt in order.
 MAX_LINE_COST = 0.01
 MAX_SLOWDOWN = 1.15
-# Of a gradient norm, relative: fp32 on a card, bf16, whose sums depend on how many micro-batches there are, and fp16.
-FP32_BOUND, BF16_BOUND, FP16_BOUND = 1e-4, 3e-2, 1e-2
-# Waits of the host for the device in an optimizer step that begin in a line of ours: the gradient norm is read once,
-# and ranks tell each other something now and then.
-MAX_OWN_WAITS = 2.0
+# Of a gradient norm, relative: fp32 on a card, and bf16, whose sums depend on how many micro-batches there are.
+FP32_BOUND, BF16_BOUND = 1e-4, 3e-2
 PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "")
 TESTS = (*PYTEST, "tests/gpu/test_nccl.py", "-k")
-_ASSERT, _MEMORY = ("device-side assert", "index out of range"), ("ran out of memory",)
+FACTS = (*PYTEST, "tests/gpu/test_facts.py", "-k")
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,12 @@ class Step:
         part: Steps of one part fit into one call, see `PART_LIMIT_S`.
         text: What it shows.
         limit_s: Most seconds; then it is ended and has failed.
-        command: Arguments of Python. "{json}" stands for the file in which it leaves its result.
+        command: Arguments of Python. Tests may leave a result in the file GPU_KIT_FACTS.
         num_cards: Fewer of them, and it is left out.
         only_cards: It sees so many cards; None = all.
         num_ranks: Ranks, placed by `place_ranks`. Where there are fewer cards, they share one, over NCCL or gloo.
         only_nccl: It is left out where these ranks would share a card over gloo.
-        needs_driver: It measures speed, asks the driver or compiles for a card: not for a device in host memory.
-        prints: It prints its result in place of writing a file.
+        prints: It prints its result.
         judge: What is wrong with its result, in words.
     """
 
@@ -65,7 +60,6 @@ class Step:
     only_cards: int | None = None
     num_ranks: int = 1
     only_nccl: bool = False
-    needs_driver: bool = False
     prints: bool = False
     judge: Judge = lambda result: []
 
@@ -79,34 +73,25 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
     """
     doctor = ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if is_tiny else "70")
     tools = (*PYTEST, "tests/gpu/test_device_tools.py")
-    is_cuda = device == "cuda"
     steps = (
-        _fact("device", 1, "a supervised rank: its group of one, its allocator", 80, partial(judge_device, is_cuda), 1),
+        _fact("device", 1, "a supervised rank: its group of one, its allocator", 80, 1),
         Step("doctor", 1, "what the doctor says", 80, doctor, prints=True),
         *_bench_steps(device, is_tiny),
         *_nccl_steps(),
         Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
         # Trainings of a minute.
-        _fact(
-            "waits", 2, "where the host waits in a step, without and with the line", 60, partial(judge_waits, is_cuda)
-        ),
-        _fact("fp16", 2, "two ranks skip the steps of one process", 60, judge_fp16),
-        _fact(
-            "beyond_vocabulary", 3, "what the user sees of a device-side assert", 45, partial(judge_failure, _ASSERT)
-        ),
-        _fact("out_of_memory", 3, "what the user sees of a rank out of memory", 45, partial(judge_failure, _MEMORY)),
-        replace(
-            _fact("recompiled", 4, "what torch compiles again for another number of rows", 50, judge_recompiled, 1),
-            needs_driver=True,
-        ),
+        _fact("waits", 2, "where the host waits in a step, without and with the line", 60),
+        _fact("fp16", 2, "two ranks skip the steps of one process", 60),
+        _fact("beyond_vocabulary", 3, "what the user sees of a device-side assert", 45),
+        _fact("out_of_memory", 3, "what the user sees of a rank out of memory", 45),
+        _fact("recompiled", 4, "what torch compiles again for another number of rows", 50, 1),
     )
     return tuple(sorted(steps, key=lambda step: step.part))
 
 
-def _fact(name: str, part: int, text: str, limit_s: int, judge: Judge, num_ranks: int = 2) -> Step:
-    """A fact of fact.py."""
-    command = ("-m", "tests.gpu.fact", name, "{json}")
-    return Step(name, part, text, limit_s, command, num_ranks=num_ranks, judge=judge)
+def _fact(name: str, part: int, text: str, limit_s: int, num_ranks: int = 2) -> Step:
+    """The tests of test_facts.py with this name."""
+    return Step(name, part, text, limit_s, (*FACTS, name), num_ranks=num_ranks)
 
 
 def _nccl_steps() -> Iterator[Step]:
@@ -131,6 +116,7 @@ def _bench_steps(device: str, is_tiny: bool) -> Iterator[Step]:
     packed = f"{flat} {two} --four-bit --optim adamw_8bit"
     line = f"{flat} --ranks 1 --arms one_process,line_one,ours_one"
     planned = "--ranks 1 --arms one_process,ours_one,rebalance"
+    guarded = "--ranks 1 --arms one_process,line_one,guarded_one"
     three = "--arms one_process,ours,torchrun"
     small = "two ranks on one card over gloo train as one process"
     cards, plan = "cards against one", "the planner against no plan and batch_rebalance"
@@ -149,15 +135,7 @@ def _bench_steps(device: str, is_tiny: bool) -> Iterator[Step]:
         ("speed_unsloth", 6, f"2 {cards}, Unsloth's LoRA", 110, f"--ranks 2 {flat} {three}", "ours", "torchrun"),
         ("speed_lora_4", 6, f"4 {cards}, LoRA", 90, f"--ranks 4 {three}", "ours", "torchrun"),
         ("speed_lora_8", 6, f"8 {cards}, LoRA", 90, f"--ranks 8 {three}", "ours", "torchrun"),
-        (
-            "line",
-            7,
-            "what the line costs in one process",
-            240,
-            "--ranks 1 --arms one_process,line_one,guarded_one",
-            "",
-            "",
-        ),
+        ("line", 7, "what the line costs in one process", 240, guarded, "", ""),
     )
     for name, part, text, limit_s, arguments, arms, than in rows:
         # A small fp32 model, whose gradients can be compared closely.
@@ -223,15 +201,6 @@ def step_ratio(rounds: list[Any], reference: list[Any], outcome: Result) -> floa
     )
 
 
-def judge_device(is_cuda: bool, result: Result) -> list[str]:
-    """A group of one over NCCL that adds up, and segments that expand."""
-    rank = result["rank"]
-    expected: Result = {"launcher": "unsloth_multigpu", "backend": "nccl" if is_cuda else "gloo", "sum": 8.0}
-    if is_cuda:
-        expected["is_expandable"] = True
-    return [f"{name}: {rank.get(name)!r}, not {value!r}" for name, value in expected.items() if rank.get(name) != value]
-
-
 def judge_line(is_tiny: bool, result: Result) -> list[str]:
     """The line costs no more than one step in a hundred."""
     if is_tiny:
@@ -259,52 +228,6 @@ def judge_arms(bound: float, arms: Sequence[str], than: str, result: Result) -> 
             slowdown = found[than]["tokens_per_s"]["median"] / arm["tokens_per_s"]["median"]
             problems += [f"{name}: {slowdown:.2f} times as long as {than}"] if slowdown > MAX_SLOWDOWN else []
     return problems
-
-
-def judge_waits(is_cuda: bool, result: Result) -> list[str]:
-    """With the line the host waits for the device no more often than without it, and in lines of ours seldom."""
-    found = result["host_waits"]
-    if not is_cuda:
-        return []
-    if not all(found[arm]["is_counted"] for arm in found):
-        return ["waits were not counted"]
-    without, ours = (found[arm]["per_step"] for arm in ("without", "ours"))
-    own = sum(count for line, count in ours.items() if "unsloth_multigpu/" in line)
-    problems = [] if own <= MAX_OWN_WAITS else [f"{own:g} waits in a step begin in our lines, bound {MAX_OWN_WAITS:g}"]
-    if sum(ours.values()) > sum(without.values()):
-        problems.append(f"{sum(ours.values()):g} waits in a step, {sum(without.values()):g} without the line")
-    return problems
-
-
-def judge_fp16(result: Result) -> list[str]:
-    """The same scales, which fall behind each step that is skipped, and the norms of the others."""
-    one, ours = result["loss_scale"]["one_process"], result["loss_scale"]["ours"]
-    problems = []
-    if one["scales"] != ours["scales"]:
-        problems.append(f"scales: {ours['scales']}, in one process {one['scales']}")
-    pairs = [(float(a), float(b)) for a, b in zip(one["norms"], ours["norms"], strict=True)]
-    largest = max((abs(a - b) / a for a, b in pairs if isfinite(a) and isfinite(b)), default=inf)
-    if not largest < FP16_BOUND or any(isfinite(a) != isfinite(b) for a, b in pairs):
-        problems.append(f"norms: {ours['norms']}, in one process {one['norms']}")
-    return problems
-
-
-def judge_failure(reasons: Sequence[str], result: Result) -> list[str]:
-    """It ended with an error whose message has the rank, the step and one of these reasons."""
-    (found,) = result.values()
-    code, message = found["code"], found["message"]
-    problems = [] if code else ["it ended well"]
-    problems += [f"its message lacks {word!r}" for word in ("rank 1 ", "after step 2") if word not in message]
-    if not any(reason in message for reason in reasons):
-        problems.append(f"its message lacks the reason: {' or '.join(map(repr, reasons))}")
-    return problems
-
-
-def judge_recompiled(result: Result) -> list[str]:
-    """Rows of any number use what is compiled, but one row, which torch always compiles by itself."""
-    freed = result["recompiled"]["rows that are free"]
-    first, *later = freed.values()
-    return [] if sum(later) <= first else [f"compiled again: {sum(later)} graphs behind {first} of the first shape"]
 
 
 # From this version on several ranks may use one card, where NCCL_MULTI_RANK_GPU_ENABLE=1.

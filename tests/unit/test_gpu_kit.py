@@ -1,10 +1,9 @@
-"""The table of `make gpu`, what its runner does with steps that fail, and the section that it writes. Starts no GPU."""
+"""The table of `make gpu`, and what its runner does with steps that fail. Starts no GPU."""
 
 import ast
 import json
 import math
 import tarfile
-import time
 from functools import partial
 
 import pytest
@@ -89,41 +88,39 @@ def test_result_has_to_show_what_the_step_is_for(facts, problem):
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
 
 
-def options(tmp_path):
-    return kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
+def run(tmp_path, code, deadline_s=math.inf, limit_s=20, **facts):
+    step = Step("one", 1, "a step", limit_s, ("-c", code), **facts)
+    options = kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
+    return kit.run_step(step, options, deadline_s)
 
 
-def run(tmp_path, code, **facts):
-    step = Step("one", 1, "a step", facts.pop("limit_s", 20), ("-c", code, "{json}"), **facts)
-    return kit.run_step(step, options(tmp_path), math.inf)
+WRITES = "import os; open(os.environ['GPU_KIT_FACTS'], 'w').write('{\"a\": 1}')"
 
 
-def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path):
-    good = run(tmp_path, "import sys; open(sys.argv[1], 'w').write('{\"a\": 1}')")
-    assert (good["rc"], good["problems"], good["result"], kit.has_passed(good)) == (0, [], {"a": 1}, True)
-    failed = run(tmp_path, "print('why'); raise SystemExit(3)")
-    assert (failed["rc"], failed["problems"], failed["tail"]) == (3, ["exit code 3"], ["why"])
-    judged = run(tmp_path, "import sys; open(sys.argv[1], 'w').write('{}')", judge=lambda result: ["it is empty"])
-    assert (judged["rc"], judged["problems"], kit.has_passed(judged)) == (0, ["it is empty"], False)
-    assert run(tmp_path, "pass")["problems"] == ["it left no result"]
-    printed = run(tmp_path, "print('noise'); print('{\"ready\": true}')", prints=True)
-    assert printed["result"] == {"ready": True}
-    assert not kit.has_passed(None)
-
-
-def test_step_beyond_its_limit_is_ended(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "facts", "rc", "problems", "result"),
+    [
+        (WRITES, {}, 0, [], {"a": 1}),
+        ("print('noise'); print('{\"ready\": true}')", {"prints": True}, 0, [], {"ready": True}),
+        ("print('why'); raise SystemExit(3)", {}, 3, ["exit code 3"], None),
+        (WRITES, {"judge": lambda result: [f"it is {result['a']}"]}, 0, ["it is 1"], {"a": 1}),
+        ("pass", {"prints": True}, 0, ["its result cannot be read: ValueError: substring not found"], None),
+        ("import time; time.sleep(60)", {"limit_s": 1}, 124, ["ended by its limit"], None),
+        ("", {"deadline_s": 0.0}, None, ["no time left; call the part again"], None),
+    ],
+)
+def test_step_is_recorded_with_its_end(tmp_path, monkeypatch, code, facts, rc, problems, result):
     monkeypatch.setattr(kit, "LEAST_S", 0.0)
-    ended = run(tmp_path, "import time; time.sleep(60)", limit_s=1)
-    assert (ended["rc"], ended["problems"]) == (124, ["ended by its limit"])
-    late = kit.run_step(Step("late", 1, "", 20, ("-c", "")), options(tmp_path), time.monotonic())
-    assert (late["rc"], kit.has_passed(late)) == (None, False)
+    found = run(tmp_path, code, **facts)
+    assert (found["rc"], found["problems"], found.get("result")) == (rc, problems, result)
+    assert kit.has_passed(found) is (not problems)
+    assert found.get("tail", []) == (["why"] if rc == 3 else [])
 
 
 def test_part_goes_on_and_names_what_is_missing(tmp_path, monkeypatch, capsys):
-    write = "import sys; open(sys.argv[1], 'w').write('{}')"
     table = [
         Step("bad", 1, "", 20, ("-c", "raise SystemExit(2)")),
-        Step("good", 1, "", 20, ("-c", write, "{json}")),
+        Step("good", 1, "", 20, ("-c", WRITES)),
         Step("wide", 1, "", 20, ("-c", ""), num_cards=16),
     ]
     monkeypatch.setattr(kit, "steps_of", lambda *_, **__: tuple(table))
