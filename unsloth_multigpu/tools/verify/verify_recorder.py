@@ -51,14 +51,12 @@ class Verify(FirstSteps):
                 "verify does not support FSDP 1 and DeepSpeed, and the script uses one of them.",
                 hint="Turn it off for this comparison.",
             )
-        self._samples: dict[int, Counter[str]] = defaultdict(Counter)
-        self._figures: dict[int, dict[str, Any]] = defaultdict(dict)
+        unknown = {"loss": None, "grad_norm": None, "compared": {}}
+        self._figures: dict[int, dict[str, Any]] = defaultdict(lambda: {**unknown, "samples": Counter()})
         self._gradient_shares: dict[str, float] = {}
         self._weights_before: dict[str, torch.Tensor] | None = None
         # Sketches of the updates, and whether more than rounding decided which elements have changed.
         self._updates: dict[str, tuple[list[float], bool]] = {}
-        self._facts: dict[str, Any] = {}
-        self._reasons: list[dict[str, str]] = []
         return super().part(trainer, session, steps)
 
     def overrides(self) -> dict[str, Override]:
@@ -73,16 +71,11 @@ class Verify(FirstSteps):
         current = None if self._steps is None else self._steps.passes.current
         # A filler has no sample of its own.
         if current is None or not current.piece.is_filler:
-            self._samples[self._step() + 1].update(fingerprints(inputs))
+            self._figures[self._step() + 1]["samples"].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        self._facts = _facts(self._trainer, self._config)
-        self._reasons = [
-            {"name": name, "found": found, "advice": advice}
-            for name, found, advice in find_reasons(self._trainer, self._config)
-        ]
         weights = trained_weights(self._trainer.model, self._rank)
         self._weights_before = {name: value.to("cpu", copy=True) for name, value in weights}
 
@@ -129,33 +122,28 @@ class Verify(FirstSteps):
 
     def record(self) -> dict[str, Any]:
         self._note_updates()
-        steps = [
-            {"step": step, "loss": None, "grad_norm": None, "compared": {}, **self._figures.get(step, {})}
-            | {"samples": self._samples[step]}
-            for step in range(1, self._step() + 1)
-        ]
+        facts, shares = _facts(self._trainer, self._config), self._gradient_shares
         # A smaller share of the gradient may be rounding, of which Adam still makes full steps.
-        noise = 1e-6 if self._facts.get("rounding", FINE) <= FINE else 1e-3
-        shares = self._gradient_shares
+        noise = 1e-6 if facts["rounding"] <= FINE else 1e-3
+        reasons = [*find_reasons(self._trainer, self._config), *self._found()]
         return {
             "rank": self._rank,
-            "steps": steps,
+            "steps": [{"step": step, **self._figures[step]} for step in range(1, self._step() + 1)],
             "updates": {
                 n: (found, moved and shares.get(n, 1.0) >= noise) for n, (found, moved) in self._updates.items()
             },
-            "facts": self._facts,
-            "sources": [*self._reasons, *self._found()],
+            "facts": facts,
+            "sources": [dict(zip(("name", "found", "advice"), reason, strict=True)) for reason in reasons],
         }
 
-    def _found(self) -> Iterator[dict[str, str]]:
-        """Yields reasons for differences that the comparison of the steps has found."""
-        drawing = {name for figures in self._figures.values() for name in figures.get("compared", {}).get("draws", ())}
+    def _found(self) -> Iterator[tuple[str, str, str]]:
+        """Yields reasons for differences that the comparison of the steps has found, as `find_reasons`."""
+        drawing = {name for figures in self._figures.values() for name in figures["compared"].get("draws", ())}
         for name in sorted(drawing if self._dropout else drawing - {_DROPOUT}):
             advice = "--no-dropout" if name == _DROPOUT else "turn off its randomness"
-            found = "draws random numbers, which differ between ranks and one process"
-            yield {"name": name, "found": found, "advice": advice}
+            yield name, "draws random numbers, which differ between ranks and one process", advice
         if self._steps is not None and self._steps.inexact:
-            yield {"name": "loss", "found": self._steps.inexact, "advice": self._steps.ways_out.rstrip(".")}
+            yield "loss", self._steps.inexact, self._steps.ways_out.rstrip(".")
 
 
 def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[tuple[str, str, str]]:
