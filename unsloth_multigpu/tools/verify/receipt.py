@@ -91,11 +91,6 @@ def compare(one: Values, many: Values) -> dict[str, Any]:
     return {"agree": not reasons, "reasons": reasons, "bounds": bounds, "steps": steps, "weights": weights}
 
 
-def compared_nothing(found: Values) -> bool:
-    """True if no figure differs, but figures for a verdict are missing."""
-    return bool(found["reasons"]) and all(_NOTHING in reason for reason in found["reasons"])
-
-
 def is_compared(step: Values) -> bool:
     """True if the ranks have compared gradients from the same weights."""
     return bool(step["compared"]) and not step["compared"]["not_compared"]
@@ -228,7 +223,8 @@ def _verdict(receipt: Values, ranks: str) -> Iterator[str]:
     if receipt["agree"]:
         yield f"One process and {ranks} agree over {len(receipt['steps'])} steps."
         return
-    has_nothing = compared_nothing(receipt)
+    # No figure differs, but figures for a verdict are missing.
+    has_nothing = all(_NOTHING in reason for reason in receipt["reasons"])
     first, *others = receipt["reasons"]
     yield (f"ONE PROCESS AND {ranks.upper()} {'WERE NOT SHOWN TO AGREE' if has_nothing else 'DO NOT AGREE'}: {first}")
     yield from (f"  {reason}" for reason in others)
