@@ -51,7 +51,7 @@ class Verify(FirstSteps):
                 "verify does not support FSDP 1 and DeepSpeed, and the script uses one of them.",
                 hint="Turn it off for this comparison.",
             )
-        unknown = {"loss": None, "grad_norm": None, "compared": {}}
+        unknown: dict[str, Any] = {"loss": None, "grad_norm": None, "compared": {}}
         self._figures: dict[int, dict[str, Any]] = defaultdict(lambda: {**unknown, "samples": Counter()})
         self._gradient_shares: dict[str, float] = {}
         self._weights_before: dict[str, torch.Tensor] | None = None
