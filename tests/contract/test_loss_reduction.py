@@ -19,11 +19,11 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.step.loss import LossReduction, find_reduction, hidden_at_first
+from unsloth_multigpu.step.loss import LossReduction, find_reduction
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 BERT = BertConfig(num_labels=3, **SIZES)
@@ -100,21 +100,11 @@ def test_rows_of_a_classifier_count_by_their_labels(tmp_path):
     assert reduction == LossReduction("row_mean", "tokens", rows_are_independent=True)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "kind", "hides"), [("sigmoid", "row_mean", False), ("ipo", "row_mean", False), ("aot", "auto", True)]
-)
-def test_preference_losses_are_means_of_pairs_unless_they_sort_them(tmp_path, loss_type, kind, hides):
+@pytest.mark.parametrize(("loss_type", "kind"), [("sigmoid", "row_mean"), ("ipo", "row_mean"), ("aot", "auto")])
+def test_preference_losses_are_means_of_pairs_unless_they_sort_them(tmp_path, loss_type, kind):
     args = DPOConfig(str(tmp_path), **SETTINGS, bf16=False, loss_type=[loss_type])
     trainer = DPOTrainer(train_dataset=Dataset.from_list(preference_rows(8)), args=args, **tiny(tmp_path))
     assert find_reduction(trainer, trainer.compute_loss).kind == kind
-    assert bool(hidden_at_first(trainer)) is hides
-
-
-def test_estimate_of_kl_hides_at_first(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["a"] * 4, "completion": [" b"] * 4, "label": [True, False] * 2})
-    args = KTOConfig(str(tmp_path), **SETTINGS, bf16=False)
-    trainer = KTOTrainer(train_dataset=rows, args=args, **tiny(tmp_path))
-    assert "loss_type='kto' weighs a row by the others" in hidden_at_first(trainer)
 
 
 def test_fine_tuning_of_trl_is_a_sum_over_the_steps_tokens(tmp_path):

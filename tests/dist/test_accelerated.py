@@ -122,12 +122,6 @@ def test_uneven_batches_are_told_once(ranks):
         assert ranks[1].count(text) == 1
 
 
-def test_step_on_gradients_of_one_rank_is_told(ranks, tmp_path):
-    told = "an optimizer steps on gradients that are not averaged over the ranks"
-    assert train(tmp_path, 2, ["local_sgd"])[1].count(told) == 1
-    assert told not in ranks[1]
-
-
 def test_loop_of_a_library_is_told_and_scale_leaves_all_to_accelerate(tmp_path):
     site = tmp_path / "site-packages"
     site.mkdir()

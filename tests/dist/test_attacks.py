@@ -219,14 +219,6 @@ def test_step_that_ddp_alone_cannot_compute_is_refused_with_the_strategy_that_ca
     assert "strategy='allreduce'" in error
 
 
-def test_data_set_that_grows_is_dealt_in_order_from_then_on(folder):
-    said = [text for _, text in facts_of(folder, "grows:22x4x1")["said"] if "the data set has grown" in text]
-    assert said == [
-        "balance: samples are dealt in order from here on, where one of them is new: the data set has grown: it had 22 "
-        "rows when their lengths were read"
-    ]
-
-
 @pytest.mark.parametrize("count", [NUM_RANDOM, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_loss_that_is_put_together_at_random_is_exact_or_said(folder, tmp_path, count):
     outs = [done(folder, n) if count == NUM_RANDOM else train(tmp_path, n, [], count) for n in (1, 2)]

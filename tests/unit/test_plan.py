@@ -12,10 +12,9 @@ from unsloth_multigpu.deal.deal import Balance, balance_step, check_divisible, d
 from unsloth_multigpu.deal.plan import (
     CostModel,
     fit_cost,
-    lockstep_time,
     plan_step,
     relative_speeds,
-    slowest_time,
+    step_time,
     without_outliers,
 )
 from unsloth_multigpu.errors import ConfigError
@@ -56,10 +55,10 @@ def test_plan_has_every_sample_once_and_is_neither_slower_nor_larger_than_dealin
     assert len(plan) == len(speeds)
     assert all(share for share in plan)
     fillers = [piece for share in plan for piece in share if piece.is_filler]
-    assert len(fillers) == max(0, len(speeds) - len(lengths))
+    assert len(fillers) == sum(not any(part) for part in parts_of(plan))
     assert all(lengths[f.positions[0]] == min(lengths) and f.share == 0 for f in fillers)
     in_order = parts_of(deal_step(sizes, len(speeds), regroup=True))
-    before, after = (slowest_time(p, lengths, speeds, cost) for p in (in_order, parts_of(plan)))
+    before, after = (step_time(p, lengths, speeds, cost) for p in (in_order, parts_of(plan)))
     assert after <= before * (1 + 1e-9)
     # The most tokens that a micro-batch dealt in order could have.
     dealt = [part for share in in_order for part in share]
@@ -101,11 +100,11 @@ def test_ragged_rows_are_computed_without_padding_and_waiting(num_ranks, count):
         lengths = ragged(count, seed)
         plan = plan_step(lengths, speeds, cost, 8 * max(lengths))
         in_order = parts_of(deal_step([8] * (count // 8), num_ranks, regroup=True))
-        planned = slowest_time(plan, lengths, speeds, cost)
+        planned = step_time(plan, lengths, speeds, cost)
         # No plan can do less than the rows alone, shared out evenly, or than the longest row.
         ideal = max(sum(map(cost.row_work, lengths)) / num_ranks, cost.row_work(max(lengths)))
         over_ideal.append(planned / ideal)
-        gains.append(slowest_time(in_order, lengths, speeds, cost) / planned)
+        gains.append(step_time(in_order, lengths, speeds, cost) / planned)
     assert statistics.median(over_ideal) < 1.1
     assert statistics.median(gains) > 2.0
 
@@ -124,8 +123,8 @@ def test_lockstep_takes_the_slowest_rank_of_each_round():
     plain = CostModel(overhead_tokens=0)
     plan = [[[0], [1]], [[2]]]
     # 8 meets 5, 2 meets a filler of the shortest row.
-    assert lockstep_time(plan, [8, 2, 5], (1.0, 1.0), plain) == 8 + 2
-    assert lockstep_time(plan, [8, 2, 5], (1.0, 0.5), plain) == 10 + 4
+    assert step_time(plan, [8, 2, 5], (1.0, 1.0), plain, is_lockstep=True) == 8 + 2
+    assert step_time(plan, [8, 2, 5], (1.0, 0.5), plain, is_lockstep=True) == 10 + 4
 
 
 @given(steps(), st.integers(2, 4), COSTS)
@@ -134,7 +133,8 @@ def test_lockstep_has_equally_many_micro_batches_and_is_not_slower(step, world_s
     speeds = (1.0,) * world_size
     planned = balance_step(lengths, sizes, Balance(cost, speeds), regroup=True, is_lockstep=True)
     in_order = deal_step(sizes, world_size, regroup=True)
-    before, after = (lockstep_time(parts_of(p), lengths, speeds, cost) for p in (in_order, planned))
+    plans = (in_order, planned)
+    before, after = (step_time(parts_of(p), lengths, speeds, cost, is_lockstep=True) for p in plans)
     assert after <= before * (1 + 1e-9)
     plan = in_lockstep(planned, whole=False)
     assert len({len(share) for share in plan}) == 1
@@ -163,7 +163,7 @@ def test_rows_of_a_mean_keep_micro_batches_of_their_size_and_are_no_slower(lengt
     assert rows_of(plan) == list(range(len(lengths)))
     assert {(len(piece.positions), piece.share) for share in plan for piece in share} == {(num_rows, 1.0)}
     plans = (plan, deal_step(sizes, num_ranks, regroup=False))
-    after, before = (slowest_time(parts_of(p), lengths, speeds, cost) for p in plans)
+    after, before = (step_time(parts_of(p), lengths, speeds, cost) for p in plans)
     assert after <= before * (1 + 1e-9)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.deal.deal import Balance, MakePlan, Piece, balance_step
 from unsloth_multigpu.deal.measure import Stopwatch, as_collated, attention_of, read_lengths
-from unsloth_multigpu.deal.plan import CostModel, fit_cost, is_settled, relative_speeds, without_outliers
+from unsloth_multigpu.deal.plan import CostModel, fit_cost, relative_speeds, without_outliers
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.waits import Lap
@@ -26,8 +26,7 @@ logger = get_logger(__name__)
 # Defaults until costs are measured: a few hundred tokens do not fill a GPU, and launching kernels takes time.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
 _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, is_unknown=True)
-# Steps after which ranks exchange their measurements. Costs are fitted in the first exchanges until they settle; speeds
-# may change at any time.
+# Steps after which ranks exchange their measurements.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
 # Exchanges whose laps are fitted together. A few laps on a busy machine are not enough.
@@ -49,12 +48,11 @@ class Balancer:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
-        self._is_lockstep = self._has_grown = False
+        self._is_lockstep = False
         num_shares = manager.identity.world_size // self._config.sequence_parallel
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
-        # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
+        # Work and seconds of micro-batches in the last exchanges, rank by rank.
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * num_shares)
-        self._is_settled = False
         self._regroups = True
         self._last_speeds: tuple[float, ...] = (1.0,) * num_shares
         self.balance: Balance | None = None
@@ -85,7 +83,14 @@ class Balancer:
         reason = None
         self._is_lockstep = is_lockstep
         try:
-            self._regroups = _may_regroup(is_token_sum, rows_are_independent, is_asked=bool(self._asked))
+            self._regroups = is_token_sum
+            if not (is_token_sum or (rows_are_independent and not self._asked)):
+                raise SetupError(
+                    "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares "
+                    "one)",
+                    hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else "
+                    "balance='auto' without max_tokens_per_micro_batch.",
+                )
             self.lengths, cost = self._read(loader)
             self.balance = Balance(cost, self._last_speeds, self._config.max_tokens_per_micro_batch)
         except SetupError as error:
@@ -145,12 +150,9 @@ class Balancer:
         if self.balance is None:
             return None
         if max(samples, default=-1) >= len(self.lengths):
-            grown = f"the data set has grown: it had {len(self.lengths)} rows when their lengths were read"
             if self._asked:
+                grown = f"the data set has grown: it had {len(self.lengths)} rows when their lengths were read"
                 raise SetupError(f"{self._asked} is not possible: {grown}.", hint="Set balance='off', or add no rows.")
-            if not self._has_grown:
-                logger.info("balance: samples are dealt in order from here on, where one of them is new: %s", grown)
-            self._has_grown = True
             return None
         lengths = [self.lengths[i] for i in samples]
         how = {"regroup": self._regroups, "is_lockstep": self._is_lockstep}
@@ -187,7 +189,7 @@ class Balancer:
 
     def _learn(self, laps: Sequence[Sequence[tuple[float, float]]]) -> None:
         assert self.balance is not None
-        cost = self.balance.cost if self._is_settled else self._fitted(self.balance.cost, laps)
+        cost = self._fitted(self.balance.cost, laps)
         is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
         measured = relative_speeds([throughput(cost, rank) if is_enough else 0.0 for rank in laps])
         # A rank counts as slow after two slow measurements, since it may lose its processor for a moment.
@@ -205,25 +207,7 @@ class Balancer:
         # Seconds are converted to tokens, which are comparable between ranks of different speed.
         rates = [throughput(cost, rank) for rank in self._kept_laps]
         pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
-        found = fit_cost(cost, pooled)
-        if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
-            self._is_settled = True
-            self._kept_laps.clear()
-        return found
-
-
-def _may_regroup(is_token_sum: bool, rows_are_independent: bool, *, is_asked: bool) -> bool:
-    """True if rows may form micro-batches of any size, False if micro-batches keep their number of rows.
-
-    Raises SetupError if both would change the loss.
-    """
-    if is_token_sum or (rows_are_independent and not is_asked):
-        return is_token_sum
-    raise SetupError(
-        "the loss is not known as a sum over the tokens of the step (loss_reduction='token_sum' declares one)",
-        hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='auto' "
-        "without max_tokens_per_micro_batch.",
-    )
+        return fit_cost(cost, pooled)
 
 
 def throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:

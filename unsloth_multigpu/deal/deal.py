@@ -12,9 +12,8 @@ from unsloth_multigpu.deal.plan import (
     CostModel,
     MicroBatches,
     deal_micro_batches,
-    lockstep_time,
     plan_step,
-    slowest_time,
+    step_time,
 )
 from unsloth_multigpu.errors import ConfigError
 
@@ -101,7 +100,7 @@ def balance_step(
         sizes, regroup: See `deal_step`. Without `regroup`, each micro-batch keeps its number of rows, for losses that
             average over independent rows. A step with unequal `sizes`, or whose number of micro-batches is no multiple
             of the ranks, is then dealt in order.
-        is_lockstep: Ranks wait for each other in every micro-batch, see `plan.lockstep_time`.
+        is_lockstep: Ranks wait for each other in every micro-batch, see `plan.step_time`.
     """
     speeds, cost = balance.speeds, balance.cost
     in_order = deal_step(sizes, len(speeds), regroup=regroup)
@@ -113,8 +112,9 @@ def balance_step(
         planned = plan_step(lengths, speeds, to_plan_with, balance.max_tokens or _reach(dealt, lengths, cost))
     else:
         planned = deal_micro_batches(lengths, sizes[0], speeds, to_plan_with)
-    time_of = lockstep_time if is_lockstep else slowest_time
-    before, after = (time_of(plan, lengths, speeds, to_plan_with) for plan in (dealt, planned))
+    before, after = (
+        step_time(plan, lengths, speeds, to_plan_with, is_lockstep=is_lockstep) for plan in (dealt, planned)
+    )
     # A limit set by the user holds even if it makes the step slower.
     if after >= before and balance.max_tokens is None:
         planned = dealt

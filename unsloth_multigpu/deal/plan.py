@@ -12,7 +12,7 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 # Overhead and slope cannot be distinguished with fewer or too similar micro-batches.
 _MIN_SAMPLES = 8
@@ -24,11 +24,9 @@ _SPEED_GRID = 0.05
 # deviate from the model by about one per cent, in addition to noise.
 _DOUBT = 9.0
 _SYSTEMATIC = 0.01
-# Overhead and floor are known if some work exceeds them by this factor.
-_WORK_SHOWS = 2.0
 # Candidates for overhead and floor, in tokens. No device has needed more than the largest.
 _OVERHEADS = (0.0, *(2.0**k for k in range(3, 16)))
-_FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
+_FLOORS = (0.0, *(2.0**k for k in range(8, 16)))
 # A micro-batch that takes this many times its predicted time is an outlier, from a compilation or a busy machine.
 _OUTLIER = 3.0
 # Overhead assumed before anything is measured, so large that a plan never has more micro-batches than in order.
@@ -36,9 +34,8 @@ _UNKNOWN_OVERHEAD = 2.0**20
 MicroBatches = list[list[int]]
 # Numbers of rows of a micro-batch that are tried: four for each doubling, two for larger ones.
 _SIZES = sorted({round(2 ** (k / 4)) for k in (*range(12), *range(12, 80, 2))})
-# Limits for the size of a group, as parts of a rank's load, if whole groups are dealt. For many samples one is enough.
+# Limits for the size of a group, as parts of a rank's load, if whole groups are dealt.
 _GROUP_PARTS = (1.0, 0.5, 0.25)
-_MANY_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -103,41 +100,23 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
         return model
     samples = without_outliers(model, samples)
-    most = works[-1]
-    errors = {
-        (overhead, floor): error
-        for (overhead, floor), error in _errors(samples).items()
-        if overhead <= 1.5 * most and (not floor or works[0] < floor < most / _MIN_SPREAD)
-    }
-    limit = min(errors.values()) * (1 + _DOUBT / len(samples)) + len(samples) * _SYSTEMATIC**2
-    # The most expensive of the good candidates, because too many micro-batches cost more than too few.
-    best = max((pair for pair, error in errors.items() if error <= limit), key=sum)
-    return replace(model, overhead_tokens=best[0], floor_tokens=best[1], is_unknown=False)
+    candidates = [
+        replace(model, overhead_tokens=overhead, floor_tokens=floor, is_unknown=False)
+        for overhead in _OVERHEADS
+        for floor in _FLOORS
+        if overhead <= 1.5 * works[-1] and (not floor or works[0] < floor < works[-1] / _MIN_SPREAD)
+    ]
+    errors = [_error(candidate, samples) for candidate in candidates]
+    limit = min(errors) * (1 + _DOUBT / len(samples)) + len(samples) * _SYSTEMATIC**2
+    good = (candidate for candidate, error in zip(candidates, errors, strict=True) if error <= limit)
+    # The most expensive of them, because too many micro-batches cost more than too few.
+    return max(good, key=lambda candidate: (candidate.of_work(0), candidate.overhead_tokens))
 
 
-def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:
-    """True if overhead and floor are known, because some micro-batch had much more work."""
-    is_seen = max(work for work, _ in samples) >= _WORK_SHOWS * (model.overhead_tokens + model.floor_tokens)
-    return is_seen and not model.is_unknown
-
-
-def _errors(samples: Sequence[tuple[float, float]]) -> dict[tuple[float, float], float]:
-    """Returns the squared relative error of each candidate (overhead, floor), with the best scale.
-
-    The model is `seconds = scale x (overhead + max(floor, work))`.
-    """
-    points = [(work, seconds, seconds**-2) for work, seconds in samples if seconds > 0]
-    y, yy = sum(w * s for _, s, w in points), sum(w * s * s for _, s, w in points)
-    total, most = sum(w for _, _, w in points), max(work for work, _, _ in points)
-    errors: dict[tuple[float, float], float] = {}
-    for floor in (f for f in _FLOORS if f < 2 * most or f == _FLOORS[-1]):
-        xs = [(max(floor, work), seconds, w) for work, seconds, w in points]
-        x, xx = sum(w * v for v, _, w in xs), sum(w * v * v for v, _, w in xs)
-        xy = sum(w * v * seconds for v, seconds, w in xs)
-        for overhead in _OVERHEADS:
-            cross, square = overhead * y + xy, overhead * overhead * total + 2 * overhead * x + xx
-            errors[overhead, floor] = max(0.0, yy - cross * cross / square)
-    return errors
+def _error(model: CostModel, samples: Sequence[tuple[float, float]]) -> float:
+    """Returns the squared relative error of `scale x cost` against the measured seconds, with the best scale."""
+    ratios = [model.of_work(work) / seconds for work, seconds in samples if seconds > 0]
+    return max(0.0, len(ratios) - sum(ratios) ** 2 / sum(ratio * ratio for ratio in ratios))
 
 
 def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -174,20 +153,16 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
 
     Returns:
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward
-        pass hides the exchange of gradients best. Every index occurs once. A rank is empty where samples are too few.
+        pass hides the exchange of gradients best. Every index occurs once. A rank may be empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     work = [cost.row_work(length) for length in lengths]
-    cutter = _Cutter(lengths, cost, max_tokens)
-    plans = [[cutter.cut(rows, math.inf) for rows in _dealt(order, work, speeds, fills=True)]]
+    plans = [[_cut(rows, lengths, cost, max_tokens, math.inf) for rows in _dealt(order, work, speeds)]]
     load = sum(work) / sum(speeds) * min(speeds)
-    for part in _GROUP_PARTS if len(lengths) <= _MANY_SAMPLES else _GROUP_PARTS[-1:]:
-        groups = cutter.cut(order, part * load)
-        if len(groups) >= len(speeds):
-            dealt = _deal_groups(groups, lengths, speeds, cost)
-            # A rank without a sample would have to compute a filler.
-            plans.extend([dealt] if all(dealt) else [])
-    fastest = min(plans, key=lambda plan: slowest_time(plan, lengths, speeds, cost))
+    for part in _GROUP_PARTS:
+        groups = _cut(order, lengths, cost, max_tokens, part * load)
+        plans.append(_deal_groups(groups, lengths, speeds, cost))
+    fastest = min(plans, key=lambda plan: step_time(plan, lengths, speeds, cost))
     return [sorted(share, key=lambda rows: cost.of([lengths[i] for i in rows])) for share in fastest]
 
 
@@ -200,88 +175,60 @@ def deal_micro_batches(
     return _deal_groups(groups, lengths, speeds, cost)
 
 
-def slowest_time(
-    plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
+def step_time(
+    plan: Sequence[MicroBatches],
+    lengths: Sequence[int],
+    speeds: Sequence[float],
+    cost: CostModel,
+    *,
+    is_lockstep: bool = False,
 ) -> float:
-    """Returns the time of the slowest rank, in tokens."""
-    return max(sum(share) / speed for share, speed in zip(_costs(plan, lengths, cost), speeds, strict=True))
+    """Returns the time of a step, in tokens: that of the slowest rank.
 
-
-def lockstep_time(
-    plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
-) -> float:
-    """Returns the time of a step, in tokens, if ranks wait for each other in every micro-batch, as sharded ranks do.
-
-    This is `sum_k max_r cost(r, k)` instead of `max_r sum_k cost(r, k)`. The costliest micro-batches of all ranks are
-    computed at the same time. A rank with fewer micro-batches computes fillers.
+    With `is_lockstep`, ranks wait for each other in every micro-batch, as sharded ranks do: `sum_k max_r cost(r, k)`
+    instead of `max_r sum_k cost(r, k)`. The costliest micro-batches of all ranks are computed at the same time. A rank
+    with fewer micro-batches computes fillers.
     """
-    filler = cost.of([min(lengths)])
-    shares = [sorted(share, reverse=True) for share in _costs(plan, lengths, cost)]
-    most = max(map(len, shares))
-    rounds = zip(*(share + [filler] * (most - len(share)) for share in shares), strict=True)
-    return float(sum(max(c / speed for c, speed in zip(costs, speeds, strict=True)) for costs in rounds))
+    times = [
+        sorted((cost.of([lengths[i] for i in rows]) / speed for rows in share), reverse=True)
+        for share, speed in zip(plan, speeds, strict=True)
+    ]
+    if not is_lockstep:
+        return float(max(map(sum, times)))
+    filler = cost.of([min(lengths)]) / min(speeds)
+    return float(sum(map(max, zip_longest(*times, fillvalue=filler))))
 
 
-def _costs(plan: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> list[list[float]]:
-    return [[cost.of([lengths[i] for i in rows]) for rows in share] for share in plan]
+def _cut(
+    rows: Sequence[int], lengths: Sequence[int], cost: CostModel, max_tokens: int, max_work: float
+) -> MicroBatches:
+    """Cuts samples, the longest first, into micro-batches with the lowest total cost, by dynamic programming.
 
-
-class _Cutter:
-    """Cuts sorted samples into micro-batches with the lowest total cost, by dynamic programming."""
-
-    def __init__(self, lengths: Sequence[int], cost: CostModel, max_tokens: int) -> None:
-        self._cost = cost
-        self._max_tokens = max_tokens
-        self._padded = [cost.padded(length) for length in lengths]
-        self._work = [cost.row_work(length) for length in lengths]
-
-    def cut(self, rows: Sequence[int], max_work: float) -> MicroBatches:
-        """Returns the cheapest cut of `rows`, which are sorted, the longest first.
-
-        `max_work` limits micro-batches of several rows.
-        """
-        count = len(rows)
-        # For the rows from each index on: the lowest cost, and the number of rows of the first micro-batch.
-        best, size_of = [0.0] * (count + 1), [0] * count
-        overhead, floor, is_padded = self._cost.overhead_tokens, self._cost.floor_tokens, self._cost.is_padded
-        alone = [self._work[i] for i in rows]
-        padded = [self._padded[i] for i in rows]
-        work_before, tokens_before = [0.0, *accumulate(alone)], [0, *accumulate(padded)]
-        all_work, worth = work_before[count], overhead + floor
-        for start in range(count - 1, -1, -1):
-            row_work = alone[start]
-            if is_padded:
-                most = min(self._max_tokens // max(1, padded[start]), max_work // max(1.0, row_work))
-            else:
-                most = bisect_right(tokens_before, tokens_before[start] + self._max_tokens) - 1 - start
-                most = min(most, bisect_right(work_before, work_before[start] + max_work) - 1 - start)
-            most = max(1, min(int(most), count - start))
-            # Only some sizes are tried: of those that cost no more than the floor the largest, and always the maximum.
-            last = bisect_left(_SIZES, most)
-            first = max(0, bisect_right(_SIZES, floor / row_work) - 1) if is_padded and row_work > 0 else 0
-            least = math.inf
-            for size in (*_SIZES[min(first, last) : last], most):
-                end = start + size
-                if is_padded:
-                    work = size * row_work
-                    # The other rows cost at least their work without padding, and larger sizes have more padding.
-                    if work + all_work - work_before[end] >= least:
-                        break
-                    # Padding the shorter half costs more than one more micro-batch. Larger sizes have more padding.
-                    middle = start + size // 2
-                    if size > 1 and (end - middle) * (row_work - alone[middle]) > worth:
-                        break
-                else:
-                    work = work_before[end] - work_before[start]
-                value = (work if work > floor else floor) + best[end]
-                if value < least:
-                    least, size_of[start] = value, size
-            best[start] = least + overhead
-        pieces, start = [], 0
-        while start < count:
-            pieces.append(list(rows[start : start + size_of[start]]))
-            start += size_of[start]
-        return pieces[::-1]  # The shortest rows first, because they are rarely the costliest.
+    `max_work` limits micro-batches of several rows.
+    """
+    count = len(rows)
+    tokens, work = [cost.padded(lengths[i]) for i in rows], [cost.row_work(lengths[i]) for i in rows]
+    tokens_before, work_before = [0, *accumulate(tokens)], [0.0, *accumulate(work)]
+    # For the rows from each index on: the lowest cost, and the number of rows of the first micro-batch.
+    best, size_of = [math.inf] * count + [0.0], [0] * count
+    for start in range(count - 1, -1, -1):
+        if cost.is_padded:
+            most = min(max_tokens // max(1, tokens[start]), max_work // max(1.0, work[start]))
+        else:
+            end = bisect_right(tokens_before, tokens_before[start] + max_tokens)
+            most = min(end, bisect_right(work_before, work_before[start] + max_work)) - 1 - start
+        most = max(1, min(int(most), count - start))
+        # Not all sizes are tried, but always the maximum.
+        for size in (*_SIZES[: bisect_left(_SIZES, most)], most):
+            end = start + size
+            of_rows = size * work[start] if cost.is_padded else work_before[end] - work_before[start]
+            if (value := cost.of_work(of_rows) + best[end]) < best[start]:
+                best[start], size_of[start] = value, size
+    pieces, start = [], 0
+    while start < count:
+        pieces.append(list(rows[start : start + size_of[start]]))
+        start += size_of[start]
+    return pieces[::-1]  # The shortest rows first, because they are rarely the costliest.
 
 
 def _deal_groups(
@@ -292,18 +239,12 @@ def _deal_groups(
     return [[groups[g] for g in share] for share in _dealt(order, costs, speeds)]
 
 
-def _dealt(
-    order: Sequence[int], work: Sequence[float], speeds: Sequence[float], *, fills: bool = False
-) -> MicroBatches:
-    """Gives each item, in order, to the rank that would finish it first; `fills`: every rank gets one if possible."""
+def _dealt(order: Sequence[int], work: Sequence[float], speeds: Sequence[float]) -> MicroBatches:
+    """Gives each item, in order, to the rank that would finish it first."""
     shares: MicroBatches = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
-    for num_left, i in zip(range(len(order), 0, -1), order, strict=True):
-        empty = [rank for rank, share in enumerate(shares) if not share] if fills and num_left <= len(speeds) else []
-        if empty and num_left <= len(empty):
-            rank = max(empty, key=lambda r: speeds[r])
-        else:
-            rank = min(range(len(loads)), key=lambda r: (loads[r] + work[i]) / speeds[r])
+    for i in order:
+        rank = min(range(len(loads)), key=lambda r: (loads[r] + work[i]) / speeds[r])
         loads[rank] += work[i]
         shares[rank].append(i)
     return shares

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from unsloth_multigpu.deal.one_process import StateView
@@ -63,7 +62,7 @@ def steer_loop(
         settings.split_batches = True  # A schedule steps once, and a stream's batch is shared.
         loop.stack.enter_context(instance_attribute(accelerator, "dataloader_config", settings))
         loop.stack.enter_context(instance_attribute(accelerator, "state", loop.state))
-        for name in ("prepare_data_loader", "prepare_model", "backward", "gather"):
+        for name in ("prepare_data_loader", "backward", "gather"):
             loop.stack.enter_context(steered(accelerator, name, getattr(loop, name)))
     found = weakref.ref(loop)
 
@@ -162,10 +161,6 @@ class _Loop:
         self.stack = ExitStack()
         self.state = _CountedState(accelerator.state)
         self.state.gradient_state = accelerator.gradient_state
-        # Since the last optimizer step: a backward pass was made, and one of them has averaged the gradients.
-        self._has_gradient = self._is_averaged = False
-        self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._wrapped: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
     def backward_of_library(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Overrides `Accelerator.backward` in a library's loop: warns that a step is larger than in one process.
@@ -211,16 +206,8 @@ class _Loop:
             prepared.rng_types = [*(prepared.rng_types or ()), "torch"]
         return prepared
 
-    def prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Accelerator.prepare_model`: notes the models in DDP."""
-        model = original(*args, **kwargs)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._wrapped.add(model)
-        return model
-
     def backward(self, original: Callable[..., None], loss: Any, **kwargs: Any) -> None:
         """Overrides `Accelerator.backward`: weights the mean over a rank's rows by their number."""
-        self._watch_averages()
         if (rows := self._rows()) is None:
             self._look_at_other()
             return original(loss, **kwargs)
@@ -236,25 +223,6 @@ class _Loop:
         else:
             self._tell(f"{batch}: losses are weighed as means over these rows")
         return original(loss * weight, **kwargs)
-
-    def _watch_averages(self) -> None:
-        """Notes whether this backward pass averages the gradients, and has optimizers look at that when they step."""
-        self._has_gradient = True
-        self._is_averaged |= all(model.require_backward_grad_sync for model in self._wrapped)
-        for prepared in self._accelerator._optimizers:
-            if prepared.optimizer not in self._watched:
-                self._watched.add(prepared.optimizer)
-                self.stack.callback(prepared.optimizer.register_step_pre_hook(self._look_at_step).remove)
-
-    def _look_at_step(self, *_: Any) -> None:
-        """Warns if an optimizer steps on gradients that no backward pass has averaged, as in accelerate's LocalSGD."""
-        if self._has_gradient and not self._is_averaged:
-            self._warn(
-                "an optimizer steps on gradients that are not averaged over the ranks (no_sync, LocalSGD): this is not "
-                "the training of one process",
-                "Leave LocalSGD out, or no_sync in the last micro-batch of a step.",
-            )
-        self._has_gradient = self._is_averaged = False
 
     def gather(self, original: Callable[..., Any], tensor: Any) -> Any:
         """Overrides `Accelerator.gather`: gathers each row of an uneven batch once, in the order of one process."""

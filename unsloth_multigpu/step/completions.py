@@ -24,9 +24,9 @@ from unsloth_multigpu.library import is_library
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
 from unsloth_multigpu.seam import instance_attribute, unsteered
-from unsloth_multigpu.step.comparison import Difference, difference, mean_of, names_of, rounding_bound, speed_in_words
+from unsloth_multigpu.step.comparison import Difference, difference, mean_of, names_of, rounding_bound
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.snapshot import ERRORS, TIMED_AGAIN_S, LonePass, Still, kept_training_state
+from unsloth_multigpu.step.snapshot import ERRORS, LonePass, Still, kept_training_state
 from unsloth_multigpu.wire.heartbeat import HeartbeatPage
 
 logger = get_logger(__name__)
@@ -43,8 +43,8 @@ _NEEDED = (*_PROMPT, *_COMPLETION[:2], _ROW[0])
 _OF_ALL = "num_items_in_batch"
 # Unsloth's note of the columns of padding before the shortest prompt: log-probabilities that it keeps have them, too.
 _LEFT_PAD = "max_left_pad"
-# Longest comparison in seconds, by the time of the first micro-batch: above, only the first ones are compared.
-_MOST_S = 60.0
+# Micro-batches of a step that are compared on each rank.
+_MOST_COMPARED = 8
 
 
 @dataclass
@@ -101,8 +101,6 @@ class CompletionDeal(Part):
         # Optimizer steps of this training; the last that was compared, and the next.
         self._num_steps, self._last_step, self._next_step = 0, 0, 1
         self._is_begin = False
-        # Micro-batches that are compared of a step; 0 = not known yet.
-        self._num_compared = 0
         # Tokens of all ranks' micro-batches so far, padding included: as TRL has cut them, and as they are computed.
         self._num_before = self._num_dealt = 0
         if not is_library(getattr(unsteered(trainer._prepare_inputs), "__module__", None) or ""):
@@ -186,13 +184,9 @@ class CompletionDeal(Part):
 
     def _compare(self, generation: _Generation, place: int) -> None:
         """Compares the gradients of this step, dealt by length and in TRL's order. Collective."""
-        block, is_first = self._block(generation), not self._num_compared
-        if is_first:
-            seconds = self._gradient(generation.in_order[place : place + 1])[1]
-            self._num_compared = max(1, min(block, int(_MOST_S / (2 * max(seconds, 1e-6)))))
-        compared = slice(place, place + self._num_compared)
-        dealt, _ = self._cut(generation, place, self._num_compared)
-        off, in_order_s, dealt_s = self._compared(generation.in_order[compared], dealt, is_timed=is_first)
+        num_compared = min(self._block(generation), _MOST_COMPARED)
+        in_order = generation.in_order[place : place + num_compared]
+        off = self._difference(in_order, self._cut(generation, place, num_compared)[0])
         is_every = self._manager.config.check_first_step == "every"
         if math.isnan(off.off):  # Not finite in both, as while a scaler looks for its scale: the next step may be.
             self._next_step = self._num_steps + 1
@@ -207,25 +201,13 @@ class CompletionDeal(Part):
                 also = f"steps that were dealt since the last comparison: {num_unproven}"
                 self._feed.tell("completions dealt by length", f"{what}; {also}.", "", "Set balance='off'.")
         elif not was_proven:
-            part = "" if self._num_compared == block else f", {self._num_compared} of {block} micro-batches"
-            logger.info(
-                "completions dealt by length: gradient differs by %.0e%s, %s (%.3g s, in TRL's order %.3g s)",
-                *(off.off, part, speed_in_words(in_order_s, max(dealt_s, 1e-6)), dealt_s, in_order_s),
-            )
+            logger.info("completions dealt by length: gradient differs by %.0e", off.off)
 
-    def _compared(
-        self, one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], *, is_timed: bool
-    ) -> tuple[Difference, float, float]:
-        """Compares the gradients of two orders of the same completions, in as many micro-batches. Collective.
-
-        Returns:
-            The difference of the gradients, averaged over ranks, and the seconds of each order on the slowest rank.
-        """
-        mine, one_s = self._gradient(one)
+    def _difference(self, one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> Difference:
+        """Compares the mean gradients of two orders of the same completions, in as many micro-batches. Collective."""
+        mine = self._gradient(one)
         try:
-            theirs, other_s = self._gradient(other)
-            if is_timed and one_s + other_s < TIMED_AGAIN_S:
-                one_s, other_s = self._gradient(one)[1], self._gradient(other)[1]
+            theirs = self._gradient(other)
         except ERRORS as error:
             raise SetupError(
                 f"The loss cannot be computed of completions that are dealt by length ({type(error).__name__}: "
@@ -238,10 +220,10 @@ class CompletionDeal(Part):
         # Sharded gradients are means over ranks already. Values that are not finite have no mean.
         if not has_shards(self._trainer.model) and all(math.isfinite(v) for row in (*ones, *others) for v in row):
             ones, others = (mean_of(ones),), (mean_of(others),)
-        return difference(ones, others, names_of(self._trainer.model)), one_s, other_s
+        return difference(ones, others, names_of(self._trainer.model))
 
-    def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> tuple[list[float], float]:
-        """Returns a sketch of this rank's gradient, and the seconds of the slowest rank. Collective."""
+    def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Returns a sketch of this rank's gradient."""
         trainer, (model, inputs, num_items) = self._trainer, self._called
         training_step = unsteered(trainer.training_step)
 
@@ -249,11 +231,9 @@ class CompletionDeal(Part):
             with instance_attribute(trainer, "_prepare_inputs", lambda *_: dict(micro_batches[i])):
                 training_step(bare, inputs, num_items)
 
-        self._manager.gather_json(None)  # All ranks start at the same time.
         own_loss = instance_attribute(trainer, "compute_loss", unsteered(trainer.compute_loss))
         with kept_training_state(trainer), tried_pass(trainer.model), Still(), own_loss:
-            found, seconds = self._lone.gradient(model, len(micro_batches), compute)
-        return found, max(self._manager.gather_json(seconds))
+            return self._lone.gradient(model, len(micro_batches), compute)[0]
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""

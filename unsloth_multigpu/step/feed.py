@@ -29,7 +29,6 @@ from unsloth_multigpu.step.loss import (
     WHOLE,
     find_reduction,
     has_own_step,
-    hidden_at_first,
     name_of,
     whole_ways,
 )
@@ -319,8 +318,6 @@ class StepFeed(Part):
                 f"It is not known how {name} is averaged, and check_first_step='off' leaves it unmeasured.",
                 hint="Set loss_reduction to 'row_mean', 'token_mean' or 'token_sum'. " + ways,
             )
-        if hidden := hidden_at_first(self._trainer):
-            self.tell(hidden, f"The loss of a micro-batch cannot be shared exactly. {name}: {hidden}.", "", ways)
         return False
 
     def _tell_of_micro_batches(self) -> None:

@@ -29,21 +29,12 @@ IGNORED = -100
 ROWS, SUM, TOKENS, CLASSES = "rows", "sum", "tokens", "class weights"
 # Labels without the first of each row: a language model predicts a label from the token before.
 NEXT = "next tokens"
-# How the sum of an input, and that without its first column, begin as a mean's name; and the first column that counts.
-_SUMS_FROM = {"sum of ": 0, "sum after the first of ": 1}
 _MEAN_OVER = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
 # An attribute of sentence-transformers' losses that can compare rows of all ranks.
 _GATHERS = "gather_across_devices"
 # DPO losses in which pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
-# Losses in which the weight of a row depends on other rows. The first step cannot show it, because policy and reference
-# are equal then. By the class, or a base class, of the trainer.
-_HIDDEN_AT_FIRST = {
-    "DPOTrainer": {"aot", "aot_unpaired"},
-    "KTOTrainer": {"kto"},
-    "BCOTrainer": {"bco"},
-}
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Libraries whose trainers have known losses.
 _KNOWN_AUTHORS = (*_STOCK_MODELS, "trl.")
@@ -121,15 +112,6 @@ def find_reduction(trainer: TrainerLike, compute_loss: Callable[..., Any], asked
         if name == "DPOTrainer" and _loss_types(trainer) <= _PAIRWISE_LOSSES:
             return LossReduction(ROW_MEAN, rows_are_independent=True)
     return LossReduction(AUTO)
-
-
-def hidden_at_first(trainer: TrainerLike) -> str:
-    """Returns why the first step cannot show how the loss is reduced; "" if it can."""
-    names = {cls.__name__.removeprefix("_Unsloth") for cls in type(trainer).__mro__}
-    hidden = set().union(*(_HIDDEN_AT_FIRST.get(name, ()) for name in names)) & _loss_types(trainer)
-    if not hidden:
-        return ""
-    return f"loss_type={min(hidden)!r} weighs a row by the others once policy and reference differ"
 
 
 def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
@@ -284,12 +266,6 @@ def count_of(inputs: Mapping[str, Any], mean_over: str, class_weights: Sequence[
 
     `mean_over` is one of `possible_means`; `class_weights` are for a mean that is weighted by them.
     """
-    for begin, first in _SUMS_FROM.items():
-        if mean_over.startswith(begin):
-            value = inputs.get(mean_over.removeprefix(begin))
-            if not isinstance(value, torch.Tensor) or value.dim() <= first or value.is_complex():
-                return None
-            return float((value[:, 1:] if first else value).sum(dtype=sum_dtype(value.device)))
     return next((float(count()) for name, count in possible_means(inputs, class_weights) if name == mean_over), None)
 
 
@@ -298,31 +274,34 @@ def possible_means(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields what the loss of a collated micro-batch may average over, the most likely first, and what counts it.
 
-    Class weights come first, because rows fit as well if all labels are of one class.
+    Class weights come first, because rows fit as well if all labels are of one class. The sum of an input, or that
+    without its first column, may be a sum of weights.
     """
     labels: Any = inputs.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.dim():
-        is_index = not labels.is_floating_point()
-        is_valid = labels.ne(IGNORED) if is_index or labels.dim() > 1 else torch.ones_like(labels)
-        if class_weights and is_index:
-            valid = labels[is_valid]
-            if not bool(((valid < 0) | (valid >= len(class_weights))).any()):
-                table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
-                yield CLASSES, table[valid].sum
-        if labels.dim() >= 2 and is_index:
+    has_labels = isinstance(labels, torch.Tensor) and labels.dim() > 0
+    is_index = has_labels and not labels.is_floating_point()
+    if is_index:
+        is_valid = labels.ne(IGNORED)
+        valid = labels[is_valid]
+        if class_weights and not bool(((valid < 0) | (valid >= len(class_weights))).any()):
+            table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
+            yield CLASSES, table[valid].sum
+        if labels.dim() >= 2:
             yield NEXT, is_valid[:, 1:].sum
-        if is_index:  # With one label per row, models average over labels.
-            yield TOKENS, is_valid.sum
+        yield TOKENS, is_valid.sum  # With one label per row, models average over labels.
     rows = _num_rows(inputs)
     yield ROWS, lambda: rows
     yield SUM, lambda: 1
-    if isinstance(labels, torch.Tensor) and labels.dim() and labels.is_floating_point():
-        yield TOKENS, is_valid.sum
+    if has_labels and not is_index:
+        yield TOKENS, (labels.ne(IGNORED) if labels.dim() > 1 else torch.ones_like(labels)).sum
     for name, value in inputs.items():
-        is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
-        if is_weight and not value.is_complex() and len(value) == rows and not bool((value < 0).any()):
-            for begin in list(_SUMS_FROM)[: value.dim()]:
-                yield begin + name, functools.partial(count_of, inputs, begin + name)
+        if not isinstance(value, torch.Tensor) or value.is_complex() or name in ("labels", "input_ids"):
+            continue
+        if value.dim() in (1, 2) and len(value) == rows:
+            dtype = sum_dtype(value.device)
+            yield f"sum of {name}", functools.partial(value.sum, dtype=dtype)
+            if value.dim() == 2:
+                yield f"sum after the first of {name}", functools.partial(value[:, 1:].sum, dtype=dtype)
 
 
 def shared_means(batches: Sequence[Any], class_weights: Sequence[float], asked: str) -> list[str]:

@@ -180,20 +180,6 @@ def diffusion():
     return {"steps": found, "num_steps": num_steps, "weights": torch.cat(weights).tolist()}
 
 
-def local_sgd():
-    """Ranks step by themselves, and average their weights every second step."""
-    from accelerate.local_sgd import LocalSGD
-
-    loop = Loop(Rows(16))
-    with LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2) as local:
-        for batch in loop.loader:
-            loop.accelerator.backward(loop.model(batch["x"]).square().mean())
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-            local.step()
-    return loop.done()
-
-
 def trainer():
     """A Trainer makes an accelerator of its own, and one of the script's beside it, in a method of the Trainer's."""
     from transformers import Trainer, TrainingArguments
