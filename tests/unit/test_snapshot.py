@@ -110,22 +110,6 @@ def test_a_pass_leaves_no_trace():
     assert [b._version for b in trainer.model.buffers()] == again  # What is not written does not count as changed.
 
 
-class Term:
-    def __init__(self, num_calls):
-        self.num_calls, self.is_on = num_calls, True
-
-
-def test_numbers_of_all_objects_of_a_class_are_compared():
-    trainer = Trainer()
-    trainer.terms = (Term(0), Term(0))
-    with KeptObjects(trainer) as kept:
-        before = kept.numbers()
-        trainer.terms[0].num_calls += 1
-        changed = {name: value for name, value in kept.numbers().items() if value != before.get(name)}
-    assert changed == {"Term.num_calls": (1, 0)}
-    assert trainer.terms[0].num_calls == 0
-
-
 @pytest.mark.parametrize(
     "held",
     [

@@ -33,7 +33,7 @@ def attention_of(model: nn.Module) -> float:
     In the forward pass, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token
     in attention (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). The backward pass costs twice
     as much, but for frozen matrices, as with LoRA, as much as the forward pass. Fused causal kernels skip the masked
-    half. 0 if the model's config does not have its shape.
+    half, which is assumed for all models. 0 if the model's config does not have its shape.
     """
     config = text_config(model)
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
@@ -45,12 +45,7 @@ def attention_of(model: nn.Module) -> float:
     if not isinstance(hidden_size, int) or not isinstance(num_layers, int) or not num_weights:
         return 0.0
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # "eager" attention computes the masked half as well. So does "sdpa" for padded rows, but long rows, where attention
-    # matters, are mostly alone in a micro-batch. Of encoder-decoder models, the encoder's lengths are planned with.
-    is_causal = any(getattr(m, "is_causal", False) is True for m in modules)
-    is_causal &= not getattr(config, "is_encoder_decoder", False)
-    is_causal &= getattr(config, "_attn_implementation", None) != "eager"
-    attention = 3 * 4 * hidden_size * num_layers * (0.5 if is_causal else 1.0)
+    attention = 3 * 4 * hidden_size * num_layers / 2
     return attention / ((2 if num_trained < num_weights / 2 else 3) * 2 * num_weights)
 
 

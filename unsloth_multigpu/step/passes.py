@@ -180,13 +180,29 @@ class StepPasses:
     def _computed(
         self, training_step: Any, model: nn.Module, step: Step, num_items: Any, around: Around, *, is_synced: bool
     ) -> list[torch.Tensor]:
-        losses = []
-        for micro_batch in self._each(step):
-            is_last = is_synced and micro_batch is step.micro_batches[-1]
-            with around(micro_batch, step), nullcontext() if is_last else self._trainer.accelerator.no_sync(model):
-                loss = self._call(training_step, model, micro_batch, num_items)
-            # The mean over no rows is NaN; its weight is 0.
-            losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
+        trainer = self._trainer
+        losses: list[torch.Tensor] = []
+        # The divisor of the Trainer, of losses that average over micro-batches, and of auxiliary losses.
+        trainer.current_gradient_accumulation_steps = step.num_references
+        if has_own_step(trainer):
+            # A script's own step reads its divisor here.
+            trainer.args.gradient_accumulation_steps = self.num_accumulated
+        is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
+        gathered = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
+        try:
+            with gathering(gathered, is_cut):
+                for i, micro_batch in enumerate(step.micro_batches):
+                    self._beat.mark(micro_batch=i)
+                    self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
+                    is_last = is_synced and micro_batch is step.micro_batches[-1]
+                    synced = nullcontext() if is_last else trainer.accelerator.no_sync(model)
+                    with around(micro_batch, step), synced:
+                        loss = self._call(training_step, model, micro_batch, num_items)
+                    # The mean over no rows is NaN; its weight is 0.
+                    losses.append(loss * self._gradient_factor if micro_batch.factor else torch.zeros_like(loss))
+        finally:
+            self.current = None
+            trainer.args.gradient_accumulation_steps = 1
         return losses
 
     @contextmanager
@@ -199,26 +215,6 @@ class StepPasses:
         self.num_micro_batches += 1
         if not (micro_batch.piece.is_filler or self.is_repeated):
             self.num_samples += len(micro_batch.piece.positions)
-
-    def _each(self, step: Step) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a step, each with its loss factor, while the divisors of the Trainer are set."""
-        trainer = self._trainer
-        # The divisor of the Trainer, of losses that average over micro-batches, and of auxiliary losses.
-        trainer.current_gradient_accumulation_steps = step.num_references
-        if has_own_step(trainer):
-            # A script's own step reads its divisor here.
-            trainer.args.gradient_accumulation_steps = self.num_accumulated
-        is_cut = not self.is_alone and any(0 < m.piece.share < 1 for m in step.micro_batches)
-        losses = gathering_losses(trainer) if self.reduction.kind == GATHERED else []
-        try:
-            with gathering(losses, is_cut):
-                for i, micro_batch in enumerate(step.micro_batches):
-                    self._beat.mark(micro_batch=i)
-                    self.current, micro_batch.factor = micro_batch, self._factor(micro_batch, step)
-                    yield micro_batch
-        finally:
-            self.current = None
-            trainer.args.gradient_accumulation_steps = 1
 
     def _call(self, training_step: Any, model: nn.Module, micro_batch: MicroBatch, num_items: Any) -> torch.Tensor:
         """Calls `training_step` once; returns the weighted loss."""

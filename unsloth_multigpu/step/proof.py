@@ -58,8 +58,8 @@ from unsloth_multigpu.step.snapshot import (
     KeptObjects,
     LonePass,
     Still,
-    is_close,
     kept_training_state,
+    numbers_of,
 )
 from unsloth_multigpu.step.step_rows import NotPossibleError, StepRows
 from unsloth_multigpu.strategy import DDP
@@ -105,7 +105,7 @@ class StepProof:
         # The largest difference that was reported.
         self._told_off = 0.0
         # The script's counters after the latest pass of the ranks.
-        self._numbers: dict[str, Any] = {}
+        self._numbers: dict[str, float] = {}
         self._lone = LonePass(trainer, beat)
         self.first: Comparison | None = None
         self.last: Comparison | None = None
@@ -207,8 +207,8 @@ class StepProof:
         """Returns what draws random numbers, and the script's counters that differ, on any rank. Collective."""
         drawing = {"dropout": one.has_dropped, "the collator": rows.is_drawn, "the data set": rows.are_rows_drawn}
         drawing["the model or its loss"] = is_random
-        names = {**one.numbers, **self._numbers}
-        counts = [name for name in names if not is_close(one.numbers.get(name), self._numbers.get(name))]
+        both = one.numbers.keys() & self._numbers.keys()
+        counts = [name for name in both if not math.isclose(one.numbers[name], self._numbers[name], rel_tol=1e-3)]
         ranks = self._manager.gather_json([[name for name, is_drawn in drawing.items() if is_drawn], counts])
         draws = tuple(name for name in drawing if any(name in theirs for theirs, _ in ranks))
         return draws, tuple(sorted({name for _, theirs in ranks for name in theirs}))
@@ -224,9 +224,9 @@ class StepProof:
     def _pass(self) -> Iterator[Still]:
         """Surrounds one pass over a step, and restores the state of the training afterwards."""
         still = Still()
-        with kept_training_state(self._trainer) as kept, tried_pass(self._trainer.model), still:
+        with kept_training_state(self._trainer), tried_pass(self._trainer.model), still:
             yield still
-            still.numbers = kept.numbers()
+            still.numbers = numbers_of(self._trainer)
 
     def _tried(self, model: nn.Module, rows: StepRows, num_references: int) -> tuple[list[float], Still, float]:
         """Computes the first micro-batches as one process does. Collective.

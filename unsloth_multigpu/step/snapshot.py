@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
-import math
 import operator
 import random
 import types
@@ -66,13 +66,13 @@ class Still(TorchFunctionMode):
 
     Attributes:
         has_dropped: A dropout was switched off.
-        has_drawn, numbers: Set by the caller: random numbers were drawn nevertheless; the script's counters, by name.
+        has_drawn, numbers: Set by the caller: random numbers were drawn nevertheless; see `numbers_of`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_dropped = self.has_drawn = False
-        self.numbers: dict[str, Any] = {}
+        self.numbers: dict[str, float] = {}
         self._tables: set[tuple[float, ...]] = set()
 
     @property
@@ -104,8 +104,8 @@ class Still(TorchFunctionMode):
 
 
 @contextmanager
-def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
-    """Restores, on exit, all state that a forward and backward pass may change; yields the saved objects.
+def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
+    """Restores, on exit, all state that a forward and backward pass may change.
 
     This covers random states, gradients, and what `KeptObjects` finds from the trainer. Writes to files or trackers
     cannot be undone; `Trainer.log` does nothing meanwhile.
@@ -120,12 +120,12 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[KeptObjects]:
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
-        kept = stack.enter_context(KeptObjects(trainer))
+        stack.enter_context(KeptObjects(trainer))
         stack.enter_context(instance_attribute(trainer, "log", lambda *args, **kwargs: None))
         for parameter, _ in gradients:
             parameter.grad = None
         try:
-            yield kept
+            yield
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -145,8 +145,6 @@ class KeptObjects:
         self._seen: dict[int, Any] = {}
         self._next = deque(roots)
         self._restoring: list[Callable[[], Any]] = []
-        # Possible counters of the script: a function that yields names and values, and their class (None = variables).
-        self._counted: list[tuple[Callable[[], Iterable[tuple[str, Any]]], type | None]] = []
         while self._next and len(self._seen) < _MOST_OBJECTS:
             value = self._next.popleft()
             if not isinstance(value, (int, float, str, bytes, type(None))) and id(value) not in self._seen:
@@ -158,20 +156,6 @@ class KeptObjects:
 
     def __exit__(self, *_: object) -> None:
         self.restore()
-
-    def numbers(self) -> dict[str, Any]:
-        """Returns the numbers in attributes and variables of the script, by name, without those of libraries.
-
-        Objects of the same class share a name, which has the numbers of all of them.
-        """
-        found: dict[str, Any] = {}
-        for read, owner in self._counted:
-            for name, value in read():
-                number = _number(value)
-                if number is not None and not (owner and name in _names_of_libraries(owner)):
-                    shown = f"{owner.__name__}.{name}" if owner else name
-                    found[shown] = (*found.get(shown, ()), number)
-        return found
 
     def restore(self) -> None:
         """Restores the saved state."""
@@ -189,14 +173,10 @@ class KeptObjects:
             self._restoring.append(functools.partial(generator[1], generator[0]()))
         elif _is_container(value):
             self._container(value)
-        elif isinstance(value, functools.partial):
-            self._next += (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, types.MethodType):
-            self._next += (value.__self__, value.__func__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
-        elif isinstance(value, tuple):
-            self._next += value[:_MOST_PARTS]
+        elif isinstance(value, (functools.partial, types.MethodType, tuple)):
+            self._next += gc.get_referents(value)[:_MOST_PARTS]
         elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             self._attributes(value)
 
@@ -206,9 +186,6 @@ class KeptObjects:
         if not (is_own or isinstance(value, nn.Module)):
             return
         self._variables(vars(value))
-        if is_own:
-            buffers = value._buffers if isinstance(value, nn.Module) else {}
-            self._counted.append((lambda: [*vars(value).items(), *buffers.items()], type(value)))
         for cls in type(value).__mro__:
             if not is_library(cls.__module__):
                 self._next += vars(cls).values()
@@ -238,7 +215,6 @@ class KeptObjects:
         self._variables(vars(function))
         if not is_library(function.__module__ or ""):
             self._variables(function.__globals__, function.__code__.co_names)
-            self._counted.append((lambda: _variables_of(function), None))
 
     def _variables(self, values: dict[str, Any], names: Iterable[str] | None = None) -> None:
         """Saves attributes or variables: all, or those with the given names."""
@@ -263,23 +239,11 @@ class KeptObjects:
         self._next += (kept[name] for name in kept_names)
 
 
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
-    yield from ((name, function.__globals__[name]) for name in names)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
-
-
-def _number(value: Any) -> Any:
-    """Returns a number, or the length and the numbers of a container; None for other values."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else None
-    if _is_container(value) and len(value) <= _MOST_PARTS:
-        parts = value.values() if isinstance(value, dict) else value
-        return (len(value), *(part for part in parts if isinstance(part, (int, float))))
-    return None
+def numbers_of(trainer: TrainerLike) -> dict[str, float]:
+    """Returns the numbers that a script keeps on its trainer, by name, without those of libraries."""
+    names = _names_of_libraries(type(trainer))
+    own = {name: value for name, value in vars(trainer).items() if name not in names}
+    return {f"{type(trainer).__name__}.{n}": value for n, value in own.items() if isinstance(value, (int, float))}
 
 
 @functools.cache
@@ -338,15 +302,6 @@ def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
     if bits is not None:
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return (value.get_state, value.set_state) if hasattr(value, "set_state") else None
-
-
-def is_close(one: Any, other: Any) -> bool:
-    """True for two values of a counter, numbers or tuples of numbers, that are equal up to rounding."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(is_close, one, other))
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-3) or (one != one and other != other)
-    return bool(one == other)
 
 
 class LonePass:
