@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.helpers.outcome import assert_trained_as_one, distance, outcome
+from tests.helpers.outcome import assert_trained_as_one, outcome
 from tests.helpers.run import LIGHT, run_well
 from tests.helpers.tiny import build_tiny
 
@@ -21,8 +21,6 @@ JOBS = [*(f"{kind}:26x3x3" for kind in KINDS), "sft_lora:24x4x2", "trainer_peft:
 # Three ranks divide none of these evenly; what divides is shown by two.
 ON_THREE = [job for job in JOBS if not job.endswith("24x4x2")]
 THREE = pytest.param(3, marks=pytest.mark.thorough)
-# Its last step has a rank without samples: what is missing is largest there.
-BROKEN = "broken_trainer_peft:19x3x3"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def train(folder, num_ranks):
     out = folder / str(num_ranks)
     if out.exists():
         return
-    jobs = {1: JOBS, 2: [*JOBS, BROKEN], 3: ON_THREE}[num_ranks]
+    jobs = ON_THREE if num_ranks == 3 else JOBS
     run = run_well([SCRIPT, num_ranks, folder / "model", out, *jobs], folder, LIGHT)
     (out / "stderr.txt").write_text(run.err)
 
@@ -62,15 +60,6 @@ def test_ranks_train_as_one_process_and_end_with_equal_weights(folder, num_ranks
         one, *many = assert_trained_as_one(folder / "1", folder / str(num_ranks), job, num_ranks, weights=1e-5)
         assert samples(many) == samples([one]) != Counter(), job
         assert many[0]["loss"] == pytest.approx(one["loss"], rel=1e-4), job
-
-
-def test_missing_token_weighting_is_seen(folder):
-    train(folder, 1)
-    train(folder, 2)
-    one, weights = outcome(folder / "1", BROKEN.removeprefix("broken_"))
-    broken, others = outcome(folder / "2", BROKEN)
-    assert broken["grad_norm"] != pytest.approx(one["grad_norm"], rel=1e-2)
-    assert distance(weights, others) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,6 @@ def test_steps_are_planned_by_length(folder):
 def test_unused_parameters_are_not_searched(folder):
     jobs = [job for job in JOBS if "classifier" not in job]
     assert not any(facts_of(folder, 2, job)[0]["find_unused_parameters"] for job in jobs)
-
-
-def test_trainer_is_left_as_it_was(folder):
-    one, two = facts_of(folder, 1, JOBS[0])[0], facts_of(folder, 2, JOBS[0])[0]
-    assert two["accumulation_after"] == one["accumulation_after"]
-    assert two["attributes_after"] == one["attributes_after"]
 
 
 def test_random_choices_after_training_are_equal(folder):

@@ -154,20 +154,6 @@ def measured_steps(ours, count):
         ours.end_step()
 
 
-def small_and_slow(mine):
-    """Another rank, with a tenth of the work in each micro-batch and half the speed."""
-    return [mine, [(work / 10, 2 * (work / 10 + 20) * 1e-5) for work, _ in mine]]
-
-
-def test_costs_of_unequal_ranks_are_those_of_one():
-    ours = prepared(loader())
-    ours._manager = Exchange(MultiGPUConfig(), small_and_slow)
-    ours._last_speeds = (1.0, 1.0)
-    measured_steps(ours, 16)
-    assert ours.balance.cost.overhead_tokens == 16
-    assert ours.balance.cost.floor_tokens == 0
-
-
 def test_deterministic_algorithms_leave_the_plan_alone():
     ours = prepared(loader())
     before = ours.balance

@@ -164,9 +164,6 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
         return f"the loss {type(loss).__name__}"
     owner = _owner_of(trainer, "compute_loss")
     if owner.__module__.startswith("transformers."):
-        stepper = _owner_of(trainer, "training_step")
-        if not stepper.__module__.startswith("transformers."):
-            return f"the loss of {stepper.__name__}.training_step"
         return f"the loss of {class_of(base_model(trainer.model)).__name__}"
     return f"{owner.__name__}.compute_loss"
 

@@ -122,18 +122,6 @@ def without_the_first(taken):
     return mistaken
 
 
-def with_one_twice(deal):
-    """A completion is left out, and another one computed in its place."""
-
-    def mistaken(*args):
-        plan = deal(*args)
-        plan[0][0][0] = plan[-1][-1][-1]
-        return plan
-
-    return mistaken
-
-
-MISTAKES = {"lost": ("_taken", without_the_first), "dropped": ("deal_completions", with_one_twice)}
 CLASSES = {
     "grpo": (Grpo, GRPOConfig),
     "rloo": (Rloo, RLOOConfig),
@@ -141,7 +129,7 @@ CLASSES = {
     "drift": (Drift, GRPOConfig),
     "third": (Third, GRPOConfig),
     "drawn": (Drawn, GRPOConfig),
-    **dict.fromkeys(MISTAKES, (Grpo, GRPOConfig)),
+    "lost": (Grpo, GRPOConfig),
 }
 
 
@@ -198,8 +186,8 @@ def run(job):
         processing_class=tokenizer,
     )
     trainer.shapes = []
-    name, mistake = MISTAKES.get(kind, ("_taken", lambda own: own))
-    with unittest.mock.patch.object(completions, name, mistake(getattr(completions, name))):
+    taken = without_the_first(completions._taken) if kind == "lost" else completions._taken
+    with unittest.mock.patch.object(completions, "_taken", taken):
         trainer.train()
     names = ["grad_norm", *([] if more else ["reward"])]  # Which is of a step that draws.
     facts = {**logged(trainer, *names), "shapes": trainer.shapes}

@@ -1,7 +1,7 @@
 """Trains several kinds of Trainers in one process group and writes what each saw and did, for comparison.
 
 Usage: parity.py RANKS MODEL OUT JOB...
-A job is a kind with rows x batch size x accumulation; "broken_" normalises by each rank's own tokens.
+A job is a kind with rows x batch size x accumulation.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -110,35 +109,18 @@ def look_at_step(self, *arguments):
     return step, num_items
 
 
-@contextmanager
-def own_tokens_only():
-    original = StepFeed._batch_samples
-
-    def broken(self, get, iterator, count, device):
-        step, _ = original(self, get, iterator, count, device)
-        own = sum(int((m.inputs["labels"][:, 1:] != -100).sum()) for m in step[0].micro_batches)
-        return step, torch.tensor(own * self._manager.identity.world_size)
-
-    StepFeed._batch_samples = broken
-    yield
-    StepFeed._batch_samples = original
-
-
 def run(job):
     kind, _, shape = job.partition(":")
     rows, batch_size, accumulation = map(int, shape.split("x"))
     common = {**COMMON, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     torch.manual_seed(3)
-    trainer = KINDS[kind.removeprefix("broken_")](topics(rows, max_words=40), common)
+    trainer = KINDS[kind](topics(rows, max_words=40), common)
     seen = record_samples(trainer)
-    with own_tokens_only() if kind.startswith("broken_") else nullcontext():
-        trainer.train()
+    trainer.train()
     facts = {
         **logged(trainer, "loss", "grad_norm"),
         "seen": {step: dict(rows) for step, rows in seen.items()},
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
-        "accumulation_after": trainer.args.gradient_accumulation_steps,
-        "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),
         "random_after": [random.random(), float(torch.rand(()))],
     }
     write_outcome(out, job, facts, ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
