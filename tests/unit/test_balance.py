@@ -47,20 +47,6 @@ def pad_to(most=10_000, least=0):
     return collate
 
 
-def end_to_end(rows):
-    ids = torch.tensor([[i for r in rows for i in r["input_ids"]]])
-    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(r["input_ids"])) for r in rows])[None]}
-
-
-def joined(rows):
-    return {"input_ids": end_to_end(rows)["input_ids"]}
-
-
-def with_unmasked_starts(rows):
-    batch = end_to_end(rows)
-    return {**batch, "labels": batch["input_ids"]}
-
-
 def stacked(rows):
     return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
 
@@ -109,8 +95,6 @@ def test_rows_that_the_collator_cuts_count_as_cut():
         (loader(pad_to(least=64)), True, "the collator makes 64 tokens of a row of 3"),
         (loader(lambda rows: {"pixels": 1}), True, "the collator makes no input_ids"),
         (loader(stacked), True, r"the collator cannot put two rows together \(ValueError: expected sequence"),
-        (loader(joined), True, "the collator joins rows without telling them apart"),
-        (loader(with_unmasked_starts), True, "the collator joins rows without telling them apart"),
         (loader(with_pictures), True, "rows are more than their tokens: pixel_values"),
         (loader(tokens=[]), True, "the data set is empty"),
         (loader(), False, "the loss is not known as a sum over the tokens of the step"),

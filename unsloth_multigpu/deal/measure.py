@@ -16,8 +16,6 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.group.waits import Lap, moment
 
-# Inputs that tell a model where packed rows begin.
-_ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")
 _ROWS_AT_ONCE = 10_000
 # Columns of TRL's preference trainers, in new and older releases. Both answers follow the prompt, and are padded to the
 # same length.
@@ -65,10 +63,7 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
     least, widest = alike["input_ids"].shape[-1], both["input_ids"].shape[-1]
     collator = getattr(loader.collate_fn, "data_collator", loader.collate_fn)  # The Trainer's wrapper removes columns.
     padded = dataclasses.replace(cost, pad_multiple=int(getattr(collator, "pad_to_multiple_of", None) or 1))
-    if both["input_ids"].shape[0] == 1:
-        total = lengths[shortest] + lengths[longest]
-        if widest > padded.padded(total) or not _keeps_rows_apart(both, lengths[shortest]):
-            raise SetupError("the collator joins rows without telling them apart", hint="Set balance='off'.")
+    if both["input_ids"].shape[0] == 1 and widest <= padded.padded(lengths[shortest] + lengths[longest]):
         return lengths, dataclasses.replace(cost, is_padded=False)
     # A collator may truncate long rows.
     cut = [min(length, widest) for length in lengths]
@@ -79,13 +74,6 @@ def as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[
             hint="Let it pad to the longest row of the batch.",
         )
     return cut, padded
-
-
-def _keeps_rows_apart(batch: Mapping[str, Any], length: int) -> bool:
-    """True if two packed rows are separate in attention and labels. The first has `length` tokens."""
-    labels = batch.get("labels")
-    is_masked = not isinstance(labels, torch.Tensor) or not length or int(labels[0, length]) == -100
-    return is_masked and any(name in batch for name in _ROW_BOUNDS)
 
 
 def _collated(loader: Any, rows: Sequence[int]) -> Mapping[str, Any]:
