@@ -91,8 +91,6 @@ class CompletionDeal(Part):
         super().__init__(trainer, manager)
         self._feed = feed
         self._lone = LonePass(trainer, beat)
-        # The wrapped model, the inputs and the number of tokens that `training_step` was called with.
-        self._called: tuple[Any, Any, Any] = (None, None, None)
         self._generation: _Generation | None = None
         # TRL's order is kept from here on, and why is said.
         self._is_over = False
@@ -111,9 +109,7 @@ class CompletionDeal(Part):
                 self._keep_order("check_first_step='off' leaves the gradient unmeasured")
 
     def overrides(self) -> dict[str, Override]:
-        if self._is_over:
-            return {}
-        return {"training_step": self._training_step, "_prepare_inputs": self._prepare_inputs}
+        return {} if self._is_over else {"_prepare_inputs": self._prepare_inputs}
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._num_steps += 1
@@ -135,11 +131,6 @@ class CompletionDeal(Part):
             )
         logger.info("balance: completions are dealt in order: %s", why)
         self._is_over = True
-
-    def _training_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Overrides `Trainer.training_step`: records its arguments, with which a comparison calls it too."""
-        self._called = (*args, None)[:3]
-        return original(*args, **kwargs)
 
     def _prepare_inputs(self, original: Any, inputs: Any) -> Any:
         """Overrides `GRPOTrainer._prepare_inputs`: returns the next micro-batch, after a generation if one is due."""
@@ -224,16 +215,16 @@ class CompletionDeal(Part):
 
     def _gradient(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
         """Returns a sketch of this rank's gradient."""
-        trainer, (model, inputs, num_items) = self._trainer, self._called
-        training_step = unsteered(trainer.training_step)
+        trainer, training_step = self._trainer, unsteered(self._trainer.training_step)
 
         def compute(bare: nn.Module, i: int) -> None:
             with instance_attribute(trainer, "_prepare_inputs", lambda *_: dict(micro_batches[i])):
-                training_step(bare, inputs, num_items)
+                # Without a number of tokens: both orders are scaled alike.
+                training_step(bare, micro_batches[i], None)
 
         own_loss = instance_attribute(trainer, "compute_loss", unsteered(trainer.compute_loss))
         with kept_training_state(trainer), tried_pass(trainer.model), Still(), own_loss:
-            return self._lone.gradient(model, len(micro_batches), compute)[0]
+            return self._lone.gradient(trainer.model_wrapped, len(micro_batches), compute)[0]
 
     def _gathered(self, buffered: list[dict[str, Any]]) -> _Generation | None:
         """Gathers the completions of all ranks; None if micro-batches have unknown inputs. Collective."""
