@@ -123,7 +123,19 @@ def own_code(trainer: TrainerLike, loader: Any) -> list[str]:
         named = part if hasattr(part, "__qualname__") else type(part)
         if not is_library(getattr(named, "__module__", None) or "builtins"):
             found.append(f"the {what} {named.__qualname__}")
+    found += [f"a hook on {name}" for name in hooked(trainer.model)][:1]
     return found
+
+
+def hooked(model: nn.Module) -> Iterator[str]:
+    """Yields names of parameters with gradient hooks of the script. Hooks of libraries are left out."""
+    for name, parameter in model.named_parameters():
+        later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        hooks: Any = [*(parameter._backward_hooks or {}).values(), *later.values()]
+        for hook in hooks:
+            function = getattr(hook, "func", hook)  # functools.partial
+            if not is_library(getattr(function, "__module__", None) or type(function).__module__):
+                yield name
 
 
 def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:

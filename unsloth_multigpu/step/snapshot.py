@@ -241,9 +241,9 @@ class KeptObjects:
 
 def numbers_of(trainer: TrainerLike) -> dict[str, float]:
     """Returns the numbers that a script keeps on its trainer, by name, without those of libraries."""
-    names = _names_of_libraries(type(trainer))
-    own = {name: value for name, value in vars(trainer).items() if name not in names}
-    return {f"{type(trainer).__name__}.{n}": value for n, value in own.items() if isinstance(value, (int, float))}
+    cls: type = type(trainer)
+    own = {name: value for name, value in vars(trainer).items() if name not in _names_of_libraries(cls)}
+    return {f"{cls.__name__}.{name}": value for name, value in own.items() if isinstance(value, (int, float))}
 
 
 @functools.cache
