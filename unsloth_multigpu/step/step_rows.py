@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,13 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     """Returns a copy of rows or batches, which collators and losses may write to."""
-    from accelerate.utils.operations import recursively_apply
-
-    return recursively_apply(torch.clone, value)
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, MutableMapping):
+        held = copy.copy(value)
+        for name, each in list(value.items()):
+            held[name] = _copied(each)
+        return held
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return value
