@@ -42,9 +42,9 @@ EXACT = [
 ]
 # With the step in which it shows, and what the warning advises.
 SAID = {
-    **dict.fromkeys(jobs(2, "counter", "teacher", "hooked"), (1, AT_ONCE)),
+    "counter:24x4x2": (1, AT_ONCE),
     **dict.fromkeys(jobs(1, "gathers_by_accelerate", "batch_norm"), (1, KEEP_WHOLE.format(2))),
-    **{f"{kind}:{SHARED}": (1, KEEP_WHOLE.format(2)) for kind in ("contrastive", "reads_padding", "selects")},
+    f"contrastive:{SHARED}": (1, KEEP_WHOLE.format(2)),
     "gathers_by_torch:24x4x2": (1, ""),
     # What DDP's wrapper lacks.
     "by_attribute:24x4x2": (1, ""),

@@ -50,21 +50,6 @@ class HardFirst(Trainer):
         return HardestRows()
 
 
-class Teacher(OwnLoss):
-    """A moving average of the weights, advanced in each call of `training_step`."""
-
-    teacher = None
-
-    def training_step(self, model, inputs, *arguments):
-        now = {n: p.detach() for n, p in self.model.named_parameters() if "classifier" in n}
-        old = self.teacher or {n: torch.zeros_like(p) for n, p in now.items()}
-        self.teacher = {n: 0.7 * old[n] + 0.3 * p for n, p in now.items()}
-        return super().training_step(model, inputs, *arguments)
-
-    def factor(self):
-        return 1.0 + sum(float(t.abs().mean()) for t in self.teacher.values())
-
-
 class OwnStep(Trainer):
     """Computes its loss by itself."""
 
@@ -85,14 +70,6 @@ class OwnBackward(Trainer):
         loss = loss / self.args.gradient_accumulation_steps
         loss.backward()
         return loss.detach()
-
-
-class Hooked(OwnLoss):
-    """A hook on a gradient that is not linear."""
-
-    def create_optimizer(self, *arguments):
-        self.model.classifier.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-        return super().create_optimizer(*arguments)
 
 
 class HearsOfMicroBatches(OwnLoss):
@@ -169,17 +146,6 @@ class MixesInPlace(OwnLoss):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-class Selects(Trainer):
-    """Learns from the worse half of a micro-batch."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            losses = functional.cross_entropy(scores(self.model, inputs), inputs["labels"], reduction="none")
-        worst = losses.topk(max(1, len(losses) // 2)).indices
-        return super().training_step(model, {k: v[worst] for k, v in inputs.items()}, num_items_in_batch)
-
-
 def of_tokens(trainer, **settings):
     return Kind(trainer, llama, lambda: collate_tokens, settings)
 
@@ -188,10 +154,8 @@ KINDS = {
     "counter": Kind(Counter),
     "late": Kind(Late),
     "hard_first": Kind(HardFirst, collate=lambda: collator(labels="class", number="number")),
-    "teacher": Kind(Teacher),
     "own_step": Kind(OwnStep),
     "own_backward": Kind(OwnBackward),
-    "hooked": Kind(Hooked),
     "hears": Kind(HearsOfMicroBatches),
     "divided_tokens": of_tokens(DividedTokens),
     "auxiliary": of_tokens(Auxiliary),
@@ -200,6 +164,5 @@ KINDS = {
     "fewer_batches": Kind(FewerBatches),
     "clips": Kind(Clips),
     "mixes_in_place": Kind(MixesInPlace),
-    "selects": Kind(Selects),
     "grows": of_tokens(Trainer, max_steps=16),
 }
