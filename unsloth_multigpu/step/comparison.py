@@ -83,7 +83,7 @@ class Comparison:
         unproven: Why the gradients were not compared; "" = they were.
         draws: What draws random numbers in the training, which differ from those of one process. The comparison uses
             equal ones.
-        counts: Counters of the script that differ from those of one process, and may change a later step.
+        counts: Numbers on the script's trainer that differ from those of one process, and may change a later step.
     """
 
     step: int
