@@ -74,24 +74,13 @@ def test_program_of_each_kind_starts_again(folder, program):
     assert_starts_again([*program, *ARGUMENTS], folder)
 
 
-def script(path):
-    module = ModuleType("__main__")
-    module.__file__ = str(path)
-    return module
-
-
 def test_script_is_found_after_a_change_of_folder(folder, monkeypatch):
+    (folder / "pkg" / "train.py").write_text("")  # Another one of that name is not taken.
     monkeypatch.chdir(folder / "pkg")
-    main = script(folder / "train.py")
+    main = ModuleType("__main__")
+    main.__file__ = str(folder / "train.py")
     command = relaunch_command(["python", "-u", "train.py", "--flag"], main, "PY")
     assert command == ["PY", "-u", str(folder / "train.py"), "--flag"]
-
-
-def test_another_script_of_that_name_in_the_new_folder_is_not_taken(folder, monkeypatch):
-    (folder / "pkg" / "train.py").write_text("")
-    monkeypatch.chdir(folder / "pkg")
-    main = script(folder / "train.py")
-    assert relaunch_command(["python", "train.py"], main, "PY") == ["PY", str(folder / "train.py")]
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"], ["/dev/stdin"]])

@@ -20,7 +20,7 @@ from unsloth_multigpu.launch.rank import enter_notebook
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, Publisher, Receiver, variables_set
+from unsloth_multigpu.notebook.kernel_share import Publisher, Receiver
 from unsloth_multigpu.notebook.recovery import (
     Trainings,
     abort_group,
@@ -83,8 +83,6 @@ class CellProgram(Program):
         session.on_close.callback(become_one_process)
         session.on_close.callback(self._trainings.retire)
         session.on_close.callback(lose_all)
-        # Sets none of them, but restores them.
-        session.on_close.enter_context(variables_set({name: os.environ.get(name) for name in DEVICE_VARIABLES}))
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir)
         session.on_close.callback(end_pulse)

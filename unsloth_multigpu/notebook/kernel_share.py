@@ -45,11 +45,6 @@ _HISTORY_MAGICS = frozenset({"macro", "rerun"})
 _FRONT_ENDS = ("ipykernel.", "google.colab.")
 # The module of aliases of system commands.
 _ALIASES = "IPython.core.alias."
-# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device.
-DEVICE_VARIABLES = (
-    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
-    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
-)
 
 _LOGINS = (
     "huggingface_hub._login:login",

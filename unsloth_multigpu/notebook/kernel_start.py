@@ -37,7 +37,7 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell_program import KernelProgram
 from unsloth_multigpu.notebook.display import Panel
 from unsloth_multigpu.notebook.kernel import ALONE, Kernel, WorkerProcess
-from unsloth_multigpu.notebook.kernel_share import DEVICE_VARIABLES, variables_set
+from unsloth_multigpu.notebook.kernel_share import variables_set
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.recovery import abort_group, close_group
 from unsloth_multigpu.notebook.shell import KernelShell
@@ -55,6 +55,11 @@ _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 _JOB = "notebook"
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
+# Variables by which a rank tells accelerate its device, and NCCL the abilities of the device.
+_DEVICE_VARIABLES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+)
 # Keeps an error in ProcessGroupNCCL from ending the kernel's process.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -80,7 +85,7 @@ def open_notebook(
         session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
-        notebook.begin(cells[-1], len(cells))
+        notebook.kernel_shell.open(cells[-1], len(cells))
         stack.pop_all()
     session.had_workers = True
     logger.info("ready in %.1f s", time.monotonic() - begin_s)
@@ -157,8 +162,10 @@ class Notebook:
         self.run_dir = stack.enter_context(private_dir())
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
         run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
-        values = self._variables_of_ranks(num_ranks)
-        before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
+        run_id = uuid.uuid4().hex
+        variables = rank_environment(config, num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
+        values = {**variables, **_NCCL, **self._identity.variables()}
+        before = {name: os.environ.get(name) for name in (*values, *_DEVICE_VARIABLES)}
         stack.enter_context(variables_set({**before, **values}))
         settings = {"path": sys.path, "before": before}
         workers: list[WorkerProcess] = []
@@ -173,10 +180,10 @@ class Notebook:
         # Of this rank's share of the cores: the kernel was started with threads for all of them.
         torch.set_num_threads(threads_of_each(num_ranks))
         stack.callback(self._close_group)
-        stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s, self._abort_group).close)
-        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, before, run)
-        stack.callback(self._kernel_shell.close)
-        self.program = KernelProgram(self.kernel, self._kernel_shell.publisher, panel := Panel(run))
+        stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s).close)
+        self.kernel_shell = KernelShell(shell, self.kernel, self.after_cell, before, run)
+        stack.callback(self.kernel_shell.close)
+        self.program = KernelProgram(self.kernel, self.kernel_shell.publisher, panel := Panel(run))
         stack.callback(panel.end)
         # At exit the kernel only kills its workers, because its front end waits for its end.
         leave = only_here(self._leave)
@@ -197,11 +204,6 @@ class Notebook:
         # Read again, because this kernel has become a rank meanwhile.
         context = RunContext.read(os.environ)
         return self.program.open_session(self._config, self._identity, console, context)
-
-    def begin(self, cell: str, execution_count: int) -> None:
-        """Lets the workers run the rest of the current cell, too."""
-        self._kernel_shell.open()
-        self._kernel_shell.begin(cell, execution_count)
 
     def after_cell(self) -> None:
         """Called between two cells: opens a new process group if the last cell broke the old one.
@@ -263,11 +265,8 @@ class Notebook:
         if (shown := self.kernel.finish(None)) is not None:
             raise shown
 
-    def _abort_group(self) -> None:
-        abort_group(self.kernel.pids)
-
     def _close_group(self) -> None:
-        self._abort_group()  # NCCL would wait for the other ranks, which exit without closing the group.
+        abort_group(self.kernel.pids)  # NCCL would wait for the other ranks, which exit without closing the group.
         close_group()
 
     def _leave(self) -> None:
@@ -275,11 +274,6 @@ class Notebook:
         for worker in self.kernel.workers:
             worker.kill()
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-    def _variables_of_ranks(self, num_ranks: int) -> dict[str, str]:
-        run_id = uuid.uuid4().hex
-        variables = rank_environment(self._config, num_ranks, self.run_dir, self.log_dir, run_id, os.environ)
-        return {**variables, **_NCCL, **self._identity.variables()}
 
 
 def _identity(rank: int, num_ranks: int) -> RankIdentity:

@@ -1,4 +1,7 @@
-"""Watches the workers of a notebook in a thread of the kernel, and acts on faults while a cell runs."""
+"""Watches the workers of a notebook in a thread of the kernel, and acts on faults while a cell runs.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel, WorkerProcess, died, strike
+from unsloth_multigpu.notebook.recovery import abort_group
+from unsloth_multigpu.train.lead import Caught
 from unsloth_multigpu.wire.heartbeat import Heartbeat, read_beats
 from unsloth_multigpu.wire.stack import main_frames, place_of, read_stacks
 
@@ -38,17 +43,13 @@ class Monitor:
     """The thread that watches. The main thread opens and closes it.
 
     It reads signals from Python's wake-up descriptor (`signal.set_wakeup_fd`), so it sees them even while the main
-    thread is inside a collective. `run_dir` has the heartbeats. `abort_own_group` makes a collective of the main thread
-    raise.
+    thread is inside a collective. `run_dir` has the heartbeats.
     """
 
-    def __init__(
-        self, kernel: Kernel, run_dir: Path, hang_timeout_s: float, abort_own_group: Callable[[], None]
-    ) -> None:
+    def __init__(self, kernel: Kernel, run_dir: Path, hang_timeout_s: float) -> None:
         self._kernel = kernel
         self._run_dir = run_dir
         self._hang_timeout_s = hang_timeout_s
-        self._abort_own_group = abort_own_group
         self._pending_error: BaseException | None = None
         self._looked_s = 0.0
         self._signalled_s = 0.0
@@ -208,7 +209,7 @@ class Monitor:
                 if worker.rank in kernel.pending():
                     worker.kill(_KILLED_BECAUSE)
         elif action == Action.ABORT:
-            self._abort_own_group()
+            abort_group(kernel.pids)
         else:
             self._pending_error = cell.failure_error or KeyboardInterrupt()
 
@@ -253,8 +254,6 @@ class Monitor:
 
 def _is_taken() -> bool:
     """True while a training handles Stop itself, to end on all ranks after the same step."""
-    from unsloth_multigpu.train.lead import Caught
-
     return isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), Caught)
 
 

@@ -62,8 +62,8 @@ class KernelShell:
         # Error of a nested cell that was shown. It may be raised again.
         self._inner_error: BaseException | None = None
 
-    def open(self) -> None:
-        """Installs the hooks."""
+    def open(self, source: str, execution_count: int) -> None:
+        """Installs the hooks, and begins the rest of the current cell on the other ranks. Arguments: see `_begin`."""
         shell = self._shell
         self._stack.callback(setattr, self._kernel, "cell", None)
         self._stack.enter_context(instance_attribute(shell, "run_cell_async", self._steered(shell.run_cell_async)))
@@ -78,6 +78,7 @@ class KernelShell:
         self._stack.callback(registry.undo)
         self._stack.callback(self._prompts.close)
         self._magics.open(self._stack)
+        self._begin(source, execution_count)
 
     def close(self) -> None:
         """Restores the shell."""
@@ -86,7 +87,7 @@ class KernelShell:
     def _restore_handler(self) -> None:
         self._shell.custom_exceptions, self._shell.CustomTB = self._earlier_handler
 
-    def begin(self, source: str, execution_count: int) -> None:
+    def _begin(self, source: str, execution_count: int) -> None:
         """Begins a cell on the other ranks. `execution_count` is its number in the notebook."""
         self._inner_error = None
         self.publisher.begin()
@@ -116,7 +117,7 @@ class KernelShell:
             if not is_inner and not is_own and raw_cell.strip():
                 with self._kernel.undisturbed():
                     self._num_inner = 0
-                    self.begin(raw_cell, self._shell.execution_count)
+                    self._begin(raw_cell, self._shell.execution_count)
                 result = None
                 try:
                     result = await original(raw_cell, store_history, *args, **kwargs)
