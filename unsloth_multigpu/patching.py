@@ -28,9 +28,9 @@ _log = get_logger(__name__)
 _MISSING: Any = object()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Patch:
-    """A replacement for a function of another library.
+    """A replacement for a function of another library, and its state. Of one `PatchRegistry`, which applies it once.
 
     Attributes:
         target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that defines the name,
@@ -43,6 +43,7 @@ class Patch:
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
         after: The module whose import defines the function, if it is not the target's own module.
+        state: Whether the replacement is in place.
     """
 
     target: str
@@ -55,16 +56,129 @@ class Patch:
 
     def __post_init__(self) -> None:
         if not self.reason:
-            # `dataclass` assigns to a frozen instance in this way, too.
             text = inspect.getdoc(getattr(self.wrap, "func", self.wrap)) or ""
-            object.__setattr__(self, "reason", text.partition("\n")[0])
+            self.reason = text.partition("\n")[0]
+        self._module, _, self._path = self.target.partition(":")
+        self._name = self._path.rpartition(".")[2]
+        self.awaited = self.after or self._module
+        self.state: State = "waiting for import"
+        self._holder: Any = None
+        # The old and the new value of `vars(holder)[name]`, and the new one without its staticmethod or classmethod.
+        self._before: Any = None
+        self._installed: Any = None
+        self._function: Any = None
+        self._num_active = 0  # Calls of `_function` that have not returned.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `datasets` hashes a mapped function with everything that it refers to, such as methods of a tokenizer that we
+        # wrap. Pickling the name alone keeps the hash equal on all ranks.
+        return str, (self.target,)
+
+    def check_installed(self) -> None:
+        """Checks the version of the distribution, and that the module exists."""
+        row = check_version(self.supports)
+        if row.installed is None:
+            self.state = "not installed"
+        elif not row.ok:
+            raise VersionError(
+                f"{row.name} {row.installed} is installed, but {self.target} is known for {row.supported}.",
+                hint=f'pip install "{self.supports}"',
+            )
+        elif self._module not in sys.modules and _find_spec(self._module) is None:
+            self._record_absence()
+
+    def land(self) -> None:
+        """Replaces the function. Its module is imported."""
+        self._holder, raw = self._find()
+        if raw is _MISSING:
+            self._record_absence()
+            return
+        is_wrapped = isinstance(raw, (staticmethod, classmethod))
+        original = raw.__func__ if is_wrapped else raw
+        # A class does not pass `self` to a callable that is not a descriptor, but it would pass it to our function.
+        is_bindable = not isinstance(self._holder, type) or hasattr(type(raw), "__get__")
+        if not callable(original) or isinstance(original, type) or not is_bindable:
+            raise self._mismatch(f"it is not a function but {type(raw).__name__}")
+        if missing := [name for name in self.needs if name not in inspect.signature(original).parameters]:
+            raise self._mismatch(f"it has no parameter {', '.join(missing)}")
+        self._function = self._switch(original)
+        self._installed = type(raw)(self._function) if is_wrapped else self._function
+        self._before = vars(self._holder).get(self._name, _MISSING)  # Missing if `raw` is inherited.
+        setattr(self._holder, self._name, self._installed)
+        self.state = "landed"
+        _log.debug("patch=%s state=landed", self.target)
+
+    def remove(self, state: State) -> None:
+        """Puts the original back, and takes the new state unless it was not to be replaced."""
+        # Only if our function is still there: otherwise the wrapper of another library would be lost.
+        if self.state == "landed" and vars(self._holder).get(self._name) is self._installed:
+            if self._before is _MISSING:
+                delattr(self._holder, self._name)
+            else:
+                setattr(self._holder, self._name, self._before)
+        if self.state in ("landed", "waiting for import"):
+            self.state = state
+
+    def verify(self) -> None:
+        """See `PatchRegistry.verify`."""
+        awaited = sys.modules.get(self.awaited)
+        if awaited is None or _is_initializing(awaited) or self.state in ("absent", "undone"):
+            return
+        raw = self._find()[1]
+        if self.state != "landed":
+            raise PatchError(
+                f"{self._module} is imported, but the patch of {self._path} is not in it ({self.state}).",
+                hint="Import it in the ordinary way, from an installed distribution, after enable_multi_gpu().",
+            )
+        if not self._num_active and not _leads_to(raw, self._function):
+            raise PatchError(
+                f"{self.target} was replaced after it was patched, by {_describe(raw)}, which does not call the "
+                "patched function.",
+                hint="Let it call the function that it replaces, and apply functools.wraps; or replace it before "
+                "enable_multi_gpu().",
+            )
+
+    def _find(self) -> tuple[Any, Any]:
+        """Returns (holder, raw descriptor or _MISSING). Binds nothing and loads no lazy attribute."""
+        # From sys.modules, not the argument of an import hook: a lazy package replaces itself there during its import.
+        holder, raw = None, sys.modules.get(self._module, _MISSING)
+        for name in self._path.split("."):
+            holder, raw = raw, _MISSING if raw is _MISSING else inspect.getattr_static(raw, name, _MISSING)
+        return holder, raw
+
+    def _record_absence(self) -> None:
+        if not self.optional:
+            raise self._mismatch("there is no such target")
+        self.state = "absent"
+
+    def _mismatch(self, what: str) -> PatchError:
+        row = check_version(self.supports)
+        return PatchError(
+            f"{self.target} in {row.name} {row.installed}: {what}.",
+            hint=f"Install another {row.name} within {row.supported}, and report this version.",
+        )
+
+    def _switch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # `wraps` keeps the name, and by `__wrapped__` the signature and the source, which Unsloth reads.
+        # The state is checked in each call, because copies (on instances, in other wrappers) outlive undo().
+        @functools.wraps(original)
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            self._num_active += 1
+            try:
+                if self.state != "landed":
+                    return original(*args, **kwargs)
+                return self.wrap(original, *args, **kwargs)
+            finally:
+                self._num_active -= 1
+
+        return switch
 
 
 class PatchRegistry:
     """Applies, verifies and undoes a set of patches. It is applied once."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
-        self._sites = [_PatchSite(patch) for patch in patches]
+        self._patches = list(patches)
 
     def apply(self) -> None:
         """Applies every patch: now if its module is imported, else during the import.
@@ -76,10 +190,10 @@ class PatchRegistry:
             VersionError: An installed distribution is older than its range.
             PatchError: A target is missing or has another signature.
         """
-        for site in self._sites:
-            site.check_installed()
+        for patch in self._patches:
+            patch.check_installed()
         try:
-            for name in dict.fromkeys(site.awaited for site in self._sites if site.state == "waiting for import"):
+            for name in dict.fromkeys(patch.awaited for patch in self._patches if patch.state == "waiting for import"):
                 self._land_when_imported(name)
         except BaseException:
             self.undo()
@@ -94,20 +208,20 @@ class PatchRegistry:
         Raises:
             PatchError: A target was replaced, or its module is imported without the patch.
         """
-        for site in self._sites:
-            site.verify()
+        for patch in self._patches:
+            patch.verify()
 
     def undo(self) -> None:
         """Removes the patches in reverse order and cancels those that wait for an import. May be called repeatedly.
 
         Where other code has wrapped or copied our function, it stays and only calls the original.
         """
-        for site in reversed(self._sites):
-            site.remove("undone")
+        for patch in reversed(self._patches):
+            patch.remove("undone")
 
     def states(self) -> dict[str, State]:
         """Returns the state of each patch by its target. They are meaningful after `apply()`."""
-        return {site.patch.target: site.state for site in self._sites}
+        return {patch.target: patch.state for patch in self._patches}
 
     def _land_when_imported(self, name: str) -> None:
         if (module := sys.modules.get(name)) is not None:
@@ -131,134 +245,14 @@ class PatchRegistry:
 
     def _land(self, name: str) -> None:
         """Applies all patches of one module or none. Patches of other modules stay, so that `verify()` is reached."""
-        sites = [site for site in self._sites if site.awaited == name and site.state == "waiting for import"]
+        patches = [patch for patch in self._patches if patch.awaited == name and patch.state == "waiting for import"]
         try:
-            for site in sites:
-                site.land()
+            for patch in patches:
+                patch.land()
         except BaseException:
-            for site in reversed(sites):
-                site.remove("waiting for import")
+            for patch in reversed(patches):
+                patch.remove("waiting for import")
             raise
-
-
-class _PatchSite:
-    """One patch and its target: `before` and `installed` are the old and the new value of `vars(holder)[name]`."""
-
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
-        self.module, _, self.path = patch.target.partition(":")
-        self.awaited = patch.after or self.module
-        self.state: State = "waiting for import"
-        self.holder: Any = None
-        self.name = self.path.rpartition(".")[2]
-        self.before: Any = None
-        self.installed: Any = None
-        self.function: Any = None  # `installed` without its staticmethod or classmethod.
-        self.num_active = 0  # Calls of `function` that have not returned.
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # `datasets` hashes a mapped function with everything that it refers to, such as methods of a tokenizer that we
-        # wrap. Pickling the name alone keeps the hash equal on all ranks.
-        return str, (self.patch.target,)
-
-    def check_installed(self) -> None:
-        row = check_version(self.patch.supports)
-        if row.installed is None:
-            self.state = "not installed"
-        elif not row.ok:
-            raise VersionError(
-                f"{row.name} {row.installed} is installed, but {self.patch.target} is known for {row.supported}.",
-                hint=f'pip install "{self.patch.supports}"',
-            )
-        elif self.module not in sys.modules and _find_spec(self.module) is None:
-            self._record_absence()
-
-    def land(self) -> None:
-        self.holder, raw = self._find()
-        if raw is _MISSING or (self.patch.optional and self._is_alias()):
-            self._record_absence()
-            return
-        is_wrapped = isinstance(raw, (staticmethod, classmethod))
-        original = raw.__func__ if is_wrapped else raw
-        # A class does not pass `self` to a callable that is not a descriptor, but it would pass it to our function.
-        is_bindable = not isinstance(self.holder, type) or hasattr(type(raw), "__get__")
-        if not callable(original) or isinstance(original, type) or not is_bindable:
-            raise self._mismatch(f"it is not a function but {type(raw).__name__}")
-        if missing := [name for name in self.patch.needs if name not in inspect.signature(original).parameters]:
-            raise self._mismatch(f"it has no parameter {', '.join(missing)}")
-        self.function = self._switch(original)
-        self.installed = type(raw)(self.function) if is_wrapped else self.function
-        self.before = vars(self.holder).get(self.name, _MISSING)  # Missing if `raw` is inherited.
-        setattr(self.holder, self.name, self.installed)
-        self.state = "landed"
-        _log.debug("patch=%s state=landed", self.patch.target)
-
-    def remove(self, state: State) -> None:
-        # Only if our function is still there: otherwise the wrapper of another library would be lost.
-        if self.state == "landed" and vars(self.holder).get(self.name) is self.installed:
-            if self.before is _MISSING:
-                delattr(self.holder, self.name)
-            else:
-                setattr(self.holder, self.name, self.before)
-        if self.state in ("landed", "waiting for import"):
-            self.state = state
-
-    def verify(self) -> None:
-        awaited = sys.modules.get(self.awaited)
-        if awaited is None or _is_initializing(awaited) or self.state in ("absent", "undone"):
-            return
-        raw = self._find()[1]
-        if self.state != "landed":
-            raise PatchError(
-                f"{self.module} is imported, but the patch of {self.path} is not in it ({self.state}).",
-                hint="Import it in the ordinary way, from an installed distribution, after enable_multi_gpu().",
-            )
-        if not self.num_active and not _leads_to(raw, self.function):
-            raise PatchError(
-                f"{self.patch.target} was replaced after it was patched, by {_describe(raw)}, which does not call the "
-                "patched function.",
-                hint="Let it call the function that it replaces, and apply functools.wraps; or replace it before "
-                "enable_multi_gpu().",
-            )
-
-    def _find(self) -> tuple[Any, Any]:
-        """Returns (holder, raw descriptor or _MISSING). Binds nothing and loads no lazy attribute."""
-        # From sys.modules, not the argument of an import hook: a lazy package replaces itself there during its import.
-        holder, raw = None, sys.modules.get(self.module, _MISSING)
-        for name in self.path.split("."):
-            holder, raw = raw, _MISSING if raw is _MISSING else inspect.getattr_static(raw, name, _MISSING)
-        return holder, raw
-
-    def _is_alias(self) -> bool:
-        # A renamed class keeps its old name as an alias. The patch of the new name covers both.
-        return isinstance(self.holder, type) and self.holder.__name__ != self.path.split(".")[-2]
-
-    def _record_absence(self) -> None:
-        if not self.patch.optional:
-            raise self._mismatch("there is no such target")
-        self.state = "absent"
-
-    def _mismatch(self, what: str) -> PatchError:
-        row = check_version(self.patch.supports)
-        return PatchError(
-            f"{self.patch.target} in {row.name} {row.installed}: {what}.",
-            hint=f"Install another {row.name} within {row.supported}, and report this version.",
-        )
-
-    def _switch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        # `wraps` keeps the name, and by `__wrapped__` the signature and the source, which Unsloth reads.
-        # The state is checked in each call, because copies (on instances, in other wrappers) outlive undo().
-        @functools.wraps(original)
-        def switch(*args: Any, **kwargs: Any) -> Any:
-            self.num_active += 1
-            try:
-                if self.state != "landed":
-                    return original(*args, **kwargs)
-                return self.patch.wrap(original, *args, **kwargs)
-            finally:
-                self.num_active -= 1
-
-        return switch
 
 
 def _is_initializing(module: ModuleType) -> bool:

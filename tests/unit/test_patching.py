@@ -3,7 +3,6 @@
 import builtins
 import functools
 import importlib
-import inspect
 import itertools
 import sys
 import textwrap
@@ -224,18 +223,6 @@ def test_missing_target_raises_unless_optional(module, path):
     optional.apply()
     optional.verify()
     assert states(optional) == ["absent"]
-
-
-def test_other_name_of_a_class_is_patched_once(write):
-    """A class was renamed and keeps its old name: the patch of the name that it has lands."""
-    module = importlib.import_module(write(SOURCE + "\n\nOldThing = Thing\n"))
-    both = registry(*(f"{module.__name__}:{name}.method" for name in ("Thing", "OldThing")), optional=True)
-    both.apply()
-    both.verify()
-    assert states(both) == ["landed", "absent"]
-    assert inspect.unwrap(module.Thing.method) is module.Thing.method.__wrapped__
-    both.undo()
-    assert not hasattr(module.Thing.method, "__wrapped__")
 
 
 def test_missing_parameter_raises_naming_it(module):
