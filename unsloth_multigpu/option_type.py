@@ -140,7 +140,8 @@ class Option:
             return isinstance(value, str) and bool(
                 value in self.words if self.words else re.fullmatch(self.pattern, value)
             )
-        if not _is_number(value, numbers.Integral if self.type is int else numbers.Real):
+        # Numbers of Python and numpy. num_gpus=True is a mistake, not one GPU.
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.type is int else numbers.Real):
             return False
         is_low_enough = value <= _MOST if self.below is None else value < self.below
         return (self.least <= value and is_low_enough) or (self.zero_is_never and value == 0)
@@ -223,8 +224,3 @@ def brief(value: object) -> str:
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 160
     return shortener.repr(value)
-
-
-def _is_number(value: object, kind: type[Any]) -> bool:
-    """True for numbers of Python and numpy, not for bool: num_gpus=True is a mistake, not one GPU."""
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -1,13 +1,12 @@
 """The options of a run: one frozen dataclass, and its loader.
 
 Checks, variables, the command line, `--help` and `docs/options.md` are derived from the class. This module is the only
-reader of UNSLOTH_MULTIGPU_* options, of the YAML file UNSLOTH_MULTIGPU_CONFIG and of the user's pyproject.toml.
+reader of UNSLOTH_MULTIGPU_* options, and `option_file` reads the user's files for it.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option_type import Option, Scope, brief, options_of, take_values, unknown_option
+from unsloth_multigpu.option_type import Option, Scope, options_of, take_values, unknown_option
 from unsloth_multigpu.strategy import DDP, Strategy, read_strategy
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
@@ -62,9 +61,6 @@ _RUN_AND_VERIFY, _RUN_AND_CHAOS, _EVERY_COMMAND = ("run", "verify"), ("run", "ch
 _DDP = DDP()
 _ALL_GPUS = "all visible GPUs; without one, this process alone"
 _ELASTIC = "For nodes that come and go see docs/cluster.md."
-# The table of pyproject.toml.
-_TABLE = "unsloth_multigpu"
-_FORM = "Write `name: value`, one in a line; options of a strategy as in `strategy: diloco:every_steps=8`."
 
 
 @dataclass(frozen=True)
@@ -253,11 +249,14 @@ def _from_sources(environment: Mapping[str, str] | None) -> dict[str, Any]:
 
 def _sources(environment: Mapping[str, str] | None) -> Iterator[tuple[str, str, str, Any]]:
     """Yields (place, shown name, option name, value) of files and variables. Later ones override earlier ones."""
-    if environment is None and (pyproject := _find_pyproject()):
-        yield from _read_pyproject(pyproject)
+    pyproject = _find_pyproject() if environment is None else None
     environment = os.environ if environment is None else environment
-    if file := environment.get(ENV_CONFIG, "").strip():
-        yield from _read_yaml(Path(file))
+    file = environment.get(ENV_CONFIG, "").strip()
+    if pyproject or file:
+        from unsloth_multigpu.option_file import read_pyproject, read_yaml
+
+        yield from read_pyproject(pyproject) if pyproject else ()
+        yield from read_yaml(Path(file)) if file else ()
     for shown, text in environment.items():
         if shown.startswith(ENV_PREFIX) and shown not in INTERNAL_VARIABLES:
             yield "", shown, shown.removeprefix(ENV_PREFIX).lower(), text
@@ -265,63 +264,10 @@ def _sources(environment: Mapping[str, str] | None) -> Iterator[tuple[str, str, 
 
 def _find_pyproject() -> Path | None:
     """Returns the pyproject.toml of the working folder or the nearest folder above it; None without one."""
-    try:
-        folder = Path.cwd()
-    except FileNotFoundError:
-        return None
+    folder = Path.cwd()
     files = (place / "pyproject.toml" for place in (folder, *folder.parents))
     # Unlike `Path.is_file`, it does not raise if a folder above is not readable.
     return next((file for file in files if os.path.isfile(file)), None)
-
-
-def _read_yaml(file: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Values are read as text, like those of variables: YAML 1.1 would turn `off` into a truth value, `1:4` into 64."""
-    import yaml
-
-    try:
-        root = yaml.compose(_text_of(file), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {error}", hint=_FORM) from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{file} has no options.", hint=_FORM)
-    seen = set()
-    for key, node in root.value:
-        place, name = f"{file}, line {key.start_mark.line + 1}: ", str(key.value)
-        if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{place}{name} has several values; expected one.", hint=_FORM)
-        if name in seen:
-            raise ConfigError(f"{place}{name} is given twice.", hint="Leave one of them out.")
-        seen.add(name)
-        yield place, name, name, node.value
-
-
-def _read_pyproject(file: Path) -> Iterator[tuple[str, str, str, Any]]:
-    """Yields the options in the table `[tool.unsloth_multigpu]`."""
-    text = _text_of(file)
-    if _TABLE not in text:
-        return  # A broken file without our table is not our error to report.
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        table = tomllib.loads(text).get("tool", {})
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Correct the file.") from None
-    table = table.get(_TABLE, {}) if isinstance(table, dict) else table
-    where = f"{file}, [tool.{_TABLE}]"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option per line below it.")
-    yield from ((f"{where}: ", name, name, value) for name, value in table.items())
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}.", hint="Check the path and the permissions.") from None
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Option]:

@@ -33,7 +33,7 @@ class Strategy:
 
     def __str__(self) -> str:
         values = {name: (getattr(self, name), option.default) for name, option in options_of(type(self)).items()}
-        changed = [f"{name}={_text(value)}" for name, (value, default) in values.items() if value != default]
+        changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
 
@@ -119,8 +119,3 @@ def read_strategy(shown: str, value: Any) -> Strategy:
         return STRATEGIES[name](**given)
     except ConfigError as error:  # Adds the whole text to the error about one of its options.
         raise ConfigError(f"{shown}={brief(value)}; {error.args[0]}", hint=error.hint) from None
-
-
-def _text(value: Any) -> str:
-    """Formats a value for `read_strategy`. 4 and 4.0 are the same number."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

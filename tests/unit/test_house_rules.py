@@ -34,6 +34,7 @@ LAYERS = {
     "logs": 0,
     "versions": 0,
     "option_type": 0,
+    "option_file": 0,
     "strategy": 0,
     "options": 0,
     "report": 0,
@@ -249,65 +250,6 @@ def run_tool(*arguments: str, stdin: str | None = None) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("utils", ""),
-        ("core.new_file", ""),
-        ("errors", "from unsloth_multigpu.patching import Patch"),
-        ("errors", "def f():\n    import torch"),
-        ("launch.__init__", "from unsloth_multigpu.launch import launcher"),
-        ("wire.identity", "from ..group.manager import DDPManager"),
-        ("deal.plan", '"""Plans. Pure."""\nimport torch'),
-        ("deal.plan", '"""Plans. Pure."""\nfrom unsloth_multigpu.step.feed import StepFeed'),
-        ("group.manager", "def f():\n    from unsloth_multigpu.train.trainer import DDPTrainer"),
-        ("group.manager", "import transformers"),
-        ("train.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
-        ("train.trainer", "from unsloth_multigpu import enable_multi_gpu"),
-        ("train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
-        ("hooks.trainer_patches", "import unsloth_multigpu.train.trainer"),
-        ("hooks.trainer_patches", "from . import saving"),
-        ("notebook.kernel_start", "from unsloth_multigpu.notebook.recovery import Trainings"),
-        ("notebook.kernel_start", "def f():\n    from unsloth_multigpu.plugin import active_session"),
-        ("plugin", "import importlib\nx = importlib.import_module('datasets')"),
-        ("plugin", "from unsloth_multigpu.launch.launcher import DDPLauncher"),
-        ("plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
-        ("cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
-        ("strategies.sync", "from unsloth_multigpu.legacy.serial import copy_of"),
-        ("__init__", "from .plugin import enable_multi_gpu"),
-    ],
-)
-def test_layer_check_catches_a_planted_violation(module: str, source: str) -> None:
-    assert len(layer_violations(source, module)) == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("options", "import os\nfrom unsloth_multigpu.errors import ConfigError"),
-        ("versions", "def f():\n    from packaging.version import Version"),
-        (
-            "group.manager",
-            "import torch\nfrom .replicas import ReplicaProof\ndef f():\n    from transformers import set_seed",
-        ),
-        (
-            "hooks.trainer_patches",
-            "if TYPE_CHECKING:\n    import torch\n    from unsloth_multigpu.group.manager import DDPManager",
-        ),
-        (
-            "cli.main",
-            "def f():\n    from unsloth_multigpu.cli import script_runner\n    from unsloth_multigpu import plugin",
-        ),
-        ("plugin", "from unsloth_multigpu.session import Session"),
-        ("train.trainer", "from unsloth_multigpu.step.feed import StepFeed"),
-        ("launch.a_file_of_tomorrow", "import torch"),
-        ("tools.bench.arm", "from unsloth_multigpu.federated.server import FederatedServer"),
-    ],
-)
-def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
-    assert layer_violations(source, module) == []
-
-
 # Variables by which a supervisor tells its ranks about the run.
 RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|RUN|TOOL)\b")
 # Who reads them.
@@ -317,56 +259,6 @@ READERS = {"options", "wire.context"}
 def run_violations(source: str, module: str) -> list[str]:
     """All others know the run from its context."""
     return [f"{module}: {name}" for name in RUN_VARIABLES.findall(source) if module not in READERS]
-
-
-@pytest.mark.parametrize(
-    ("source", "fact"),
-    [
-        ("x = '\U0001f680'", "emoji"),
-        ("x = 1\n" * (MAX_MODULE_LINES + 1), "501 lines"),
-        ('"""A fact. Long because it is."""\n' + "x = 1\n" * MAX_MODULE_LINES, "501 lines"),
-        ('"""A fact.\n\nLong because\n"""\n' + "x = 1\n" * MAX_MODULE_LINES, "504 lines"),
-        ("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
-    ],
-)
-def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None:
-    (violation,) = style_violations(source, "plugin")
-    assert fact in violation
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        'def f():\n    """' + "A long docstring.\n" * MAX_FUNCTION_LINES + '    """\n    return 1',
-        '"""A table.\n\nLong because it has a row for each option.\n"""\n' + "x = 1\n" * MAX_MODULE_LINES,
-    ],
-)
-def test_style_check_lets_the_allowed_pass(source: str) -> None:
-    assert style_violations(source, "plugin") == []
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("from unsloth_multigpu.tools.verify.run import run_script", "tools.forecast.forecast_command"),
-        ("def f():\n    from unsloth_multigpu.tools import verify", "tools.script_program"),
-        ("import unsloth_multigpu.tools.verify", "cli.main"),
-        ("from ..verify.run import run_script", "tools.forecast.forecast_command"),
-        ("run_probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.forecast_command"),
-        ("ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')", "launch.rank"),
-    ],
-)
-def test_tool_check_catches_a_planted_violation(source: str, module: str) -> None:
-    (violation,) = tool_violations(source, module)
-    assert violation.endswith("names the tool verify")
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["from unsloth_multigpu.tools.script_program import run_program", "from unsloth_multigpu.tools.verify import run"],
-)
-def test_tool_check_lets_the_allowed_pass(source: str) -> None:
-    assert tool_violations(source, "tools.verify.verify_command") == []
 
 
 # `accelerator` alone knows which kinds there are. "cuda" stands for itself where something is of CUDA only.
@@ -386,18 +278,72 @@ def accelerator_violations(source: str, module: str) -> list[str]:
     return [f"{module}:{n.lineno}: {n.value}" for n in texts if n.value in OF_ACCELERATORS and module != "accelerator"]
 
 
+LONG = "x = 1\n" * MAX_MODULE_LINES
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("violations", "module", "source"),
     [
-        "for kind in ('cuda', 'xpu'): f(kind)",
-        "backend = 'nccl' if device == 'cuda' else other",
-        "os.environ['CUDA_VISIBLE_DEVICES'] = ''",
-        "dist.new_group(backend='gloo')",
+        (layer_violations, "utils", ""),
+        (layer_violations, "errors", "from unsloth_multigpu.patching import Patch"),
+        (layer_violations, "errors", "def f():\n    import torch"),
+        (layer_violations, "launch.__init__", "from unsloth_multigpu.launch import launcher"),
+        (layer_violations, "wire.identity", "from ..group.manager import DDPManager"),
+        (layer_violations, "deal.plan", '"""Plans. Pure."""\nimport torch'),
+        (layer_violations, "deal.plan", '"""Plans. Pure."""\nfrom unsloth_multigpu.step.feed import StepFeed'),
+        (layer_violations, "group.manager", "import transformers"),
+        (layer_violations, "train.trainer", "from unsloth_multigpu import enable_multi_gpu"),
+        (layer_violations, "train.trainer", "def f():\n    from unsloth_multigpu.legacy.serial import SerialTrainer"),
+        (layer_violations, "hooks.trainer_patches", "import unsloth_multigpu.train.trainer"),
+        (layer_violations, "hooks.trainer_patches", "from . import saving"),
+        (layer_violations, "notebook.kernel_start", "from unsloth_multigpu.notebook.recovery import Trainings"),
+        (layer_violations, "plugin", "import importlib\nx = importlib.import_module('datasets')"),
+        (layer_violations, "plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+        (layer_violations, "cli.main", "def f():\n    from unsloth_multigpu.tools.doctor import COMMAND"),
+        (layer_violations, "__init__", "from .plugin import enable_multi_gpu"),
+        (run_violations, "launch.rank", "x = os.environ[ENV_RUN_DIR]"),
+        (style_violations, "plugin", "x = '\U0001f680'"),
+        (style_violations, "plugin", f"{LONG}x = 1"),
+        (style_violations, "plugin", f'"""A fact. Long because it is."""\n{LONG}'),
+        (style_violations, "plugin", f'"""A fact.\n\nLong because\n"""\n{LONG}'),
+        (style_violations, "plugin", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        (tool_violations, "tools.script_program", "def f():\n    from unsloth_multigpu.tools import verify"),
+        (tool_violations, "tools.forecast.forecast_command", "from ..verify.run import run_script"),
+        (tool_violations, "launch.rank", "ToolRequest('unsloth_multigpu.tools.verify.verify_recorder:Verify')"),
+        (accelerator_violations, "launch.rank", "for kind in ('cuda', 'xpu'): f(kind)"),
+        (accelerator_violations, "launch.rank", "backend = 'nccl' if device == 'cuda' else other"),
+        (accelerator_violations, "launch.rank", "os.environ['CUDA_VISIBLE_DEVICES'] = ''"),
     ],
 )
-def test_accelerator_check_catches_a_planted_violation(source: str) -> None:
-    assert len(accelerator_violations(source, "launch.rank")) == 1
-    assert accelerator_violations(source, "accelerator") == []
+def test_check_catches_a_planted_violation(
+    violations: Callable[[str, str], list[str]], module: str, source: str
+) -> None:
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("violations", "module", "source"),
+    [
+        (layer_violations, "versions", "def f():\n    from packaging.version import Version"),
+        (layer_violations, "group.manager", "import torch\nfrom .waits import x\ndef f():\n    import transformers"),
+        (
+            layer_violations,
+            "hooks.saving",
+            "if TYPE_CHECKING:\n    from unsloth_multigpu.group.manager import DDPManager",
+        ),
+        (layer_violations, "cli.main", "def f():\n    from unsloth_multigpu import plugin"),
+        (layer_violations, "plugin", "from unsloth_multigpu.session import Session"),
+        (layer_violations, "launch.a_file_of_tomorrow", "import torch"),
+        (layer_violations, "tools.bench.arm", "from unsloth_multigpu.federated.server import FederatedServer"),
+        (run_violations, "wire.context", "x = os.environ[ENV_RUN_DIR]"),
+        (style_violations, "plugin", 'def f():\n    """' + "A line.\n" * MAX_FUNCTION_LINES + '    """\n    return 1'),
+        (style_violations, "plugin", f'"""A table.\n\nLong because it has a row for each option.\n"""\n{LONG}'),
+        (tool_violations, "tools.verify.verify_command", "from unsloth_multigpu.tools.verify import run"),
+        (accelerator_violations, "accelerator", "dist.new_group(backend='gloo')"),
+    ],
+)
+def test_check_lets_the_allowed_pass(violations: Callable[[str, str], list[str]], module: str, source: str) -> None:
+    assert violations(source, module) == []
 
 
 @pytest.mark.parametrize(
@@ -426,21 +372,20 @@ def test_ruff_finds_nothing() -> None:
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "source", "fact"),
-    [
-        (["check"], "print('x')\n", "T201"),
-        (["check"], "import os\n", "F401"),
-        (["check"], "try:\n    x = 1\nexcept Exception:\n    pass\n", "BLE001"),
-        (["check"], "def f():\n    global X\n    X = 1\n", "PLW0603"),
-        (["check"], f"x = '{'a' * 120}'\n", "E501"),
-        (["format", "--diff"], "x  =  'single'\n", '+x = "single"'),
-    ],
-)
-def test_ruff_catches_a_planted_violation(command: list[str], source: str, fact: str) -> None:
-    result = run_tool("ruff", *command, "--stdin-filename", "unsloth_multigpu/planted.py", "-", stdin=source)
-    assert result.returncode == 1
-    assert fact in result.stdout + result.stderr
+PLANTED = f"""import os
+def f():
+    global X
+    X = 1
+    try:
+        print(X)  # {"x" * 120}
+    except Exception:
+        pass
+"""
+
+
+def test_ruff_catches_planted_violations() -> None:
+    result = run_tool("ruff", "check", "--stdin-filename", "unsloth_multigpu/planted.py", "-", stdin=PLANTED)
+    assert {"F401", "PLW0603", "T201", "BLE001", "E501"} <= set(re.findall(r"\b[A-Z]+\d+\b", result.stdout))
 
 
 def test_ruff_and_pytest_pass_over_no_file(pytestconfig: pytest.Config) -> None:

@@ -86,12 +86,10 @@ def test_every_option_is_read_from_pyproject(folder):
     ("text", "message", "hint"),
     [
         ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' is not an option.", "Did you mean num_gpus?"),
-        ("num-gpus: 3", ", line 1: num-gpus='3' is not an option.", "Did you mean num_gpus?"),
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number", "Leave num_gpus out"),
         ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Leave balance out"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("strategy: {diloco: 8}", ", line 1: strategy has several values; expected one.", "diloco:every_steps=8"),
-        ("num_gpus: [1, 2]", ", line 1: num_gpus has several values; expected one.", "`name: value`"),
         ("- num_gpus", " has no options.", "`name: value`"),
         ("num_gpus: [", " is not YAML: ", "`name: value`"),
     ],
@@ -109,7 +107,6 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder, text, message, hint)
         ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 is not an option.", "Did you mean num_gpus?"),
         ("[tool.unsloth_multigpu]\nnum_gpus = 2.5", ": num_gpus=2.5; expected a whole number", "Leave num_gpus out"),
         ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option per line"),
-        ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option per line"),
         ("[tool.unsloth_multigpu\n", " cannot be read: ", "Correct the file"),
     ],
 )
@@ -124,11 +121,6 @@ def test_wrong_pyproject_is_named(folder, text, message, hint):
 def test_file_that_is_not_there_is_named(folder):
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: "):
         MultiGPUConfig.resolve({}, {ENV_CONFIG: "none.yaml"})
-
-
-def test_folder_that_is_gone_has_no_files(folder):
-    folder.rmdir()
-    assert MultiGPUConfig.resolve({}) == MultiGPUConfig()
 
 
 def test_run_reads_the_file_that_it_is_given(folder, monkeypatch, capsys):

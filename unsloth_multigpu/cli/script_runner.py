@@ -25,7 +25,6 @@ def main() -> None:
     The public functions of runpy restore `__main__` after the last line and set a relative `__file__`.
     """
     import builtins
-    import pkgutil
     import runpy
     from importlib.machinery import SourceFileLoader
 
@@ -37,12 +36,8 @@ def main() -> None:
     path = os.path.abspath(sys.argv[0])
     program = sys.modules["__main__"] = ModuleType("__main__")
     vars(program).update(__builtins__=builtins, __cached__=None, __annotations__={})
-    is_archive = not is_module and pkgutil.get_importer(path) is not None  # A folder or a zip file with a __main__.py.
     # `python -m` has put the working directory first, `python -P -m` nothing.
-    has_folder = not getattr(sys.flags, "safe_path", False)
-    if is_archive:
-        sys.path[: int(has_folder)] = [path]
-    elif not is_module and has_folder:
+    if not is_module and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
 
     from unsloth_multigpu.plugin import enable_multi_gpu
@@ -52,10 +47,9 @@ def main() -> None:
     if not starts_itself:
         enable_multi_gpu()
     try:
-        if is_module or is_archive:
+        if is_module:
             # The interpreter's own function for -m, which runs the module in sys.modules["__main__"].
-            run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
-            run_as_main(sys.argv[0] if is_module else "__main__", alter_argv=is_module)
+            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
         else:
             loader = SourceFileLoader("__main__", path)
             vars(program).update(__file__=path, __loader__=loader)
@@ -73,13 +67,11 @@ def calls_enable(program: Sequence[str]) -> bool:
     `program` is the script and its arguments, or `-m`, a module and its arguments.
     """
     path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
-    if path is not None and path.is_dir():
-        path /= "__main__.py"
     if path is None or not path.is_file():
         return False
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # For example a zip file. A broken program fails when it runs.
+    except (SyntaxError, ValueError):  # It fails when it runs.
         return False
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any("enable_multi_gpu" in (getattr(f, "attr", None), getattr(f, "id", None)) for f in called)
@@ -94,7 +86,7 @@ def _module_file(name: str) -> Path | None:
             return None
         places, origin = list(spec.submodule_search_locations or []), spec.origin
     # A package runs its __main__.
-    return Path(places[0] if places else origin or "")
+    return Path(places[0], "__main__.py") if places else Path(origin or "")
 
 
 def _refuse_unfollowed_training() -> None:
