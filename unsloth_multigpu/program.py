@@ -21,17 +21,18 @@ logger = get_logger(__name__)
 
 def find_shell() -> Any:
     """Returns the IPython shell of a notebook kernel; None elsewhere and in IPython at a terminal. Imports nothing."""
-    shell = _ipython_shell()
+    shell = ipython_shell()
     return shell if hasattr(shell, "kernel") else None
 
 
 def find_worker_program() -> WorkerProgram | None:
     """Returns the program of a notebook's worker; None elsewhere. Imports nothing."""
-    program: WorkerProgram | None = getattr(_ipython_shell(), "multi_gpu_program", None)
+    program: WorkerProgram | None = getattr(ipython_shell(), "multi_gpu_program", None)
     return program
 
 
-def _ipython_shell() -> Any:
+def ipython_shell() -> Any:
+    """Returns the IPython shell of a notebook or terminal; None elsewhere. Imports nothing."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()
 

@@ -18,6 +18,7 @@ from unsloth_multigpu.accelerator import HIDDEN, KINDS, among
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.program import ipython_shell
 
 logger = get_logger(__name__)
 
@@ -175,21 +176,6 @@ def exit_like(code: int) -> None:
         os._exit(code if code >= 0 else 128 - code)
 
 
-def this_command() -> list[str]:
-    """Returns the command that starts this process's program again.
-
-    Raises:
-        SetupError: The program cannot or must not be started again.
-    """
-    if is_called_by_pytest():
-        # The process of pytest would become the supervisor and exit without its report.
-        raise SetupError(
-            "enable_multi_gpu() cannot start ranks from a test: each rank would run all tests again.",
-            hint="Start the script with subprocess.run([sys.executable, 'train.py']), or set num_gpus=1.",
-        )
-    return relaunch_command(sys.orig_argv, sys.modules["__main__"], sys.executable)
-
-
 def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str) -> list[str]:
     """Builds the command line of a rank from `sys.orig_argv`, the module `__main__` and `sys.executable`.
 
@@ -199,14 +185,8 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     Raises:
         SetupError: The program cannot be started again: IPython or Python at a terminal, or a script from stdin.
     """
-    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
-        raise SetupError(
-            "enable_multi_gpu() cannot start ranks from IPython at a terminal: typed input is not a command that ranks "
-            "can run, and there is no Jupyter kernel that could become rank 0.",
-            hint="Use a notebook (`jupyter lab`), or run a script with `python train.py`, or set num_gpus=1.",
-        )
     arguments = list(orig_argv[1:])
-    main_file = getattr(main, "__file__", None)
+    main_file = "<stdin>" if ipython_shell() is not None else getattr(main, "__file__", None)
     # No file: code of -c, or a script that a module of this package runs.
     if main_file is None and any(re.match(r"-[A-Za-z]*[cm]", argument) for argument in arguments):
         return [executable, *arguments]
@@ -214,7 +194,7 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     if main_file in (None, "<stdin>") or Path(main_file).resolve().parts[1:2] in (("dev",), ("proc",)):
         raise SetupError(
             "enable_multi_gpu() cannot start this program again: it was typed at a prompt or piped into Python.",
-            hint="Save it to a file and run `python train.py`.",
+            hint="Save it to a file and run `python train.py`, use a notebook, or set num_gpus=1.",
         )
     place = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     is_script = place < len(arguments) and str(main_file).endswith(f"/{arguments[place]}")
@@ -234,26 +214,28 @@ def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_sto
     """Starts ranks of the command that this process runs. Does not return.
 
     Raises:
-        SetupError: The command cannot be started again, or the script has made a Trainer before.
+        SetupError: The command cannot or must not be started again, or the script has made a Trainer before.
     """
-    command = this_command()
+    if is_called_by_pytest():
+        # The process of pytest would become the supervisor and exit without its report.
+        raise SetupError(
+            "enable_multi_gpu() cannot start ranks from a test: each rank would run all tests again.",
+            hint="Start the script with subprocess.run([sys.executable, 'train.py']), or set num_gpus=1.",
+        )
+    command = relaunch_command(sys.orig_argv, sys.modules["__main__"], sys.executable)
     _check_is_first_line()
     supervise(command, config, num_ranks, saves_when_stopped=saves_when_stopped)
 
 
 def _check_is_first_line() -> None:
-    """Refuses to start ranks after a Trainer was made, and warns of other work that comes before."""
+    """Refuses to start ranks after a Trainer was made, and warns of other work that comes before it."""
     first_line = "Make enable_multi_gpu() the first line of the script."
     trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer_class is not None and any(issubclass(type(o), trainer_class) for o in gc.get_objects()):
         raise SetupError("A Trainer was made before enable_multi_gpu(): it is set up for one process.", hint=first_line)
+    before = [f"the import of {name}" for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
     torch = sys.modules.get("torch")
     if torch is not None and any(m.is_initialized() for name in KINDS if (m := getattr(torch, name, None))):
-        logger.warning(
-            "enable_multi_gpu() comes after work on a GPU, whose memory this process keeps while the ranks train. %s",
-            first_line,
-        )
-    if heavy := [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]:
-        logger.warning(
-            "enable_multi_gpu() comes after the import of %s, which each rank repeats. %s", ", ".join(heavy), first_line
-        )
+        before.append("work on a GPU, whose memory this process keeps while the ranks train")
+    if before:
+        logger.warning("enable_multi_gpu() comes after %s; each rank repeats that. %s", ", ".join(before), first_line)

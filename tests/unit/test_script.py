@@ -95,6 +95,6 @@ def test_piped_program_is_refused(arguments):
 
 def test_ipython_at_a_terminal_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
-    with pytest.raises(SetupError, match="cannot start ranks from IPython at a terminal") as error:
+    with pytest.raises(SetupError, match="cannot start this program again: it was typed at a prompt") as error:
         relaunch_command(["python", "/usr/bin/ipython"], ModuleType("__main__"), "PY")
-    assert "Hint: Use a notebook" in str(error.value)
+    assert "use a notebook" in str(error.value)

@@ -14,7 +14,7 @@ from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
+from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
 from unsloth_multigpu.wire.context import RunContext
 
 SEVERAL_NODES = {"nnodes": 2, "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
@@ -189,12 +189,13 @@ def test_signal_between_ranks_and_fewer_ranks_ends_the_run(started, monkeypatch,
     assert [each.num_ranks for each in started] == ([3] if number else [3, 2])
 
 
-def test_ranks_are_not_started_from_a_test_but_from_its_process():
-    # It only makes the command: nothing is started, whatever is broken.
+def test_ranks_are_not_started_from_a_test_but_from_its_process(monkeypatch):
+    # Nothing is started, whatever is broken.
+    monkeypatch.setattr(start, "supervise", lambda *_, **__: pytest.fail("ranks were to be started"))
     with pytest.raises(SetupError, match="cannot start ranks from a test"):
-        this_command()
-    code = "import _pytest; from unsloth_multigpu.start import this_command; print(this_command()[1:2])"
-    assert run_code(code).stdout == "['-c']\n"
+        start_this_command(MultiGPUConfig(num_gpus=2), 2)
+    code = "import _pytest; from unsloth_multigpu.start import is_called_by_pytest; print(is_called_by_pytest())"
+    assert run_code(code).stdout == "False\n"
 
 
 @pytest.mark.parametrize(
@@ -215,9 +216,8 @@ def test_work_before_the_line_is_named_with_its_cost(monkeypatch, caplog, kind):
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
-    memory, work = caplog.messages
-    assert "comes after work on a GPU" in memory
-    assert "comes after the import of unsloth" in work
+    (told,) = caplog.messages
+    assert "comes after the import of unsloth, work on a GPU, whose memory" in told
 
 
 @pytest.mark.usefixtures("started")
