@@ -5,25 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 
+from unsloth_multigpu.versions import SUPPORTED
+
 # Libraries of a training, which may also be installed in another folder, such as a clone.
-_LIBRARIES = frozenset(
-    {
-        "accelerate",
-        "datasets",
-        "huggingface_hub",
-        "peft",
-        "pyarrow",
-        "safetensors",
-        "tokenizers",
-        "torch",
-        "tqdm",
-        "transformers",
-        "trl",
-        "unsloth",
-        "unsloth_multigpu",
-        "unsloth_zoo",
-    }
-)
+_LIBRARIES = {*SUPPORTED, "huggingface_hub", "pyarrow", "safetensors", "tokenizers", "tqdm", "unsloth_multigpu"}
 # Modules that Unsloth generates when it compiles a model, and code that comes with a model from the Hub.
 _GENERATED = ("Unsloth", "unsloth_compiled_module_", "transformers_modules")
 

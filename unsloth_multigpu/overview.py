@@ -25,9 +25,6 @@ _WINDOW_S = 10.0
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 _TAIL_BYTES = 4096
-# Columns that a narrow terminal leaves out, in this order, and the characters of a log line that it shows at least.
-_NARROW_OMITS = ("padding", "peak", "samples/s", "memory", "device")
-_LEAST_OF_LOG = 16
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
 
 
@@ -169,7 +166,10 @@ def last_line(path: Path) -> str:
 
 
 def columns_of(look: Look) -> list[tuple[str, list[str]]]:
-    """Returns the columns of the table as (name, one cell per rank), without columns that have no values."""
+    """Returns the columns of the table as (name, one cell per rank), without columns that have no values.
+
+    Those that a narrow terminal can do without come last.
+    """
     rows = look.rows
     columns = {
         "rank": [str(row.rank) for row in rows],
@@ -179,8 +179,8 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
         "samples/s": [_cell(row.rates.samples_per_s, _number) for row in rows],
         "tokens/s": [_cell(row.rates.tokens_per_s, _number) for row in rows],
         "waiting": [_cell(row.rates.waiting, _percent) for row in rows],
-        "padding": [_cell(row.rates.padding, _percent) for row in rows],
         "memory": [_cell(row.held_bytes, gib) for row in rows],
+        "padding": [_cell(row.rates.padding, _percent) for row in rows],
         "peak": [_cell(row.beat.figures.peak_bytes, gib) for row in rows],
         "log": [row.log for row in rows],
     }
@@ -189,16 +189,8 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
 
 
 def table_of(look: Look, width: int | None = None) -> list[str]:
-    """Returns the lines of the table: the names of the columns, and a line per rank.
-
-    For a terminal of `width` characters columns are left out, and the log is cut.
-    """
-    columns = columns_of(look)
-    for omitted in _NARROW_OMITS:
-        least = [(n, [cell[:_LEAST_OF_LOG] for cell in cells] if n == "log" else cells) for n, cells in columns]
-        if width is not None and max(map(len, lines_of(least))) > width:
-            columns = [column for column in columns if column[0] != omitted]
-    return [line[:width] for line in lines_of(columns)]
+    """Returns the names of the columns and a line per rank, cut to `width` characters."""
+    return [line[:width] for line in lines_of(columns_of(look))]
 
 
 def lines_of(columns: Sequence[tuple[str, Sequence[str]]]) -> list[str]:

@@ -71,10 +71,8 @@ def check_version(requirement: str) -> VersionRow:
     installed = installed_version(wanted.name)
     row = VersionRow(wanted.name, installed, str(wanted.specifier), ok=False)
     try:
-        version = None if installed is None else Version(installed)
+        version = Version(installed or "")
     except InvalidVersion:
-        return row
-    if version is None:
         return row
     is_tested = wanted.specifier.contains(version, prereleases=True)
     lower = [bound for bound in wanted.specifier if not bound.operator.startswith("<")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,7 +17,6 @@ from unsloth_multigpu.words import aligned
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
 
 class Screen:
@@ -83,7 +83,6 @@ class Progress:
     def __init__(self, name: str, stream: TextIO | None = None) -> None:
         self._name = name
         self._screen = Screen(sys.stderr if stream is None else stream)
-        self._status: Status | None = None
 
     def __enter__(self) -> Progress:
         return self
@@ -93,10 +92,8 @@ class Progress:
 
     def say(self, text: str, style: str | None = None) -> None:
         """Prints a line that stays."""
-        if self._status is not None:
-            self._screen.console.print(f"{self._name}: {text}", style=style, soft_wrap=True)
-        else:
-            self._screen.line(f"{self._name}: {text}", style)
+        self.clear()
+        self._screen.line(f"{self._name}: {text}", style)
 
     def begin(self, number: int, total: int, what: str) -> None:
         """Shows that item `number`, from 1, of `total` begins."""
@@ -107,18 +104,13 @@ class Progress:
 
     def show(self, what: str) -> None:
         """Updates the progress line. Has no effect if the stream is not a terminal."""
-        if not self._screen.is_terminal:
-            return
-        from rich.text import Text
-
-        text = Text(f"{self._name}: {what}")
-        if self._status is None:
-            self._status = self._screen.console.status(text)
-            self._status.start()
-        self._status.update(text)
+        self.clear()
+        if self._screen.is_terminal:
+            # Cut, because a line that wraps could not be removed.
+            width = shutil.get_terminal_size().columns
+            print(f"{self._name}: {what}"[: width - 1], end="", file=self._screen.stream, flush=True)
 
     def clear(self) -> None:
         """Removes the progress line, so that other output can follow."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._screen.is_terminal:
+            print("\r\x1b[2K", end="", file=self._screen.stream, flush=True)
