@@ -101,27 +101,7 @@ def test_program_sees_what_plain_python_shows(program, num_ranks, form):
     assert [facts_of(ours, rank) for rank in range(num_ranks)] == [expected] * num_ranks
 
 
-def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent("""
-        import sys
-        import unsloth_multigpu as ump
-        before = ump.get_multi_gpu_status()
-        ump.enable_multi_gpu()
-        assert ump.get_multi_gpu_status() == before
-        assert (before.is_enabled, before.world_size, before.launcher) == (True, 2, "unsloth_multigpu")
-        assert (before.config.timeout_s, before.config.verify_every) == (77.0, 0)
-        if before.rank == 0:
-            print("steered", before.config.num_gpus, next(iter(before.patches.values())))
-        """)
-    )
-    options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--verify-every=0"]
-    run = run_well([*RUN, *options, "train.py"], tmp_path)
-    assert run.out == "steered 2 waiting for import\n"
-
-
-def test_files_of_options_reach_every_rank(tmp_path):
-    """Those of a script with the line, too."""
+def test_script_is_steered_by_files_variables_and_flags_and_may_have_the_line(tmp_path):
     folder, table = tmp_path / "scripts", "num_gpus = 3\ntimeout_s = 50\ngrace_s = 7\nmax_restarts = 4\n"
     folder.mkdir()
     (tmp_path / "pyproject.toml").write_text(f"[tool.unsloth_multigpu]\n{table}")
@@ -129,8 +109,11 @@ def test_files_of_options_reach_every_rank(tmp_path):
     (folder / "train.py").write_text(
         textwrap.dedent("""
         import unsloth_multigpu as ump
+        before = ump.get_multi_gpu_status()
         ump.enable_multi_gpu()
         status, config = ump.get_multi_gpu_status(), ump.get_active_config()
+        assert status == before
+        assert (status.is_enabled, status.launcher) == (True, "unsloth_multigpu")
         facts = [status.world_size, config.num_gpus, config.timeout_s, config.grace_s, config.max_restarts]
         with open(f"facts_{status.rank}.json", "w") as file:
             print(facts, file=file)

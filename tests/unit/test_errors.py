@@ -32,21 +32,16 @@ TREE = {
 each_error = pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
 
 
-def test_table_of_this_file_names_every_error():
+def test_table_names_every_error_which_is_public_and_its_code_means_no_signal():
     defined = {value for value in vars(errors).values() if isinstance(value, type)}
     assert {kind for kind in defined if issubclass(kind, MultiGPUError)} == set(TREE)
-
-
-def test_patch_error_is_no_runtime_error():
-    # The lazy imports of transformers turn those into "Could not import module".
-    assert not issubclass(errors.PatchError, RuntimeError)
-
-
-def test_exit_codes_are_unique_and_mean_no_signal():
-    codes = [kind.exit_code for kind in TREE]
-    assert len(set(codes)) == len(codes)
+    assert {kind.__name__ for kind in TREE} <= set(unsloth_multigpu.__all__)
+    codes = {kind.exit_code for kind in TREE}
+    assert len(codes) == len(TREE)
     # 1 and 2 are Python's own, 128 + n is a death by signal n.
     assert all(2 < code < 128 for code in codes)
+    # The lazy imports of transformers turn a RuntimeError into "Could not import module".
+    assert not issubclass(errors.PatchError, RuntimeError)
 
 
 @each_error
@@ -58,11 +53,6 @@ def test_error_says_what_happened_and_what_to_do_also_in_another_process(kind):
         assert str(again) == "num_gpus=0; expected 1 or more.\nHint: Set num_gpus=1."
     with pytest.raises(TypeError, match="hint"):
         kind("What happened.")
-
-
-def test_every_error_is_a_public_name():
-    assert {kind.__name__ for kind in TREE} <= set(unsloth_multigpu.__all__)
-    assert unsloth_multigpu.ConfigError is errors.ConfigError
 
 
 @each_error

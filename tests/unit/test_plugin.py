@@ -101,20 +101,22 @@ def test_call_that_fails_leaves_nothing(arguments, error):
     assert not ump.is_multi_gpu_enabled()
 
 
-def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch):
-    for name, value in RankIdentity(0, 0, 2, 2, "torchrun").variables().items():
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        (
+            {"num_gpus": 4},
+            {},
+            r"num_gpus=4, but torchrun started 2 rank\(s\) here.\nHint: Leave num_gpus out, or start 4",
+        ),
+        ({}, {"UNSLOTH_TP_SIZE": "2"}, "UNSLOTH_TP_SIZE=2: Unsloth's tensor parallelism trains and saves by itself"),
+    ],
+)
+def test_rank_of_another_launcher_that_does_not_fit_the_options_is_refused(monkeypatch, options, variables, message):
+    for name, value in {**RankIdentity(0, 0, 2, 2, "torchrun").variables(), **variables}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SetupError, match=r"num_gpus=4, but torchrun started 2 rank\(s\) here") as error:
-        ump.enable_multi_gpu(num_gpus=4)
-    assert "Hint: Leave num_gpus out, or start 4 ranks." in str(error.value)
-
-
-def test_tensor_parallelism_of_unsloth_is_refused(monkeypatch):
-    for name, value in RankIdentity(0, 0, 2, 2, "torchrun").variables().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("UNSLOTH_TP_SIZE", "2")
-    with pytest.raises(SetupError, match="UNSLOTH_TP_SIZE=2: Unsloth's tensor parallelism trains and saves by itself"):
-        ump.enable_multi_gpu()
+    with pytest.raises(SetupError, match=message):
+        ump.enable_multi_gpu(**options)
 
 
 def test_library_newer_than_tested_is_told_once(monkeypatch, caplog):
