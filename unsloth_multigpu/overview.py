@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from unsloth_multigpu.report import NO_WAITING, Rates, rates_of
+from unsloth_multigpu.report import Rates, rates_of
 from unsloth_multigpu.wire.heartbeat import Figures, Heartbeat, Phase, read_beats
 from unsloth_multigpu.wire.process import read_state
 from unsloth_multigpu.wire.run import Run
@@ -211,9 +211,6 @@ def headline(look: Look) -> str:
     speeds = ((rates.samples_per_s, "samples/s"), (rates.tokens_per_s, "tokens/s"))
     parts += [f"{_number(value)} {unit}" for value, unit in speeds if value is not None]
     parts += [look.first_step] if look.first_step else []
-    trained = [row.beat.figures for row in look.rows if row.beat.figures.num_steps]
-    if len(look.rows) > 1 and trained and all(figures.waiting_s is None for figures in trained):
-        parts.append(NO_WAITING)
     return ", ".join(parts)
 
 

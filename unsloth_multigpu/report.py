@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# Shown in place of the number.
-NO_WAITING = "waiting is not measured if ranks hold parts of the weights"
 # The name of all optimizer steps but the first, and of what needs less time than this fraction.
 STEPS, _NOTICEABLE = "steps", 0.05
 

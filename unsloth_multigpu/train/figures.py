@@ -21,7 +21,7 @@ from unsloth_multigpu.deal.measure import Stopwatch
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import ArgumentsLike, ControlLike, Override, Part, StateLike, TrainerLike
-from unsloth_multigpu.report import NO_WAITING, STEPS, RankReport, RunReport, rates_of
+from unsloth_multigpu.report import STEPS, RankReport, RunReport, rates_of
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.wire.heartbeat import Figures, HeartbeatPage, Phase, read_beats
@@ -340,7 +340,8 @@ class LogFigures(Part):
         from transformers import PrinterCallback, ProgressCallback
 
         if self._meter.is_sharded:
-            logger.info("multigpu/waiting and multigpu/slowest_rank are not logged: %s", NO_WAITING)
+            unknown = "multigpu/waiting and multigpu/slowest_rank are not logged"
+            logger.info("%s: waiting is not measured if ranks hold parts of the weights", unknown)
         with ExitStack() as stack:
             for callback in self._trainer.callback_handler.callbacks:
                 if isinstance(callback, PrinterCallback | ProgressCallback):
