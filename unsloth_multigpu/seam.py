@@ -46,11 +46,6 @@ class InstanceSeam:
     unless_off: str = ""
     optional: bool = False
 
-    @property
-    def target(self) -> str:
-        """The displayed name, such as `accelerator.reduce`."""
-        return f"{self.owner}.{self.name}"
-
 
 def _seam(target: str, reason: str, *needs: str, **more: Any) -> InstanceSeam:
     owner, _, name = target.rpartition(".")

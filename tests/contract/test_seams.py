@@ -108,4 +108,4 @@ def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:
     frozen = json.loads((ROOT / "tests" / "dist" / "onion.json").read_text())
     found = {name for training in frozen.values() for name in training["seams"]}
     assert found
-    assert found <= {seam.target for seam in SEAMS.values()}
+    assert found <= {f"{seam.owner}.{seam.name}" for seam in SEAMS.values()}

@@ -134,7 +134,13 @@ def seams_markdown() -> str:
 
 def _seam_cells(seam: InstanceSeam) -> list[str]:
     parameters = ", ".join(f"`{name}`" for name in seam.needs)
-    return [f"`{seam.target}`", parameters, _CALLED[seam.called], "no" if seam.optional else "yes", seam.reason]
+    return [
+        f"`{seam.owner}.{seam.name}`",
+        parameters,
+        _CALLED[seam.called],
+        "no" if seam.optional else "yes",
+        seam.reason,
+    ]
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
