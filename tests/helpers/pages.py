@@ -134,13 +134,8 @@ def seams_markdown() -> str:
 
 def _seam_cells(seam: InstanceSeam) -> list[str]:
     parameters = ", ".join(f"`{name}`" for name in seam.needs)
-    return [
-        f"`{seam.owner}.{seam.name}`",
-        parameters,
-        _CALLED[seam.called],
-        "no" if seam.optional else "yes",
-        seam.reason,
-    ]
+    target, required = f"`{seam.owner}.{seam.name}`", "no" if seam.optional else "yes"
+    return [target, parameters, _CALLED[seam.called], required, seam.reason]
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -196,36 +197,24 @@ def test_top_names_what_there_is(run, tmp_path, monkeypatch, capsys):
     assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
 
 
-class Shown:
-    """A front end: what was displayed, and each update of it."""
-
-    def __init__(self):
-        self.bundles = []
-
-    def display(self, bundle, *, raw, display_id):
-        assert raw
-        assert display_id
-        assert not self.bundles
-        self.bundles.append(bundle)
-        return self
-
-    def update(self, bundle, *, raw):
-        assert raw
-        self.bundles.append(bundle)
-
-
 def test_panel_is_updated_while_it_trains_and_stays(run, monkeypatch):
     monkeypatch.setattr(display, "_EVERY_S", 0.02)
     (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
     (Path(run.log_dir) / "rank_1.log").write_text("<b>1 < 2</b>\n")
-    shown = Shown()
-    monkeypatch.setattr("IPython.display.display", shown.display)
+    shown, updates = [], []
+
+    def show(bundle, *, raw, display_id):
+        shown.append(bundle)
+        return SimpleNamespace(update=lambda bundle, *, raw: updates.append(bundle))
+
+    monkeypatch.setattr("IPython.display.display", show)
     table = Panel(run)
     table.begin(lambda: True)
-    wait_until(lambda: len(shown.bundles) > 2, 60, "three tables")
+    wait_until(lambda: len(updates) > 1, 60, "three tables")
     page.mark(Phase.SCRIPT, step=40)
     table.end()
     assert not [thread for thread in threading.enumerate() if "panel" in thread.name]
-    assert "40 / 40" in shown.bundles[-1]["text/plain"]
-    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in shown.bundles[-1]["text/html"]
-    assert "10 / 40" in shown.bundles[0]["text/plain"]
+    assert "40 / 40" in updates[-1]["text/plain"]
+    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in updates[-1]["text/html"]
+    (first,) = shown
+    assert "10 / 40" in first["text/plain"]
