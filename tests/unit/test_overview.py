@@ -207,7 +207,7 @@ def test_panel_is_updated_while_it_trains_and_stays(run, monkeypatch):
         shown.append(bundle)
         return SimpleNamespace(update=lambda bundle, *, raw: updates.append(bundle))
 
-    monkeypatch.setattr("IPython.display.display", show)
+    monkeypatch.setattr(display, "display", show)
     table = Panel(run)
     table.begin(lambda: True)
     wait_until(lambda: len(updates) > 1, 60, "three tables")
