@@ -141,7 +141,8 @@ class Option:
                 value in self.words if self.words else re.fullmatch(self.pattern, value)
             )
         # Numbers of Python and numpy. num_gpus=True is a mistake, not one GPU.
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.type is int else numbers.Real):
+        kind: Any = numbers.Integral if self.type is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind):
             return False
         is_low_enough = value <= _MOST if self.below is None else value < self.below
         return (self.least <= value and is_low_enough) or (self.zero_is_never and value == 0)
